@@ -1,10 +1,10 @@
-"""Which hosts are this machine's own, which are in a private network, and which the gateway may call.
+"""Tells which hosts are this machine's own, which are in a private network, and which the gateway may call.
 
-The invariant: what is called loopback here leads every machine to itself, and a socket bound to it is closed to the network:
-an address of all interfaces (0.0.0.0) is not loopback.
+The invariant: a loopback address leads every machine to itself, and a socket bound to it is closed to the network: an address
+of all interfaces (0.0.0.0) is not loopback.
 
-An address that is not allowed is never connected to. Names are compared as they are written and never looked up, so that
-whoever answers for a name in the DNS cannot change what it means here.
+An address that is not allowed is never connected to. Names are compared as they are written and never looked up, so that an
+answer of the DNS cannot change what a name means here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def is_loopback(host: str) -> bool:
 
 
 def leads_to_itself(url: str) -> bool:
-    """Whether a URL, given to another machine, leads that one to itself: its host is loopback, all interfaces, or none."""
+    """Whether a URL that is given to another machine would lead that machine to itself: the host is loopback, all interfaces,
+    or none."""
     host = urlsplit(url).hostname or ""
     try:
         return is_loopback(host) or ipaddress.ip_address(host).is_unspecified
@@ -37,7 +38,7 @@ def leads_to_itself(url: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """An address at which a client of this machine reaches a server bound to `host`."""
+    """Return the host by which a client on this machine reaches a server bound to `host`."""
     if host in {"0.0.0.0", ""}:  # noqa: S104 — compared, not bound
         return "127.0.0.1"
     if host == "::":
@@ -52,11 +53,13 @@ PRIVATE_NETWORKS: tuple[Network, ...] = tuple(
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 )
-"""Where machines of one owner are; not link-local addresses, at which clouds tell a machine's credentials."""
+"""Private networks, where the machines of one owner are. Link-local addresses are left out, because clouds serve a machine's
+credentials there."""
 
 
 class Allowed:
-    """What `gateway.allowed_upstreams` says. Raises `ConfigError` for what is neither a word, a network nor a name."""
+    """The hosts that `gateway.allowed_upstreams` allows. Raises `ConfigError` for a pattern that is neither a word, a network
+    nor a name."""
 
     def __init__(self, patterns: Sequence[str] = ALLOWED) -> None:
         self._patterns = tuple(patterns)
@@ -78,7 +81,7 @@ class Allowed:
                 self._names.append(pattern.lower().rstrip("."))
 
     def check(self, url: str) -> None:
-        """Return when calls may go there. Raises `GatewayError`."""
+        """Raise `GatewayError` unless calls may go to this URL."""
         host = (urlsplit(url).hostname or "").lower().rstrip(".")
         if not self._allows(host):
             raise GatewayError(

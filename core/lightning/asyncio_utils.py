@@ -1,9 +1,9 @@
-"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop,
-with as many open files as it may have.
+"""Additions to asyncio: ending tasks, also the main one by a signal; running two coroutines of which one may fail; the choice
+of the event loop, and its limit of open files.
 
-The invariant: when a function that ends tasks returns, they have ended; what those raised that it was told to end is not looked
-at. Servers, trainers, clients and what measures them run on the fastest loop there is. An agent's own process has asyncio's:
-what runs there is not ours. Async agents of the runner `inline` are in our process, on our loop.
+The invariant: when a function that ends tasks returns, they have ended; the errors of tasks that it cancelled are ignored.
+Servers, trainers, clients and measurements run on the fastest loop there is. An agent's own process has asyncio's loop, because
+the code that runs there is the user's. Async agents of the runner `inline` are in our process, on our loop.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 AGAIN = 0.1
-"""Seconds until a task that has not ended is cancelled once more."""
+"""Seconds until a task that has not ended is cancelled again."""
 FILES = 65536
-"""Open files, sockets among them, that a process is allowed where the system lets it."""
+"""The number of open files, sockets among them, that a process asks the system for."""
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks until they have ended: for those that only listen, and have nothing to tidy up that takes time.
+    """Cancel the tasks until they have ended: for tasks that only listen and have no slow clean-up.
 
-    One `cancel` is not enough for them everywhere: before Python 3.12 `asyncio.wait_for` loses a cancellation that comes in
-    the moment in which what it waits for is done.
+    One `cancel` is not always enough: before Python 3.12 `asyncio.wait_for` loses a cancellation that comes in the moment in
+    which its awaitable is done.
     """
     while left := [task for task in tasks if not task.done()]:
         for task in left:
@@ -46,15 +46,16 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks once, and wait however long they tidy up: for those whose tidying a second cancellation would spoil."""
+    """Cancel the tasks once, and wait for their clean-up, however long: for tasks whose clean-up a second cancellation would
+    spoil."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def to_its_end(main: Coroutine[object, object, T]) -> T:
-    """Await it wholly: a cancellation that comes meanwhile is raised when it has ended. A second one ends the wait, and not the
-    work."""
+    """Await a coroutine wholly: a cancellation meanwhile is raised when it has ended. A second cancellation ends the wait, but
+    not the coroutine."""
     task = asyncio.create_task(main)
     try:
         return await asyncio.shield(task)
@@ -64,7 +65,7 @@ async def to_its_end(main: Coroutine[object, object, T]) -> T:
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event, so many seconds at most; whether it is set."""
+    """Wait for an event, at most this many seconds. Return whether it is set."""
     # `asyncio.wait_for` may lose a cancellation on Python 3.11.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -73,7 +74,7 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
-    """Do two things one after the other; when the first fails the second is never begun."""
+    """Await two coroutines one after the other. If the first fails, the second is never begun."""
     try:
         return await first, await second
     finally:
@@ -81,7 +82,7 @@ async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[obje
 
 
 async def together(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
-    """Do two things at once; when one fails the other is stopped before its error is raised."""
+    """Await two coroutines at once. If one fails, the other is stopped before the error is raised."""
     one, other = asyncio.create_task(first), asyncio.create_task(second)
     try:
         return await asyncio.gather(one, other)
@@ -92,9 +93,9 @@ async def together(first: Coroutine[object, object, A], second: Coroutine[object
 
 
 async def until_told(main: Awaitable[T], *numbers: signal.Signals, gently: asyncio.Event | None = None) -> T:
-    """Await `main` in the loop's main task; one of these signals cancels it, and KeyboardInterrupt is raised when it has ended.
+    """Await `main` in the loop's main task. One of these signals cancels it, and KeyboardInterrupt is raised when it has ended.
 
-    With `gently` the first signal sets that event and nothing else: `main` is to end by itself then, and the second cancels it.
+    With `gently` the first signal only sets that event, after which `main` should end by itself; the second signal cancels it.
     """
     task, cancelled = asyncio.current_task(), False
 
@@ -108,7 +109,7 @@ async def until_told(main: Awaitable[T], *numbers: signal.Signals, gently: async
 
     loop = asyncio.get_running_loop()
     for number in numbers:
-        # Windows has no such handlers, and a thread that is not the main one may set none: there a signal stays what it was.
+        # Windows has no such handlers, and only the main thread may set any: elsewhere a signal acts as before.
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, told)
     try:
@@ -120,7 +121,7 @@ async def until_told(main: Awaitable[T], *numbers: signal.Signals, gently: async
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """The fastest loop there is: uvloop has none for Windows and PyPy."""
+    """Make the fastest event loop there is: uvloop's, or asyncio's on Windows and PyPy, which uvloop does not support."""
     try:
         import uvloop
     except ImportError:
@@ -129,7 +130,8 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T], *, instead: str = "await the coroutine") -> T:
-    """`asyncio.run` on such a loop. Raises `RuntimeError`, which says what to do `instead`, where a loop runs already."""
+    """Run a coroutine like `asyncio.run`, on a loop of `new_loop`. If a loop runs already, raises `RuntimeError`, which says
+    what to do `instead`."""
     if is_inside():
         main.close()
         raise RuntimeError(
@@ -140,7 +142,7 @@ def run(main: Coroutine[Any, Any, T], *, instead: str = "await the coroutine") -
 
 
 def is_inside() -> bool:
-    """Whether a loop runs in this thread."""
+    """Whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -185,7 +187,7 @@ def _run_beside(main: Coroutine[object, object, T]) -> T:
 
 
 def outside_of_loops(function: Callable[[], T]) -> T:
-    """Call it where an event loop can be run: here, or in a thread of its own while this one runs a loop."""
+    """Call a function where an event loop can be run: here, or in a new thread if this thread runs a loop."""
     if not is_inside():
         return function()
     with ThreadPoolExecutor(1, "lightning-agent") as pool:
@@ -194,11 +196,11 @@ def outside_of_loops(function: Callable[[], T]) -> T:
 
 _UNWANTED: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("lightning_unwanted", default=None)
 LOOK_SECONDS = 0.2
-"""How often it is looked whether anybody waits."""
+"""Seconds between two checks whether the caller of `in_thread` still waits."""
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """`asyncio.to_thread`, of which `while_wanted` in that thread learns when it is cancelled."""
+    """Run a function like `asyncio.to_thread`. If the call is cancelled, `while_wanted` in that thread notices."""
     unwanted = threading.Event()
     token = _UNWANTED.set(unwanted)
     try:
@@ -209,8 +211,8 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 
 async def while_wanted(main: Coroutine[object, object, T]) -> T:
-    """Await it, and cancel it when nobody waits any more for the call of `in_thread` that this is in: a process that is stopped
-    waits for its threads."""
+    """Await a coroutine inside a call of `in_thread`; cancel it when that call was cancelled: a process that is stopped waits
+    for its threads."""
     unwanted, task = _UNWANTED.get(), asyncio.ensure_future(main)
     while not (await asyncio.wait({task}, timeout=LOOK_SECONDS if unwanted else None))[0]:
         if unwanted and unwanted.is_set():
@@ -219,7 +221,7 @@ async def while_wanted(main: Coroutine[object, object, T]) -> T:
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:
-    """Kill a process that still runs, let go of its pipes, which a child of it may hold open, and wait until it is gone: a
+    """Kill a process if it still runs, close its pipes, which a child of it may hold open, and wait until it is gone: a
     transport that is left to the garbage collector warns in the middle of something else."""
     transport = process._transport  # type: ignore[attr-defined]  # noqa: SLF001 — there is no public way
     if process.returncode is None:
@@ -233,7 +235,7 @@ async def end_process(process: asyncio.subprocess.Process) -> None:
 
 
 def allow_many_files() -> None:
-    """Raise the soft limit of open files: a thousand calls in flight are two thousand sockets."""
+    """Raise the soft limit of open files to at most `FILES`: a thousand calls in flight are two thousand sockets."""
     try:
         import resource
     except ImportError:

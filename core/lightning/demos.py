@@ -1,4 +1,4 @@
-"""What a demonstration is: an agent, its tasks and a base model that can be trained in minutes on two cores."""
+"""The definition of a demonstration: an agent, its tasks and a base model that can be trained in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lightning.types import Task
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """`tasks(n, seed)` makes training tasks, `val_tasks(n)` the held-out ones (never among the training tasks).
+    """One demonstration. `tasks(n, seed)` makes training tasks, `val_tasks(n)` the held-out ones (never among the training
+    tasks).
 
-    `algorithm` makes what trains it, `settings` are configuration overrides (`{"trainer.steps": 30}`), and `describe(task)`
-    says a task in words.
+    `algorithm` makes the training algorithm, `settings` are configuration overrides (`{"trainer.steps": 30}`), and
+    `describe(task)` says a task in words.
     """
 
     name: str
@@ -31,6 +32,6 @@ class Demo:
     train_agents: Sequence[str] = ()
     """The agents to train, as globs on the caller path; none named means all of them."""
     measure: str = "reward"
-    """What the report shows of held-out tasks: `reward`, or the name of a part of it that the agent returns (`correct`)."""
+    """The value that the report shows of held-out tasks: `reward`, or the name of a part that the agent returns (`correct`)."""
     source: Path | None = None
     """The agent's own source file, shown as the next thing to read."""

@@ -36,8 +36,8 @@ class LightningError(Exception):
 
 
 class MissingExtraError(LightningError, ImportError):
-    """An optional dependency is missing; the message has the command that installs it, which installs the extra from where
-    lightning came from if none is given."""
+    """An optional dependency is missing. The message has the command that installs it: `command`, or else one that installs the
+    extra from where lightning came from."""
 
     def __init__(self, extra: str, module: str = "", command: str = "") -> None:
         self.extra, self.module, self.command = extra, module, command or install_command(extra)
@@ -49,7 +49,7 @@ class MissingExtraError(LightningError, ImportError):
 
 
 def import_extra(extra: str, module: str) -> Any:
-    """Import a module that needs what an extra installs. Raises `MissingExtraError` when a part of that is not installed."""
+    """Import a module that needs the packages of an extra. Raises `MissingExtraError` when one of them is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -77,7 +77,7 @@ class SchemaError(StoreError):
 
 
 class UnavailableError(StoreError):
-    """The database, or every server in front of it, cannot be reached now. Nothing is wrong with what was asked."""
+    """The database, or every server in front of it, cannot be reached now. The request itself was not wrong."""
 
 
 class StaleAttemptError(StoreError):
@@ -89,8 +89,8 @@ class ConflictError(StoreError):
 
 
 class ParentGoneError(StoreError):
-    """What a branch asked and was answered cannot be read: its parent was removed, or made again under the same id. Nothing
-    else is damaged."""
+    """The recorded requests and answers that a branch needs cannot be read: its parent was removed, or made again under the
+    same id. Nothing else is damaged."""
 
 
 class GatewayError(LightningError, RuntimeError):
@@ -122,4 +122,4 @@ class JudgeError(LightningError, RuntimeError):
 
 
 class AuditError(LightningError, AssertionError):
-    """What was trained is not what the store holds."""
+    """The trained batches are not what the store holds."""

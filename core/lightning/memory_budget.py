@@ -1,10 +1,10 @@
-"""How much memory may be taken by what others send: the bytes that are read, and the values that they are parsed into.
+"""Limits the memory that data from others may take: the bytes that are read, and the values that they are parsed into.
 
-The invariant: never more than the budget is held, and there is room for whoever holds little: nobody may hold more than is then
-still free. So one holder has half of it at most, two a third each, and a newcomer always finds some.
+The invariant: never more than the budget is held, and a holder of little always finds room: nobody may hold more than is still
+free then. So one holder has at most half of the budget, two have a third each, and a newcomer always gets some.
 
-What JSON becomes is counted before it is parsed, by its commas and opening brackets: a value has one of them at least, and
-`[[],[],...]` takes thirty times its bytes as Python's objects. A text's commas count as well, which is on the safe side.
+The values of JSON are counted before it is parsed, by commas and opening brackets: each value but the outermost follows one,
+and `[[],[],...]` takes thirty times its bytes as Python's objects. Commas in texts count as well, which errs on the safe side.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from weakref import WeakValueDictionary
 T = TypeVar("T")
 
 VALUE_BYTES = 128
-"""What a comma or bracket of JSON stands for as a Python object: an empty list has 64, a small object 232 for two of them."""
+"""Bytes of memory that are reserved for a comma or bracket of JSON: an empty list takes 64, a small object 232 for two of
+them."""
 MEMORY_OF_BYTE = 8
-"""Bytes of memory that a byte of a bounded answer may take."""
+"""Bytes of memory that a byte of an answer read by `bounded` may take."""
 SHARE_OF_MEMORY = 8
-"""The budget is an eighth of the memory unless it is set."""
+"""The budget is the memory divided by this number unless it is set."""
 ROUND_FIGURE = 8 << 30
-"""Bytes of memory that are assumed where nothing says."""
+"""Bytes of memory that are assumed if the system does not tell."""
 LONG = 256 * 1024
-"""Bytes of JSON from which on a body is worked on beside the event loop."""
+"""Bytes of JSON from which on a body is parsed beside the event loop."""
 MANY = 20_000
-"""JSON values from which on a body is worked on beside the event loop."""
+"""JSON values from which on a body is parsed beside the event loop."""
 ORJSON_BYTES = 4096
-"""Below this size a result of orjson takes more memory than it has bytes."""
+"""A result of orjson below this size takes more memory than it has bytes."""
 REST = 9.0
-"""Seconds that a holder's long work rests for each second of CPU time that it took."""
+"""Seconds that a holder's long work must pause for each second of CPU time that it took."""
 CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory() -> int:
-    """Bytes of the machine, or of the control group that this process is in."""
+    """Return the bytes of memory of the machine, or of this process's control group if it has fewer."""
     try:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -54,13 +55,13 @@ def memory() -> int:
 
 
 def json_values(data: bytes) -> int:
-    """The commas and opening brackets of some JSON, or of a part of it: at most a few more than its values."""
+    """Count the commas and opening brackets of some JSON, or of a part of it: about as many as it has values, or more."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 async def bounded(parts: AsyncIterable[bytes], most: int) -> bytes | None:
-    """All that comes, joined; None as soon as that is more than so many bytes, or would be parsed into values
-    of more than `MEMORY_OF_BYTE` times the memory."""
+    """Join all parts. Return None as soon as they have more than `most` bytes, or would be parsed into values that take more
+    than `MEMORY_OF_BYTE` times `most`."""
     found, size, values, counted = list[bytes](), 0, 0, 0
     most_values = MEMORY_OF_BYTE * most // VALUE_BYTES
     async for part in parts:
@@ -75,12 +76,13 @@ async def bounded(parts: AsyncIterable[bytes], most: int) -> bytes | None:
 
 
 def compact(data: bytes) -> bytes:
-    """The same bytes, in as much memory as they need: what orjson returns keeps four kilobytes, however short it is."""
+    """Copy short bytes so that they take no more memory than they need: a result of orjson keeps four kilobytes, however short
+    it is."""
     return bytes(memoryview(data)) if len(data) < ORJSON_BYTES else data
 
 
 class Budget:
-    """`most` bytes for all holders; None takes a share of the memory. Belongs to one event loop."""
+    """A budget of `most` bytes for all holders; None takes a share of the memory. Belongs to one event loop."""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = memory() // SHARE_OF_MEMORY if most is None else most
@@ -90,36 +92,36 @@ class Budget:
 
     @property
     def thread(self) -> ThreadPoolExecutor:
-        """Where long work is done: one thread of its own, since agents of the inline runner, who wait for it, may hold all of
-        the loop's."""
+        """The one thread for long work. It is not one of the loop's threads, since agents of the inline runner, which wait for
+        this work, may hold all of those."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "lightning-parse")
         return self._thread
 
     def close(self) -> None:
-        """Let go of the thread."""
+        """Shut the thread down."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
 
     @property
     def largest(self) -> int:
-        """What one holder can have when nobody else holds anything."""
+        """The bytes that one holder can have when nobody else holds any."""
         return self.most // 2
 
     def give(self, size: int) -> None:
-        """Let go of so many bytes."""
+        """Return this many bytes to the budget."""
         self.held -= size
         self._freed.set()
 
     async def freed(self) -> None:
-        """Return when somebody has let go of something."""
+        """Return when somebody has given bytes back."""
         self._freed.clear()
         await self._freed.wait()
 
 
 class Holder:
-    """One of those who share a budget: a token, or an agent's process."""
+    """One of those who share a budget: an API token, or an agent's process."""
 
     __slots__ = ("__weakref__", "_budget", "_rests_until", "_turn", "held")
 
@@ -130,16 +132,16 @@ class Holder:
 
     @property
     def largest(self) -> int:
-        """What it can have when nobody else holds anything."""
+        """The bytes that this holder can have when nobody else holds any."""
         return self._budget.largest
 
     @property
     def rests(self) -> bool:
-        """Whether its long work has to wait for what it took before."""
+        """Whether its next long work has to pause, because of the CPU time that it took before."""
         return self._rests_until > time.monotonic()
 
     def take(self, size: int) -> bool:
-        """Hold so many bytes more, if there is room for them."""
+        """Hold this many bytes more if there is room for them; return whether there was."""
         budget = self._budget
         if self.held + size > budget.most - budget.held - size:
             return False
@@ -148,7 +150,8 @@ class Holder:
         return True
 
     async def wait(self, size: int, seconds: float | None) -> bool:
-        """The same, with some seconds to wait for room (None: any time). False at once for what can never fit."""
+        """Hold this many bytes more; wait for room up to `seconds` (None: any time). Return whether there was; False at once
+        for a size that can never fit."""
         if self.take(size):
             return True
         if size > self._budget.largest:
@@ -162,12 +165,12 @@ class Holder:
         return True
 
     def give(self, size: int) -> None:
-        """Let go of so many bytes."""
+        """Give this many bytes back."""
         self.held -= size
         self._budget.give(size)
 
     async def work(self, do: Callable[[], T]) -> T:
-        """Do something long in a thread: one at a time for this holder, and not more than a tenth of the time.
+        """Do long work in the budget's thread: one piece at a time for this holder, in at most a tenth of the time.
 
         Parsing holds the interpreter's lock, so that a thread alone would not leave the event loop its time.
         """
@@ -186,8 +189,8 @@ class Holder:
 
 
 class Holders:
-    """The holders of one budget by name. One is remembered as long as it has something to be remembered for: while somebody
-    works with it, and while it rests. Work is done in one thread, so that few rest at a time."""
+    """The holders of one budget by name. A holder is kept only while somebody uses it and while it must pause. Long work is
+    done in one thread, so that few pause at a time."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -195,14 +198,14 @@ class Holders:
         self._resting = list[Holder]()
 
     def of(self, name: bytes) -> Holder:
-        """The holder of this name. Whoever asks gives it to `done` in the end."""
+        """Return the holder of this name. The caller gives it to `done` at the end."""
         holder = self._known.get(name)
         if holder is None:
             self._known[name] = holder = Holder(self._budget)
         return holder
 
     def done(self, holder: Holder) -> None:
-        """Somebody has ended to work with it."""
+        """End the use of a holder, which is kept on while it must pause."""
         if holder.rests:
             self._resting = [holder, *(other for other in self._resting if other.rests and other is not holder)]
 

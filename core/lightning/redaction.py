@@ -1,8 +1,8 @@
-"""What is left out of texts before they are stored: credentials always, and whatever a plugin's `lightning_redact` says.
+"""Leaves out of texts, before they are stored, credentials and whatever a plugin's `lightning_redact` says.
 
-The invariant: of what agents and their tools say in words (errors, arguments and outputs of tools, spans, conversations)
-nothing is stored that has not passed here, and a redactor that fails costs the text, never the secret. Tasks and token ids pass
-as they are: an agent works on its task, and a run is trained on the very tokens that were sampled.
+The invariant: words of agents and their tools (errors, arguments and outputs of tools, spans, conversations) are stored only
+after they passed here, and a redactor that fails costs the text, never the secret. Tasks and token ids pass as they are: an
+agent works on its task, and a run is trained on the very tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 GONE = "[redacted]"
 LONGEST_NAME = 100
-"""Characters at the end of a name in which that of a credential is looked for: agents choose names, of any length."""
+"""Characters at the end of a name in which a credential's name is looked for: agents choose names, of any length."""
 LONG = 65_536
-"""Characters of a text in which credentials are looked for near their hints alone."""
+"""Characters of a text beyond which credentials are looked for only near their hints."""
 MOST_TEXTS = 20_000
-"""Texts of a JSON value, some maybe with a credential, from which on it is left out: to look through more takes seconds."""
+"""Most texts of a JSON value that may hold a credential; a value with more is left out, since searching them takes seconds."""
 DEEPEST = 200
-"""Lists and mappings inside one another that are looked through; what is deeper is left out."""
+"""Most levels of lists and mappings that are searched; deeper values are left out."""
 _NAMED_SO = (
     r"(?:[\w-]{0,40}[_-])?secret(?:[-_]access)?(?:[-_]?key)?|client[-_]?secret|password|passwd"
     r"|(?:access|refresh|auth)[-_]?token|private[-_]?key"
@@ -39,12 +39,12 @@ _NAMED_SO = (
 SECRET_NAME = re.compile(
     rf"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|{_NAMED_SO})$", re.IGNORECASE | re.ASCII
 )
-"""Ends of names under which a value is a credential, whatever it looks like: `http.request.header.authorization`."""
+"""Matches ends of names whose values are always credentials: `http.request.header.authorization`."""
 
 
 class _Rule(NamedTuple):
-    """A credential's form. `hints` are parts of it in lower case, one of which every match has, at most `before` characters
-    behind its beginning: looking for them is fast."""
+    """The form of one kind of credential. `hints` are lower-case parts, of which every match has one, at most `before`
+    characters after its start: looking for hints is fast."""
 
     hints: tuple[str, ...]
     pattern: re.Pattern[str]
@@ -52,9 +52,9 @@ class _Rule(NamedTuple):
     before: int = 0
 
 
-# Letters of names are folded as ASCII (`(?a:...)`), as the quick look below does: the sign of the kelvin is no k.
+# Letters of names ignore case only in ASCII (`(?a:...)`), as in the quick check below: the sign of the kelvin is no k.
 RULES = (
-    # A header as it is sent has the rest of the line, commas and quotes included: `Cookie: a=b; c="d"`; one that is quoted
+    # A header as sent extends to the end of the line, commas and quotes included: `Cookie: a=b; c="d"`; a quoted one
     # (`'cookie': 'a=b'`, `-H 'cookie: a=b'`) ends with its quote.
     _Rule(
         ("authorization", "cookie"),
@@ -68,7 +68,7 @@ RULES = (
         rf"\1\2\3\4{GONE}",
         before=21,
     ),
-    # A setting as it is printed, and a credential's name in JSON: `api_key=...`, `{"password": "..."}`.
+    # A setting as printed, and a credential's name in JSON: `api_key=...`, `{"password": "..."}`.
     _Rule(
         ("api-key", "api_key", "apikey", "secret", "password", "passwd", "token", "private"),
         re.compile(
@@ -100,22 +100,19 @@ RULES = (
 )
 
 
-# Of each rule a part that every match has, in JSON in lower case, where a line's end is an escape: most texts that have a hint,
-# such as "token", are told from a credential by it, far faster than by the rule.
-# Possessive: a quote may be an escape's or stand alone, and trying both for each would take for ever.
+# A part of each rule that every match has, in lower-case JSON, where a line's end is an escape. Most texts with a hint such as
+# "token" hold no credential, and these patterns show that far faster than the rules. They are possessive: a quote may be an
+# escape's or stand alone, and trying both for each would take for ever.
 _GAP = rb"""(?:[\s"'\x80-\xff]|\\[a-z0-9"']{1,5}+)*+[:=]"""
 _WORD = rb"[\w\x80-\xff-]"
-_TOKEN = rb"token(?:%b)" % b"|".join(
-    rb"(?<=%b%btoken)" % (kind, dash) for kind in (b"access", b"refresh", b"auth") for dash in (b"", b"[-_]")
+_TOKEN, _KEY = (
+    rb"%b(?:%b)" % (word, b"|".join(rb"(?<=%b%b%b)" % (kind, dash, word) for kind in kinds for dash in (b"", b"[-_]")))
+    for word, kinds in ((b"token", (b"access", b"refresh", b"auth")), (b"key", (b"api", b"private")))
 )
-# Each begins with fixed letters, which are found at the speed of memory.
+# Each begins with fixed letters, which a search finds at the speed of memory. Every text is searched once for each.
 _SIGNS = (
     *(rb"authorization", rb"cookie", rb"github_pat_", rb"private key-----"),
-    *(
-        name + _GAP
-        for name in (rb"api[-_]?key", rb"secret(?:[-_]access)?(?:[-_]?key)?", rb"password", rb"passwd", _TOKEN)
-    ),
-    rb"private[-_]?key" + _GAP,
+    *(name + _GAP for name in (_KEY, rb"secret(?:[-_]access)?(?:[-_]?key)?", rb"passw(?:or)?d", _TOKEN)),
     *(name + rb" +[\w.~+/=\x80-\xff-]{12}" for name in (rb"bearer", rb"basic")),
     rb"lt_[0-9a-f]{16}_",
     rb"\.eyj",
@@ -131,7 +128,7 @@ SIGNS = tuple(map(re.compile, _SIGNS))
 
 
 def may_be_redacted(text: bytes) -> bool:
-    """Whether anything may be left out of JSON (UTF-8); false where surely nothing is. Much faster than to look."""
+    """Whether redaction may change some JSON (UTF-8); False only if it surely does not. Much faster than redacting."""
     lowered = text.lower()
     if _redactors():
         return True
@@ -139,9 +136,9 @@ def may_be_redacted(text: bytes) -> bool:
 
 
 def _redactors() -> list[HookImpl]:
-    """What plugins redact texts with, the last to be asked first. Those that can be loaded by now are waited for."""
+    """Return the redactors of plugins, the last to be asked first. Waits for plugins that can be loaded by now."""
     known = plugins()
-    awaited = known.awaited  # of the moment: another thread may be loading some
+    awaited = known.awaited  # taken once: another thread may be loading some
     all_loaded = awaited is not None and not any(module in sys.modules for module in awaited)
     relay = known.relay if all_loaded else known.hook
     found: list[HookImpl] = relay.lightning_redact.get_hookimpls()
@@ -149,7 +146,7 @@ def _redactors() -> list[HookImpl]:
 
 
 def has_many_texts(value: Json) -> bool:
-    """Whether a JSON value has more texts, names among them, than are looked through."""
+    """Whether a JSON value has more than `MOST_TEXTS` texts, names among them."""
     left, count = [value], 0
     while left and count <= MOST_TEXTS:
         at = left.pop()
@@ -164,7 +161,7 @@ def has_many_texts(value: Json) -> bool:
 
 
 def redacted(text: str, where: str) -> str:
-    """The text that may be stored instead. `where` tells plugins what it is, such as `tool.output`."""
+    """Return the text to store instead. `where` tells plugins what the text is, such as `tool.output`."""
     if not text:
         return text
     lowered = text.lower()
@@ -187,7 +184,7 @@ def redacted(text: str, where: str) -> str:
 
 
 def _substituted(rule: _Rule, text: str, lowered: str) -> str:
-    """What `rule.pattern.sub` gives. In a long text it is tried where a hint is, and nowhere else.
+    """Return what `rule.pattern.sub` gives. A long text is searched only where it has a hint.
 
     One search through megabytes would hold the interpreter's lock for a second, and so stop everything else.
     """
@@ -216,7 +213,7 @@ def _substituted(rule: _Rule, text: str, lowered: str) -> str:
 
 
 def redacted_json(value: Json, where: str, depth: int = 0) -> Json:
-    """The same for every text in a JSON value; what stands under the name of a credential is left out whole."""
+    """Redact every text in a JSON value. A value under the name of a credential is left out whole."""
     if isinstance(value, str):
         return redacted(value, where)
     if not isinstance(value, (Mapping, Sequence)):
@@ -232,7 +229,7 @@ def redacted_json(value: Json, where: str, depth: int = 0) -> Json:
 
 
 def redacted_outcome(outcome: Outcome) -> Outcome:
-    """An outcome whose error and tool events may be stored; the error may be shown on a terminal as well."""
+    """Return an outcome whose error, tool events and states may be stored; the error may also be shown on a terminal."""
     events = tuple(_redacted_event(event) for event in outcome.tool_events)
     states = tuple(replace(state, values=redacted_json(state.values, "state")) for state in outcome.step_states)
     error = printable(redacted(outcome.error, "outcome.error"))
@@ -256,8 +253,8 @@ def _redacted_event(event: ToolEvent) -> ToolEvent:
 
 
 def storable(conversation: Conversation) -> Conversation | None:
-    """The conversation, or None where something would be left out of it: with other words in their place the model would go on
-    with a conversation that never was."""
+    """Return the conversation, or None if redaction would change it: with changed words the model would continue a conversation
+    that never was."""
     said = list(conversation.messages)
     if not may_be_redacted(json.dumps(said, ensure_ascii=False).encode(errors="replace")):
         return conversation
@@ -265,7 +262,7 @@ def storable(conversation: Conversation) -> Conversation | None:
 
 
 def redacted_span(span: Span) -> Span:
-    """A span whose name, error and attributes may be stored."""
+    """Return a span whose name, error and attributes may be stored."""
     attributes = redacted_json(span.attributes, "span.attributes")
     assert isinstance(attributes, Mapping), "a mapping stays one"
     return replace(

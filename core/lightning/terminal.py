@@ -1,7 +1,7 @@
-"""`Terminal`: the console of whatever lightning says to people, on either stream.
+"""`Terminal`: the console for everything that lightning shows to people, on either stream.
 
-The invariant: nothing reaches a terminal but lightning's own styles and printable text, whoever has written it. All that is
-printed passes `render`, so that no command has to think of it. It loads rich: import it where something is printed.
+The invariant: a terminal receives only lightning's own styles and printable text, whoever has written it. All output passes
+`render`, so that no command has to take care. This module loads rich: import it where something is printed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Terminal(Console):
         )
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """See `rich.console.Console.render_str`; columns of tables are measured by what it gives."""
+        """Render like `rich.console.Console.render_str`, with printable text; columns of tables are measured by the result."""
         return super().render_str(printable(text), **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `rich.console.Console.render`."""
+        """Render like `rich.console.Console.render`, with printable text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))

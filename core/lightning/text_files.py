@@ -1,6 +1,6 @@
-"""The text of a file that a user gives.
+"""Reads the text of a file that a user gives.
 
-The invariant: it is UTF-8, with or without the mark that Windows writes before it; anything else is refused by its name, and
+The invariant: the text is UTF-8, with or without the mark that Windows writes before it. Any other file is refused by name, and
 never read as other characters.
 """
 
@@ -17,11 +17,12 @@ MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""What a text begins with that is none of UTF-8; the longer ones first."""
+"""Byte order marks of other encodings than UTF-8; the longer ones first."""
 
 
 def read_text(file: Path, failure: type[LightningError]) -> str:
-    """The file's text without a byte order mark. Raises `failure`, naming the file, for what is not UTF-8, and `OSError`."""
+    """Return the file's text without a byte order mark. Raises `failure`, naming the file, for anything but UTF-8, and
+    `OSError`."""
     content = file.read_bytes()
     if coding := next((name for mark, name in MARKS.items() if content.startswith(mark)), ""):
         raise failure(f"{file} is {coding} text: save it as UTF-8")

@@ -1,7 +1,7 @@
 """Adapter for AutoGen: reads from AutoGen's own OpenTelemetry spans which agent is calling, and which tool ran.
 
-The invariant: it only looks, but for tools with a limit (`runner.tool_limits`), which wait for their turn. The spans go where
-the user's `TracerProvider` sends them, and nowhere without one.
+The invariant: it only looks; only tools with a limit (`runner.tool_limits`) wait for a slot. Spans go where the user's
+`TracerProvider` sends them, and nowhere without one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _attach() -> Callable[[], None]:
     results.start()
     undos.callback(results.stop)
     undos.callback(replaced.put_back)
-    # A program may import `autogen_agentchat.agents` first: it has begun by now, and the module of its class has not.
+    # If a program imports `autogen_agentchat.agents` first, that import has begun, and the one of the class's module has not.
     agents, tools = "autogen_agentchat.agents", "autogen_core.tools._base"
     for name in (agents, f"{agents}._base_chat_agent"):
         undos.callback(on_import(name, watch_agents))
@@ -64,4 +64,4 @@ def _attach() -> Callable[[], None]:
 installations = Installations(_attach)
 
 adapter = FrameworkAdapter(SUPPORTED, installations, caller_here)
-"""Names the innermost agent at work here, if it is AutoGen's. Its path has agents, tools and inner teams."""
+"""The adapter. It names the innermost agent that runs here, if it is AutoGen's; its path has agents, tools and inner teams."""

@@ -1,10 +1,10 @@
-"""What AutoGen's spans say: `invoke_agent` and `execute_tool` of agents and tools, `process` of its runtimes' agents; and what
-they do not: agents whose `on_messages` or `on_messages_stream` is called directly have no span, and what tools were given and
-returned is in the event log `autogen_core.events`.
+"""The meaning of AutoGen's spans: `invoke_agent` and `execute_tool` of agents and tools, `process` of its runtimes' agents. And
+what spans lack: agents whose `on_messages` or `on_messages_stream` is called directly have no span, and the arguments and
+results of tools are in the event log `autogen_core.events`.
 
-The invariant: only spans that are open are known here, so whoever has ended calls no model. The name of an agent without a span
-is known while the method runs, and for a stream only while its next item is made. The methods do what they did, the last undo
-puts the very ones back, and the log's handlers get the records that they would get without us.
+The invariant: only open spans are known here, so an ended agent makes no calls. The name of an agent without a span is known
+while its method runs, and for a stream only while its next item is made. The methods do what they did, the last undo puts the
+original ones back, and the log's handlers get the same records as without us.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Direct(NamedTuple):
     """A call of an agent without a span of its own."""
 
     around: tuple[int, int]
-    """The span in which it was made: trace and span id."""
+    """The span in which the call was made: trace and span id."""
     path: tuple[str, ...]
-    """From the outermost name to the agent's."""
+    """The names from the outermost to the agent's."""
     span_id: str
 
 
@@ -50,7 +50,8 @@ direct: ContextVar[Direct | None] = ContextVar("lightning_autogen_direct", defau
 
 
 LEVEL = logging.INFO - 1
-"""Lets AutoGen's events (INFO) through, and is nobody's choice: another level on the logger was set by the user since."""
+"""A level that lets AutoGen's events (INFO) pass and that no user would set: if the logger has another level, the user has set
+it since."""
 
 Pending = tuple[lightning.ToolEvent, Callable[[lightning.ToolEvent], None]]
 _pending: ContextVar[list[Pending] | None] = ContextVar("lightning_autogen_pending", default=None)
@@ -63,23 +64,23 @@ class Results(logging.Filter):
     _before = logging.NOTSET
 
     def start(self) -> None:
-        """Listen. Again: does nothing."""
+        """Start listening. Idempotent."""
         if self not in _log.filters:
             self._before = _log.level
             _log.setLevel(LEVEL)
             _log.addFilter(self)
 
     def stop(self) -> None:
-        """Leave the log as it was."""
+        """Stop listening, and restore the log."""
         _log.removeFilter(self)
         if _log.level == LEVEL:
             _log.setLevel(self._before)
 
     def complete(self, event: lightning.ToolEvent, emit: Callable[[lightning.ToolEvent], None]) -> None:
-        """Emit the event of a tool that has just returned, with arguments and output if AutoGen logs them.
+        """Report the event of a tool that has just returned, with arguments and output if AutoGen logs them.
 
-        It does so right after the tool's span has closed, without an await between. Tools of MCP servers are not logged, and
-        their spans close alike whether the server answered well or that the tool failed: nobody knows their status.
+        AutoGen logs right after the tool's span has closed, without an await between. Tools of MCP servers are not logged, and
+        their spans close alike whether the tool succeeded or failed, so their status is unknown.
         """
         if self not in _log.filters or not _log.isEnabledFor(logging.INFO):
             emit(event)
@@ -89,7 +90,7 @@ class Results(logging.Filter):
         asyncio.get_running_loop().call_soon(_emit, pending)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record would be there without us."""
+        """Whether the log would have this record without us."""
         if isinstance(record.msg, ToolCallEvent):
             _emit(_pending.get() or [], record.msg)
         if _log.level != LEVEL:
@@ -111,12 +112,12 @@ results = Results()
 
 
 class AutoGenReporter(SpanReporter):
-    """Reports the tool runs that spans of AutoGen's stand for."""
+    """Reports the tool runs in AutoGen's spans."""
 
     spans = open_spans
 
     def report(self, span: ReadableSpan) -> None:
-        """See `SpanReporter.report`."""
+        """Report the tool run of an ended span, if it is one of AutoGen's tools."""
         attributes = span.attributes or {}
         if not _is_autogen(span) or attributes.get(names.OPERATION) != names.EXECUTE_TOOL:
             return
@@ -139,8 +140,8 @@ class AutoGenReporter(SpanReporter):
 class LightningHandler(AutoGenReporter):
     """Names AutoGen's agents and reports their tools where the adapter is not installed or is disabled.
 
-    Add it to a provider by hand: `provider.add_span_processor(LightningHandler())`. Beside the installed adapter it reports
-    nothing twice. `emit` receives the tool runs; by default they go to the rollout that the tool ran for.
+    Add it to a provider: `provider.add_span_processor(LightningHandler())`. Beside the installed adapter it reports nothing
+    twice. `emit` receives the tool runs; by default they go to the rollout that the tool ran for.
     """
 
     def __init__(self, emit: Callable[[lightning.ToolEvent], None] = report) -> None:
@@ -149,12 +150,13 @@ class LightningHandler(AutoGenReporter):
 
 
 def caller_here() -> lightning.Caller | None:
-    """Who calls from this task."""
+    """Return the caller in this task."""
     return caller_of(trace.get_current_span().get_span_context())
 
 
 def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
-    """Who calls from inside a span; None when the innermost agent around it is not AutoGen's, or there is none."""
+    """Return the caller of calls inside a span; None without an agent around it, or when the innermost agent is not
+    AutoGen's."""
     open_spans.check_sampled(context)
     agent, call, parent, path = "", "", "", list[str]()
     known = direct.get()
@@ -180,7 +182,7 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
 
 
 def _named(span: ReadableSpan) -> tuple[str, str]:
-    """(`agent` or `tool`, its name) of a span; two empty strings for any other."""
+    """Return (`agent` or `tool`, its name) of a span; two empty strings for any other span."""
     attributes = span.attributes or {}
     match attributes.get(names.OPERATION):
         case names.INVOKE_AGENT:
@@ -200,7 +202,7 @@ def _is_autogen(span: ReadableSpan) -> bool:
 
 
 def watch_agents(module: ModuleType) -> None:
-    """Watch `BaseChatAgent` of a module, and what derives from it, now or later."""
+    """Wrap the methods of a module's `BaseChatAgent` and its subclasses, present and later."""
     replaced.replace(module.BaseChatAgent, "__init__", _init)
     kinds = [module.BaseChatAgent]
     while kinds:
@@ -231,7 +233,7 @@ def _inside(known: Direct | None) -> Iterator[None]:
 
 
 def _direct_call(agent: Any) -> Direct | None:
-    """What to know in a call of an agent: nothing new where its span, or a call of its own, says so already."""
+    """Return the record for a call of an agent; no new one where its span, or an outer call of it, says the same."""
     caller, here = caller_here(), trace.get_current_span().get_span_context()
     path = caller.path if caller else ()
     if path[-1:] == (agent.name,):

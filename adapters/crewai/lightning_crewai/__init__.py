@@ -1,6 +1,6 @@
-"""Adapter for CrewAI: names callers by role, task, flow and tool, reports tool runs, and keeps CrewAI's telemetry off.
+"""Adapter for CrewAI: names callers by role, task, flow and tool, reports tool runs, and switches CrewAI's telemetry off.
 
-The invariant: it only listens, in the place of CrewAI's own methods; the undo puts the very ones back.
+The invariant: it only listens, by wrapping CrewAI's own methods; the undo puts the original methods back.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ POLICY_FAULTS = {
     "crewai.ConverterError": "malformed_output",
     "crewai.LLMContextLengthExceededError": "context_overflow",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
+"""Exceptions that mean a fault of the model, by package and class; see `FrameworkAdapter`."""
 
 FAULTS_BY_TEXT = (
     "Invalid response from LLM call - None or empty",
     "Task failed guardrail",
     "Agent's guardrail failed validation",
 )
-"""How the texts of errors begin that tell of an answer which is not what was asked for; their classes are Python's own."""
+"""Beginnings of error texts that mean a wrong answer of the model; the classes of these errors are Python's own."""
 
 
 def _policy_fault(error: BaseException) -> str | None:
@@ -34,4 +34,4 @@ def _policy_fault(error: BaseException) -> str | None:
 
 
 adapter = FrameworkAdapter(SUPPORTED, installations, caller_now, _policy_fault)
-"""Names the model call that is under way, else the agent, flow or tool whose code is running."""
+"""The adapter. It names the present model call, else the agent, flow or tool whose code is running."""

@@ -1,9 +1,9 @@
-"""The methods of CrewAI that run agents, tasks, flows and tools, replaced while the adapter is installed, and its telemetry,
-which is off meanwhile.
+"""The methods of CrewAI that run agents, tasks, flows and tools, wrapped while the adapter is installed; CrewAI's telemetry is
+off meanwhile.
 
-The invariant: a method does what it did, with the arguments that it got. One request of the model's for a tool is one
-`ToolEvent`, however often CrewAI runs the tool for it. CrewAI's events are heard in the thread or task that sends them: the
-event bus calls its handlers in threads of its own, where nobody knows who is calling.
+The invariant: a wrapped method does what it did, with the same arguments. One request of the model for a tool is one
+`ToolEvent`, however often CrewAI runs the tool for it. CrewAI's events are heard in the thread or task that sends them, because
+the event bus calls its handlers in other threads, where the caller is not known.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from lightning.instrument import Installations, ReplacedMethods, Scopes
 EXECUTOR = Agent.model_fields["executor_class"].default
 """The class of the flow that runs an agent; its module differs between releases."""
 QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
-"""What CrewAI looks at before it reports to its makers, and before it asks at its first run whether traces may be shared."""
+"""Variables that stop CrewAI from reporting to its makers, and from asking at its first run whether traces may be shared."""
 OLD = (
     ("crewai.agents.crew_agent_executor", "CrewAgentExecutor", "_execute_single_native_tool_call"),
     ("crewai.lite_agent", "LiteAgent", "kickoff"),
 )
-"""What later releases have no more, or will not have: module, class and method."""
+"""Methods that later releases lack or will lack: module, class and method."""
 BLOCKED = "Tool execution blocked by hook"
-"""How the text begins that a tool has returned which a hook of the user's did not let run."""
+"""Beginning of a tool's output when a hook of the user blocked it."""
 PLAN = "create_reasoning_plan"
-"""The function by which an agent's model answers with a plan; it is no tool of the user's."""
+"""The function by which an agent's model answers with a plan; it is no tool of the user."""
 
 scopes = Scopes("crewai")
-"""The subject of an agent's scope is the model call that it runs in, if any; that of a tool's is its `ToolRequest`."""
+"""The scopes of CrewAI. An agent's subject is the model call that it runs in, if any; a tool's subject is its `ToolRequest`."""
 
 
 replaced = ReplacedMethods()
 
 
 def _attach() -> Callable[[], None]:
-    """Raises `PluginError` where this release of CrewAI lacks a method."""
+    """Wrap CrewAI's methods and switch its telemetry off; return the undo. Raises `PluginError` where this release lacks a
+    method."""
     try:
         for name in ("execute_task", "aexecute_task", "kickoff", "kickoff_async"):
             _replace(Agent, name, _agent)
@@ -100,7 +101,7 @@ installations = Installations(_attach)
 
 
 def caller_now() -> lightning.Caller | None:
-    """Who sends a request from this thread or task."""
+    """Return the caller of a request from this thread or task; None outside CrewAI's agents."""
     scope, call = scopes.here(), current_call_id.get()
     caller = scopes.caller(scope) if scope else None
     if scope is None or caller is None or not call or call == _call_around(scope.subject):
@@ -113,7 +114,7 @@ def _call_around(subject: object) -> object:
 
 
 def _inside(enter: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
-    """The method, run in the scopes that `enter` opens for its arguments."""
+    """Run the method in the scopes that `enter` opens for its arguments."""
     with enter(*args, **more):
         return original(*args, **more)
 
@@ -124,7 +125,7 @@ async def _inside_async(enter: Callable[..., Any], original: Callable[..., Any],
 
 
 def _role(agent: Any) -> str:
-    """An agent's role as the user wrote it, with the placeholders that a crew's inputs fill."""
+    """Return an agent's role as the user wrote it, before the crew's inputs fill its placeholders."""
     return " ".join((getattr(agent, "_original_role", None) or agent.role).split())
 
 
@@ -136,7 +137,7 @@ def _agent(agent: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextmanager
 def _task(task: Any, agent: Any = None, *_: Any, **__: Any) -> Iterator[None]:
-    """A task's own calls, which check and convert what the agent said, are the agent's."""
+    """Open the scopes of a task and its agent: calls that check and convert the agent's answer belong to the agent."""
     call, agent = current_call_id.get(), agent or task.agent
     with scopes.inside("agent", task.name or "", call), scopes.inside("agent", _role(agent) if agent else "", call):
         yield
@@ -144,7 +145,8 @@ def _task(task: Any, agent: Any = None, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextmanager
 def _flow(flow: Any, method_name: Any, *_: Any, **__: Any) -> Iterator[None]:
-    """A method of a flow. An agent is run by a flow too, which has no name; of CrewAI's other flows the methods have none."""
+    """Open the scopes of a flow and its method. The flow that runs an agent has no name, and methods of CrewAI's own flows have
+    none."""
     call, kind = current_call_id.get(), type(flow)
     of_crewai = kind.__module__.startswith("crewai.")
     name = "" if isinstance(flow, EXECUTOR) else flow.name or kind.__name__
@@ -154,7 +156,8 @@ def _flow(flow: Any, method_name: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextmanager
 def _native_tool(*args: Any, **more: Any) -> Iterator[None]:
-    """A native tool call. Which argument it is differs; an id that CrewAI has made up for it is none of the model's."""
+    """Open the scope of a native tool call. Releases pass the call as different arguments; an id that CrewAI made up is
+    dropped."""
     name, call_id = more.get("func_name", ""), more.get("call_id", "")
     if not name and (info := extract_tool_call_info(args[-1])):
         call_id, name, _ = info
@@ -165,7 +168,8 @@ def _native_tool(*args: Any, **more: Any) -> Iterator[None]:
 
 @contextmanager
 def _text_tool(usage: Any, calling: Any, *_: Any, **__: Any) -> Iterator[None]:
-    """A tool call in the form of a text, which CrewAI carries out again where the tool raises."""
+    """Open the scope of a tool call in text form. CrewAI repeats the call when the tool raises; the repetition has no new
+    scope."""
     here, name = scopes.here(), getattr(calling, "tool_name", "")
     again = here is not None and isinstance(here.subject, ToolRequest) and here.subject.source is usage
     if again or not name:
@@ -191,9 +195,9 @@ def _report(use: ToolRequest) -> None:
 
 
 def _heard(original: Callable[..., Any], bus: Any, /, source: Any, event: Any, *args: Any, **more: Any) -> Any:
-    if isinstance(event, ToolUsageFinishedEvent | ToolUsageErrorEvent):  # they tell how a tool's run has ended
+    if isinstance(event, ToolUsageFinishedEvent | ToolUsageErrorEvent):  # events of a tool's end
         here = scopes.here()
-        if isinstance(source, BaseLLM):  # it has made the run itself, of the functions that it was given
+        if isinstance(source, BaseLLM):  # the LLM itself ran one of the functions it was given
             use = ToolRequest(sanitize_tool_name(event.tool_name), "", caller_now())
             use.hear(event)
             _report(use)
@@ -203,7 +207,7 @@ def _heard(original: Callable[..., Any], bus: Any, /, source: Any, event: Any, *
 
 
 class ToolRequest:
-    """A request of the model's for a tool, while it is carried out."""
+    """A request of the model for a tool, while it is carried out."""
 
     def __init__(
         self,
@@ -214,20 +218,20 @@ class ToolRequest:
         source: object = None,
     ) -> None:
         self.call, self.source = call, source
-        """The model call that it is made in, if any, and CrewAI's object that carries it out."""
+        """The model call that it is made in (None: none), and CrewAI's object that carries it out."""
         self._event = lightning.ToolEvent(name, "unknown", call_id, caller=caller)
         self._heard = False
 
     def hear(self, event: Any) -> None:
-        """A run of the tool has ended; the last one counts."""
+        """Take in the end of a run of the tool; the last run counts."""
         failure = getattr(event, "failure", None)
         if failure is not None and failure.reason is ToolFailureReason.UNKNOWN_TOOL:
-            return  # the model has invented it: nothing ran
+            return  # the model invented the tool: nothing ran
         self._event, self._heard = _ended(self._event, event, failure), True
 
     @property
     def run(self) -> lightning.ToolEvent | None:
-        """What is to be reported once it has been carried out, if anything is."""
+        """The event to report after the request was carried out; None for nothing."""
         return self._event if self._heard and self._event.name != PLAN else None
 
 

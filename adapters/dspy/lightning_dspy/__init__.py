@@ -1,8 +1,7 @@
 """Adapter for DSPy: names callers by the attributes of the program, by module and tool, and reports tool runs.
 
-The invariant: it only listens, in the place of DSPy's own methods, but for tools with a limit (`runner.tool_limits`), which
-wait for their turn; what the model reads of a tool's error is what it would read without the adapter. The undo puts the very
-methods back.
+The invariant: it only listens, by wrapping DSPy's own methods; only tools with a limit (`runner.tool_limits`) wait for a slot.
+The model reads the same text of a tool's error as without the adapter. The undo puts the original methods back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ POLICY_FAULTS = {
     "dspy.AdapterParseError": "malformed_output",
     "dspy.ContextWindowExceededError": "context_overflow",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
+"""Exceptions that mean a fault of the model, by package and class; see `FrameworkAdapter`."""
 
 adapter = FrameworkAdapter(SUPPORTED, installations, scopes.caller, lambda error: by_type(error, POLICY_FAULTS))
-"""Names the model call that is under way, else the module or tool whose code is running."""
+"""The adapter. It names the present model call, else the module or tool whose code is running."""

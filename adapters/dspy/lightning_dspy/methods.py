@@ -1,9 +1,9 @@
-"""The methods of DSPy that run modules, language models and tools, and those of the HTTP client that it brings along, replaced
-while the adapter is installed; and what a user calls a module: the attribute that holds it, else its signature or its class.
+"""The methods of DSPy that run modules, language models and tools, and those of its own HTTP client, wrapped while the adapter
+is installed; and the names of modules: the attribute that holds a module, else its signature or its class.
 
-The invariant: a method does what it did, with the arguments that it got. DSPy shows the model the traceback of a tool's error:
-no frame of ours stands in it. A request that is not for the gateway of an active rollout goes out as it was; calls that go
-through LiteLLM are tapped as all others. A name has no slash, which separates the names of a path.
+The invariant: a wrapped method does what it did, with the same arguments. DSPy shows the model the traceback of a tool's error,
+which has no frame of ours. A request that is not for the gateway of an active rollout is sent unchanged; calls through LiteLLM
+are tapped like all others. A name has no slash, which separates the names of a path.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 scopes = Scopes("dspy")
 
 OWN_TOOLS = "dspy.predict."
-"""Where the functions come from by which DSPy's modules end their loops, such as `finish`; they are no tools of the user's."""
+"""Module of the functions by which DSPy's modules end their loops, such as `finish`; they are no tools of the user."""
 LM_CALLS = "dspy.clients.lm"
-"""How DSPy's cache calls what it keeps of language models; it also keeps embeddings."""
+"""Module prefix that DSPy's cache gives the calls of language models; it also caches embeddings."""
 UNNAMED_SIGNATURE = "StringSignature"
-"""What DSPy calls a signature that is written as a text, `question -> answer`."""
+"""DSPy's name of a signature that is written as text, `question -> answer`."""
 NO_PARTS = ("history", "callbacks", "demos", "traces", "train")
 """Attributes of modules in which DSPy keeps what it has seen."""
 OURS = (__name__, ReplacedMethods.__module__)
-"""The modules of the frames that stand for a method which was replaced."""
+"""Modules of the frames of wrapped methods."""
 
 replaced = ReplacedMethods()
 
@@ -67,9 +67,9 @@ def _attach() -> Callable[[], None]:
 installations = Installations(_attach)
 
 Ended = Callable[[object], object]
-"""Told the result of what ran inside."""
+"""Takes the result of a call."""
 Inside = Callable[[Any, dict[str, Any]], AbstractContextManager[Ended]]
-"""From an object and the arguments of its call to what goes around the call."""
+"""Makes the context around a call, from the object and the call's arguments."""
 
 
 def _around(inside: Inside, original: Callable[..., Any], subject: Any, /, *args: Any, **more: Any) -> Any:
@@ -90,12 +90,12 @@ async def _around_async(
 
 
 def _slot(subject: Any) -> ToolSlot:
-    """A turn for a tool that has a limit (`runner.tool_limits`)."""
+    """Return the slot of a tool with a limit (`runner.tool_limits`)."""
     return tool_slot(str(subject.name)) if isinstance(subject, dspy.Tool) else nullcontext()
 
 
 def _ignore(result: object) -> None:
-    """Nobody asks for the result."""
+    """Do nothing with the result."""
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _format_error(original: Callable[..., str], /, error: BaseException, **more:
 
 
 def _leave_tracebacks(error: BaseException) -> None:
-    """Take our frames out of the traceback of an error, and of those behind it."""
+    """Remove our frames from the traceback of an error, and of the errors that caused it."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop()
@@ -199,10 +199,10 @@ async def _do_stream(original: Callable[..., Awaitable[Any]], transport: Any, /,
 
 # the names of modules ---------------------------------------------------------------------------------------------------
 def name_of(module: Module, around: Sequence[object], *, part: bool) -> str:
-    """The name of a module that is called inside others, given from the innermost; empty where it has none.
+    """Return the name of a module that is called inside others (`around`, the innermost first); empty where it has none.
 
-    A program has none: its parts have. Nor has a `part` of one of DSPy's own modules, such as the predictor in a
-    `ChainOfThought`; a module that is called by a tool is no part.
+    A user's program has no name, but its parts have. A `part` of one of DSPy's own modules, such as the predictor in a
+    `ChainOfThought`, has none either; a module that a tool calls is no part.
     """
     for program in around:
         for name, held in _parts(program):
@@ -214,7 +214,7 @@ def name_of(module: Module, around: Sequence[object], *, part: bool) -> str:
 
 
 def own_name(module: object) -> str:
-    """What a module is called by itself."""
+    """Return a module's name from its signature or its class."""
     kind = type(module)
     if not kind.__module__.startswith("dspy."):
         return kind.__name__
@@ -223,13 +223,13 @@ def own_name(module: object) -> str:
 
 
 def _is_dspys(module: object) -> bool:
-    """Whether a module is one of those that DSPy brings, or derived from one: it calls its parts as DSPy does."""
+    """Whether a module is one of DSPy's or derived from one, so that it calls its parts as DSPy does."""
     kinds = [kind for kind in type(module).__mro__ if kind not in (Module, BaseModule)]
     return any(kind.__module__.startswith("dspy.") for kind in kinds)
 
 
 def _parts(program: object) -> Iterator[tuple[str, object]]:
-    """The modules that a user's program holds: `writer`, `writers.0`, `writers.draft`."""
+    """Yield the modules that a user's program holds, by name: `writer`, `writers.0`, `writers.draft`."""
     if _is_dspys(program):
         return
     for name, value in list(vars(program).items()):

@@ -1,8 +1,8 @@
 """Adapter for LangChain and LangGraph: names callers by agent, node, tool and `run_name`, and reports tool runs.
 
-The invariant: it only listens, through LangChain's own callbacks, but for tools with a limit (`runner.tool_limits`), which wait
-for their turn; after the undo LangChain calls nothing of it. It is there without a line of the user's; `LightningCallback()` in
-a call's `callbacks` does the same where it is not, without limits.
+The invariant: it only listens, through LangChain's own callbacks; only tools with a limit (`runner.tool_limits`) wait for a
+slot. After the undo LangChain calls nothing of it. It works without a line in the user's code; where it is not installed,
+`LightningCallback()` in a call's `callbacks` does the same, without limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ POLICY_FAULTS = {
     "langchain.StructuredOutputError": "malformed_output",
     "langchain_core.OutputParserException": "malformed_output",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
+"""Exceptions that mean a fault of the model, by package and class; see `FrameworkAdapter`."""
 
 adapter = FrameworkAdapter(SUPPORTED, installations, caller_now, lambda error: by_type(error, POLICY_FAULTS))
-"""Hears every run of LangChain; names the model call that is under way, else the node or tool whose code is running."""
+"""The adapter. It hears every run of LangChain, and names the present model call, else the node or tool whose code is
+running."""

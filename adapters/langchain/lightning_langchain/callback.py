@@ -1,7 +1,7 @@
-"""What LangChain's callbacks tell: which runs are under way, inside which others, and how each tool run ended.
+"""The meaning of LangChain's callbacks: which runs are under way, inside which others, and how each tool run ended.
 
-The invariant: a run is known from its start to its end and no longer. Runs whose end LangChain never reports (a cancelled
-tool) go with the outermost run around them; `MAX_RUNS` bounds what is left even then.
+The invariant: a run is known from its start to its end. Runs whose end LangChain never reports (a cancelled tool) are dropped
+with the outermost run around them; `MAX_RUNS` limits what is left even then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning.instrument import Installations, ask, component_path, hold_slots
 from lightning.instrument import emit as to_rollout
 
 CREATE_AGENT = ("langchain_create_agent", "deepagents")
-"""What `create_agent` and `create_deep_agent` call their graphs in their metadata."""
+"""Names of the graphs of `create_agent` and `create_deep_agent` in their metadata."""
 INNER_NODES = (
     "model",  # of `create_agent`
     "agent",  # of `create_react_agent`, as are those that follow
@@ -32,11 +32,11 @@ INNER_NODES = (
     "generate_structured_response",
     "tools",  # of both
 )
-"""Nodes of these agents' graphs, which are no names of the user's."""
+"""Nodes of these agents' graphs; their names are not the user's."""
 AROUND_AGENT = "call_agent"
-"""The link in which `langgraph-supervisor` runs an agent; it stands in a node that has the agent's name."""
+"""The link in which `langgraph-supervisor` runs an agent, inside a node that has the agent's name."""
 UNNAMED = ("Runnable", "map:key:")
-"""How the names of links begin that nobody named."""
+"""Beginnings of names of links that nobody named."""
 MAX_RUNS = 50_000
 
 
@@ -45,9 +45,9 @@ class _Run(NamedTuple):
     parent: UUID | None
     path: tuple[str, ...]
     components: tuple[str, ...]
-    """The `lightning.component`s around its start: those entered since belong behind the path."""
+    """The `lightning.component`s around its start; those entered later are added to the path."""
     agent: bool = False
-    """Whether it is an agent's graph, whose nodes are its own affair."""
+    """Whether it is the graph of an agent, whose nodes are internal."""
     tool: lightning.ToolEvent | None = None
 
 
@@ -89,14 +89,14 @@ def _close(run_id: UUID, status: str = "unknown", output: str = "", error: str =
 
 
 def _rename(run_id: UUID, run: _Run, last: tuple[str, ...]) -> None:
-    """Put `last` in the place of a run's own name."""
+    """Replace a run's own name in its path by `last`."""
     with _lock:
         if run_id in _runs:
             _runs[run_id] = run._replace(path=run.path[:-1] + last)
 
 
 def _is_react(run_id: UUID, node: _Run) -> None:
-    """A node `agent` that runs `call_model` is that of `create_react_agent`, which says so nowhere."""
+    """Mark the graph of `create_react_agent` as an agent's; only a node `agent` that runs `call_model` shows what it is."""
     graph = _runs.get(node.parent) if node.parent else None
     if graph is None or node.parent is None:
         return
@@ -119,7 +119,8 @@ def _caller(run_id: UUID | None) -> lightning.Caller | None:
 
 
 def caller_now() -> lightning.Caller | None:
-    """Who sends a request from this thread or task: the model call here, else whatever of LangChain runs this code."""
+    """Return the caller of a request from this thread or task: the present model call, else the run of LangChain around this
+    code."""
     call = _model_call.get()
     if call in _runs:
         return _caller(call)
@@ -132,7 +133,7 @@ def _caller_by_hand() -> lightning.Caller | None:
 
 
 def _message(output: Any, call_id: str) -> Any:
-    """The `ToolMessage` for the call inside a `Command` (or a list with one); else what the tool returned."""
+    """Return the `ToolMessage` for the call in a `Command` (or a list with one), else the tool's output itself."""
     for item in output if isinstance(output, list) else [output]:
         update = getattr(item, "update", None)
         said = update.get("messages") if isinstance(update, dict) else None
@@ -143,7 +144,8 @@ def _message(output: Any, call_id: str) -> Any:
 
 
 def _state(inputs: Any) -> Any:
-    """What a node of a graph is called with; of messages, which the next call has, only how many. None where that is all."""
+    """Return a node's input as a state. Of lists of messages, which the next call has, it has only the length. None where there
+    is nothing else."""
     if not isinstance(inputs, dict):
         dump = getattr(inputs, "model_dump", None)
         inputs = dump() if callable(dump) else getattr(inputs, "__dict__", None)
@@ -158,7 +160,7 @@ def _are_messages(value: Any) -> bool:
 
 
 class LightningCallback(BaseCallbackHandler):
-    """Names callers and reports tool runs. Any number of them, beside the installed adapter too, report a run once."""
+    """Names callers and reports tool runs. Several of them, also beside the installed adapter, report a run once."""
 
     run_inline = True  # in the caller's own thread and task, where the request finds what is set here
 
@@ -166,7 +168,8 @@ class LightningCallback(BaseCallbackHandler):
         ask(_caller_by_hand)
 
     def on_chain_start(self, serialized: Any, inputs: Any, **run: Any) -> None:
-        """A graph, a node, or a link of a chain begins; names that nobody gave do not count. A node's input is a state."""
+        """Begin a graph, a node, or a link of a chain; names that nobody gave do not count. A node's input is reported as a
+        state."""
         name, said, parent = run.get("name") or "", run.get("metadata") or {}, _runs.get(run["parent_run_id"])
         unnamed = name == "LangGraph"
         created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") in CREATE_AGENT)
@@ -187,7 +190,8 @@ class LightningCallback(BaseCallbackHandler):
             installations.tell(lightning.StepState(values, path))
 
     def on_chat_model_start(self, serialized: Any, messages: Any, **run: Any) -> None:
-        """The next request from here is this call's, and so are its retries. A link that has the class's name has none."""
+        """Begin a model call: the next request from here is its request, and so are retries. A link named like the model's
+        class is unnamed."""
         parent = _runs.get(run["parent_run_id"])
         kind = ((serialized or {}).get("id") or [""])[-1]
         if parent and parent.path[-1:] == (kind,) and (run.get("metadata") or {}).get("langgraph_node") != kind:
@@ -196,11 +200,11 @@ class LightningCallback(BaseCallbackHandler):
         _model_call.set(run["run_id"])
 
     def on_retriever_start(self, serialized: Any, query: str, **run: Any) -> None:
-        """A retriever begins; models that it asks belong to what is around it. Its name is mostly its class's."""
+        """Begin a retriever; model calls in it belong to the run around it, since its name is mostly its class's."""
         _open(run, "")
 
     def on_tool_start(self, serialized: Any, input_str: str, **run: Any) -> None:
-        """A tool begins; what it calls belongs to it."""
+        """Begin a tool; calls inside belong to it."""
         name = (serialized or {}).get("name") or run.get("name") or "tool"
         call_id, inputs = run.get("tool_call_id") or "", run.get("inputs")
         arguments = input_str if inputs is None else inputs
@@ -208,7 +212,7 @@ class LightningCallback(BaseCallbackHandler):
         _open(run, name, tool=lightning.ToolEvent(name, "unknown", call_id, arguments, caller=caller))
 
     def on_tool_end(self, output: Any, **run: Any) -> None:
-        """It returned; a handled failure comes as a message that says so, and a `Command` holds that message."""
+        """End a tool that returned. A handled failure is a message with that status; a `Command` contains the message."""
         known = _runs.get(run["run_id"])
         output = _message(output, known.tool.call_id if known and known.tool else "")
         text = str(getattr(output, "content", output))
@@ -216,12 +220,12 @@ class LightningCallback(BaseCallbackHandler):
         _close(run["run_id"], "error" if failed else "ok", text, text if failed else "")
 
     def on_tool_error(self, error: BaseException, **run: Any) -> None:
-        """It raised. LangGraph's interrupts come this way too and are no failures."""
+        """End a tool that raised. LangGraph's interrupts also come here and are no failures."""
         interrupted = any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
         _close(run["run_id"], "unknown" if interrupted else "error", error="" if interrupted else repr(error))
 
     def on_chain_end(self, outputs: Any, **run: Any) -> None:
-        """The same, whether it went well or not."""
+        """End a run, whether it succeeded or failed."""
         _close(run["run_id"])
 
     on_chain_error = on_llm_end = on_llm_error = on_chain_end  # type: ignore[assignment]  # what came out is not looked at
@@ -230,7 +234,7 @@ class LightningCallback(BaseCallbackHandler):
 
 
 class _Always:
-    """Stands where LangChain expects a context variable, and answers alike in every thread and task."""
+    """Stands where LangChain expects a context variable, and has the same value in every thread and task."""
 
     handler: LightningCallback | None = None
 
@@ -243,7 +247,7 @@ _always = _Always()
 
 @cache
 def _register() -> None:
-    """LangChain has no way to take a hook back: it stays, and says None while the adapter is not installed."""
+    """Register the hook, once: LangChain cannot remove it, so it returns None while the adapter is not installed."""
     register_configure_hook(cast("ContextVar[Any]", _always), inheritable=True, handle_class=LightningCallback)
 
 
@@ -260,4 +264,4 @@ def _attach() -> Callable[[], None]:
 
 
 installations = Installations(_attach, otherwise=to_rollout)
-"""Who hears of tools and states; without any, the rollout that the code runs for."""
+"""The receivers of tools and states; without any, the rollout that the code runs for."""

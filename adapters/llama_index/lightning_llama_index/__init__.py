@@ -1,6 +1,6 @@
 """Adapter for LlamaIndex: names callers by agent, workflow step, component and tool, and reports tool runs.
 
-The invariant: it only listens, through LlamaIndex's own instrumentation; the undo takes its one span handler away.
+The invariant: it only listens, through LlamaIndex's own instrumentation; the undo removes its one span handler.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ SUPPORTED = {"llama-index-core": ("0.14.25", "0.15"), "llama-index-workflows": (
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
 
 POLICY_FAULTS = {"llama_index.OutputParserException": "malformed_output"}
-"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
+"""Exceptions that mean a fault of the model, by package and class; see `FrameworkAdapter`."""
 FAULTS_BY_TEXT = {
     "Max iterations of ": {"workflows.WorkflowRuntimeError": "max_turns"},
     "Expected at least one tool call": {"builtins.ValueError": "malformed_output"},
     "Failed to convert output to JSON": {"builtins.ValueError": "malformed_output"},
     "Could not extract json string from output": {"builtins.ValueError": "malformed_output"},
 }
-"""The same of classes that tell of other faults too, by how the error's text begins."""
+"""The same for classes that also mean other faults, by the beginning of the error's text."""
 
 
 def _policy_fault(error: BaseException) -> str | None:
@@ -32,4 +32,4 @@ def _policy_fault(error: BaseException) -> str | None:
 
 
 adapter = FrameworkAdapter(SUPPORTED, installations, steps.caller, _policy_fault)
-"""Names the model call that is under way, else the agent, step, component or tool whose code is running."""
+"""The adapter. It names the present model call, else the agent, step, component or tool whose code is running."""

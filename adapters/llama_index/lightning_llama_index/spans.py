@@ -1,8 +1,8 @@
-"""What LlamaIndex's spans are of: workflows and their steps, agents, tools, models, and the components of query engines; what
-happens inside each, and which of it is around the code that calls the model.
+"""The meaning of LlamaIndex's spans: workflows and their steps, agents, tools, models, and the components of query engines; and
+which of them is around the code that calls the model.
 
-The invariant: a span that is none of these has no name, and what happens in it belongs to what is around it. A step is known as
-long as its span is open, and keeps nothing alive but the steps around it.
+The invariant: any other span has no name, and what happens in it belongs to the span around it. A step is known as long as its
+span is open, and keeps alive only the steps around it.
 """
 
 from __future__ import annotations
@@ -44,48 +44,49 @@ COMPONENTS = (
     BaseNodePostprocessor,
     TransformComponent,
 )
-"""Parts of a query engine, a chat engine or an ingestion that may ask a model."""
+"""Parts of a query engine, a chat engine or an ingestion that may call a model."""
 UUID = 37
-"""Characters of a span's id behind the name of its function."""
+"""Length of the part of a span's id after the name of its function."""
 
 
 class SpanScope(ActiveScope):
-    """What happens inside one span: the work of an agent or a component, of a tool or of a model."""
+    """One span: the work of an agent or a component, of a tool or of a model."""
 
     def __init__(
         self, kind: Literal["agent", "tool", "call"], name: str = "", around: ActiveScope | None = None
     ) -> None:
         super().__init__(kind, name, None, around)
         self.tool: lightning.ToolEvent | None = None
-        """To be reported when it ends, if the tool has begun: there is none of the name that a model has invented."""
+        """The tool's event, to be reported at the span's end if the tool has begun: a tool that the model invented never
+        begins."""
         self.begun = False
         self.before: ActiveScope | None = None
-        """What this context knew when it began."""
+        """The innermost scope of the context when the span began."""
         self.inside: tuple[LazyResult, ...] = ()
-        """What was making an item then: this step is its affair."""
+        """The lazy results that were making an item when the span began: this span is part of that work."""
 
 
 class WorkflowScope(SpanScope):
-    """A run of a workflow; an agent is one, and so is a team of agents that hand over to each other."""
+    """A run of a workflow. An agent is one, and so is a team of agents that hand over to each other."""
 
     def __init__(self, name: str, around: ActiveScope | None, *, of_agents: bool) -> None:
         super().__init__("agent", name, around)
         self.of_agents = of_agents
-        """Whether its steps are an agent's own affair."""
+        """Whether its steps are internal steps of agents."""
         self.agent = ""
         """The agent whose turn it is."""
         self.asked: frozenset[str] = frozenset()
-        """The ids under which the model has called tools; a ReAct agent's are made up after it has answered."""
+        """The ids of the model's tool calls; those of a ReAct agent are made up after its answer."""
 
 
 class LazyResult(NamedTuple):
-    """What a span returned to be iterated: it asks the model when an item is wanted, and its span has ended by then."""
+    """A generator that a span returned: it calls the model when an item is wanted, after the span has ended."""
 
     items: weakref.ref[Any]
     step: SpanScope
 
     def is_made(self) -> bool:
-        """Whether an item is being made right now."""
+        """Whether an item is being made now."""
         items = self.items()
         return bool(getattr(items, "gi_running", False) or getattr(items, "ag_running", False))
 
@@ -96,24 +97,24 @@ class LazyResult(NamedTuple):
 
 
 _lazy_results: ContextVar[tuple[LazyResult, ...]] = ContextVar("lightning_llama_index_lazy", default=())
-"""The newest first."""
+"""The lazy results of this context, the newest first."""
 
 
 class SpanScopes(Scopes):
-    """The steps that are open, by the ids of their spans."""
+    """The open steps, by the ids of their spans."""
 
     def __init__(self) -> None:
         super().__init__("llama-index")
         self.open: weakref.WeakValueDictionary[str, SpanScope] = weakref.WeakValueDictionary()
 
     def begin(self, span_id: str, step: SpanScope) -> None:
-        """A span has been entered, here."""
+        """Note that a span was entered in this context."""
         self.open[span_id] = step
         step.before, step.inside = self._innermost.get(), tuple(_made())
         self._innermost.set(step)
 
     def end(self, span_id: str, result: object = None) -> SpanScope | None:
-        """A span has ended, maybe in another context than it began in."""
+        """Note that a span has ended, maybe in another context than it began in, and return its step."""
         step = self.open.pop(span_id, None)
         if step is not None:
             step.is_open = False
@@ -125,7 +126,7 @@ class SpanScopes(Scopes):
         return step
 
     def here(self) -> ActiveScope | None:
-        """The innermost step that this code runs in, which may be one that makes an item of what it has returned."""
+        """The innermost step that this code runs in; it may be an ended one whose result is making an item now."""
         inner = super().here()
         inside = inner.inside if isinstance(inner, SpanScope) else ()
         named = next((scope for scope in inner.outwards() if scope.name), None) if inner else None
@@ -136,7 +137,7 @@ class SpanScopes(Scopes):
 
 
 def _made() -> Iterator[LazyResult]:
-    """What makes an item in this context right now, the newest first."""
+    """Yield the lazy results that are making an item in this context now, the newest first."""
     return (lazy for lazy in _lazy_results.get() if lazy.is_made())
 
 
@@ -144,18 +145,19 @@ steps = SpanScopes()
 
 
 class SpanListener(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not there when types are checked
-    """Hears of every span, in the thread or task in which it happens. What it raises is dropped by LlamaIndex."""
+    """Hears of every span, in the thread or task in which it happens. LlamaIndex drops exceptions of its methods."""
 
     def span_enter(
         self, id_: str, bound_args: BoundArguments, instance: Any = None, parent_id: Any = None, **more: Any
     ) -> None:
-        """A span begins."""
+        """Begin the step of a span."""
         steps.begin(id_, _step(id_[:-UUID].rpartition(".")[2], instance, bound_args.arguments))
 
     def span_exit(
         self, id_: str, bound_args: BoundArguments, instance: Any = None, result: Any = None, **more: Any
     ) -> None:
-        """A span has ended well; a step of a workflow also when it was cancelled, or waits for a human."""
+        """End the step of a span that ended without an exception. A workflow's step ends so, too, when it is cancelled or waits
+        for a human."""
         step = steps.end(id_, result)
         if step is not None and isinstance(step.around, WorkflowScope) and isinstance(result, AgentOutput):
             step.around.asked = _asked(result.response)
@@ -165,7 +167,7 @@ class SpanListener(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not 
     def span_drop(
         self, id_: str, bound_args: BoundArguments, instance: Any = None, err: BaseException | None = None, **more: Any
     ) -> None:
-        """A span has ended with an exception."""
+        """End the step of a span that ended with an exception."""
         step = steps.end(id_)
         if step is not None and step.begun and step.tool is not None:
             cancelled = isinstance(err, asyncio.CancelledError)
@@ -177,7 +179,8 @@ def _report(tool: lightning.ToolEvent, status: str, output: str, error: str) -> 
 
 
 def _outcome(result: Any) -> tuple[str, str, str]:
-    """Status, output and error of a tool's run that ended so. Without a result its step was cancelled, or waits for a human."""
+    """Return status, output and error of a tool's run from its result. Without a result its step was cancelled, or waits for a
+    human."""
     output = result.tool_output if isinstance(result, ToolCallResult) else result
     if output is None:
         return "unknown", "", ""
@@ -189,7 +192,7 @@ def _outcome(result: Any) -> tuple[str, str, str]:
 
 
 def _step(function: str, instance: Any, arguments: Mapping[str, Any]) -> SpanScope:
-    """What a span is of, by the function that runs in it and the object whose method that is."""
+    """Make the step of a span, by the function that runs in it and the object whose method that is."""
     around = steps.here()
     if instance is None and isinstance(around, WorkflowScope):
         return _workflow_step(function, around, arguments.get("ev"))
@@ -212,7 +215,7 @@ def _workflow_step(function: str, run: WorkflowScope, event: Any) -> SpanScope:
     agent = SpanScope("agent", run.agent, run)
     if not isinstance(event, ToolCall):
         return agent
-    agent.is_open = False  # it only stands in the path: the span is the tool's
+    agent.is_open = False  # it is only part of the path: the span is the tool's
     step = SpanScope("tool", event.tool_name, agent)
     call_id = event.tool_id if event.tool_id in run.asked else ""
     step.tool = lightning.ToolEvent(event.tool_name, "unknown", call_id, event.tool_kwargs, caller=steps.caller(agent))
@@ -220,7 +223,8 @@ def _workflow_step(function: str, run: WorkflowScope, event: Any) -> SpanScope:
 
 
 def _tool(name: str, around: ActiveScope | None, arguments: Mapping[str, Any]) -> SpanScope:
-    """A tool's function. Tools are wrapped in each other, and an agent has a step of its own that calls one."""
+    """Make the step of a tool's function. A tool may wrap another one, and an agent's own step may call it: then no second
+    event is made."""
     step = SpanScope("tool", name, around)
     named = next((scope for scope in around.outwards() if scope.name), None) if around else None
     if isinstance(named, SpanScope) and (named.kind, named.name) == ("tool", name):
@@ -234,13 +238,13 @@ def _tool(name: str, around: ActiveScope | None, arguments: Mapping[str, Any]) -
 
 
 def _name_of(workflow: Any) -> str:
-    """The name that a workflow was given, or its class's without the modules and functions around that."""
+    """Return the name that a workflow was given, or its class's name without modules and outer functions."""
     name, kind = str(workflow.workflow_name), type(workflow)
     return kind.__name__ if name == f"{kind.__module__}.{kind.__qualname__}" else name
 
 
 def _asked(message: Any) -> frozenset[str]:
-    """The ids of the tool calls that a model's own message has."""
+    """Return the ids of the tool calls in a model's message."""
     blocks = [getattr(block, "tool_call_id", None) for block in message.blocks]
     calls = message.additional_kwargs.get("tool_calls") or ()
     older = [call.get("id") if isinstance(call, dict) else getattr(call, "id", None) for call in calls]

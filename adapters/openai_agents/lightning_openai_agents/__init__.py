@@ -1,7 +1,7 @@
 """Adapter for the OpenAI Agents SDK: names callers by agent, tool and guardrail, and reports tool runs.
 
-The invariant: a user's own tracing goes on as it was, also when it is disabled; only the SDK's default exporter, which posts
-prompts to OpenAI, sends nothing while the adapter is installed. The undo puts back the very provider that was there.
+The invariant: the user's own tracing works as before, also when it is disabled. Only the SDK's default exporter, which posts
+prompts to OpenAI, sends nothing while the adapter is installed. The undo puts the original provider back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SUPPORTED = {"openai-agents": ("0.20", "1")}
 """Distribution -> (first version this works with, first that it does not)."""
 
 POLICY_FAULTS = {"agents.MaxTurnsExceeded": "max_turns", "agents.ModelBehaviorError": "malformed_output"}
-"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
+"""Exceptions that mean a fault of the model, by package and class; see `FrameworkAdapter`."""
 
 
 def _policy_fault(error: BaseException) -> str | None:
@@ -26,4 +26,4 @@ def _policy_fault(error: BaseException) -> str | None:
 
 
 adapter = FrameworkAdapter(SUPPORTED, installations, caller_here, _policy_fault)
-"""Names the innermost agent, tool or guardrail that runs here, with the model call that is under way."""
+"""The adapter. It names the innermost agent, tool or guardrail that runs here, with the present model call."""

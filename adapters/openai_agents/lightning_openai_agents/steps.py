@@ -1,12 +1,12 @@
-"""What the SDK's spans tell: who runs inside whom, and how each tool run ended. A provider that stands before the SDK's keeps a
+"""The meaning of the SDK's spans: who runs inside whom, and how each tool run ended. A provider in front of the SDK's keeps a
 `Step` beside each span. What spans do not say of a tool run comes from the functions that know: its call's id, a timeout, a
-guardrail's refusal, an MCP server's `isError`; all of the run of a tool that is no function: a shell, a patch, a computer, a
-custom tool.
+guardrail's refusal, an MCP server's `isError`; and everything of the run of a tool that is no function: a shell, a patch, a
+computer, a custom tool.
 
-The invariant: a step is known as long as its span is open, and keeps nothing alive but the steps around it. The real provider
-makes every trace and span, with the arguments it would have got, and its processors see them as ever. A span that is switched
-off stays so; the step beside it is lightning's alone. The SDK's functions get and return what they did, and the last undo puts
-back the very ones that were there.
+The invariant: a step is known as long as its span is open, and keeps alive only the steps around it. The real provider makes
+every trace and span, with unchanged arguments, and its processors see them as before. A disabled span stays disabled; only
+lightning knows the step beside it. The SDK's functions get and return what they did, and the last undo puts the original ones
+back.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from lightning.instrument import emit as to_rollout
 from pydantic_core import to_jsonable_python
 
 RUN_TOOL = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
-"""The functions that run a tool; which of them the SDK calls depends on its version."""
+"""The functions that run a tool; the SDK's version decides which of them is called."""
 NAMED = ("agent", "function", "guardrail")
-"""Spans whose names stand in a caller's path."""
+"""Spans whose names are part of a caller's path."""
 MODEL = ("generation", "response")
 """Spans of model calls."""
 ACTIONS = {
@@ -57,13 +57,13 @@ ACTIONS = {
     tool_actions.CustomToolAction: "custom_tool",
     tool_actions.ApplyPatchAction: "apply_patch_tool",
 }
-"""Who runs a tool that is no function, and where the call that it gets has the tool."""
+"""The classes that run a tool that is no function, and the attribute of their argument that has the tool."""
 ASKED = ("actions", "action", "operations", "operation", "input")
-"""Where the model's item has what it asks of such a tool."""
+"""Fields of the model's item that may have the arguments for such a tool."""
 
 
 class Step:
-    """What happens inside one span; `path` runs from the outermost name to its own."""
+    """One span; `path` runs from the outermost name to its own."""
 
     def __init__(self, data: Any, parent: Step | None, span_id: str) -> None:
         self.data, self.parent, self.open = data, parent, True
@@ -74,43 +74,43 @@ class Step:
         if data.type in NAMED and self.path[-1:] != (data.name,):
             self.path += (data.name,)
         self.context: Any = None
-        """The SDK's `ToolContext` of a tool that runs."""
+        """The SDK's `ToolContext` of a running tool."""
         self.outcome: tuple[str, str] | None = None
-        """Status and error of a tool run, where its span does not say them."""
+        """Status and error of a tool run, where its span does not have them."""
         self.doubtful: list[lightning.ToolEvent] = []
-        run = _run.get()  # which reports itself
+        run = _run.get()  # a run that reports itself
         self.reports = data.type == "function" and not (run is not None and run.takes(self))
         if data.type in MODEL and (agent := self.agent()):
             agent.settle("ok")
 
     def agent(self) -> Step | None:
-        """The agent whose step this is; None inside a tool or guardrail that is no agent."""
+        """Return the agent whose step this is; None inside a tool or guardrail that is no agent."""
         step = self.parent
         while step is not None and step.data.type not in NAMED:
             step = step.parent
         return step if step is not None and step.data.type == "agent" else None
 
     def settle(self, status: str) -> None:
-        """Report an agent's tool runs that showed no output.
+        """Report an agent's tool runs that showed no output, with this status.
 
-        The span of a tool that waits for an approval looks like that of one that returned None: the agent goes on to its next
-        model call only if all of a turn's tools have run.
+        The span of a tool that waits for an approval looks like that of a tool that returned None. But the agent makes its next
+        model call only after all tools of a turn have run.
         """
         settled, self.doubtful = self.doubtful, []
         for event in settled:
             self.report(replace(event, status=status))
 
     def report(self, event: lightning.ToolEvent) -> None:
-        """Tell whoever gets the tool events."""
+        """Report a tool event."""
         installations.tell(event)
 
     def path_here(self) -> tuple[str, ...]:
-        """Its path, and behind it the `lightning.component`s entered since it began."""
+        """Return the step's path, followed by the `lightning.component`s entered since it began."""
         now, known = component_path(), len(self.components)
         return self.path + (now[known:] if now[:known] == self.components else ())
 
     def caller(self) -> lightning.Caller | None:
-        """Who calls from inside it; None outside every agent."""
+        """Return the caller of calls inside the step; None outside every agent."""
         if not self.open or not self.named:
             return self.parent.caller() if self.parent else None
         path, around = self.path_here(), self.parent.span_id if self.parent else ""
@@ -118,7 +118,7 @@ class Step:
         return lightning.Caller(path[-1], path, call, parent, "openai-agents")
 
     def close(self, error: Any) -> None:
-        """Its span has ended: keep what the model asked for, report a tool's run; a second time: nothing."""
+        """End the step with its span, and report a tool's run. A second call does nothing."""
         data, was_open, self.open = self.data, self.open, False
         if was_open and self.reports:
             event, agent = self._event(error), self.agent()
@@ -176,13 +176,13 @@ def _innermost() -> Step | None:
 
 
 def tool_step() -> Step | None:
-    """The step of the tool run that this code belongs to."""
+    """Return the step of the tool run that this code belongs to; None outside one."""
     step = _innermost()
     return step if step is not None and step.data.type == "function" else None
 
 
 class ToolRun:
-    """The run of a tool that is no function. It may have a span of its own or none: so it reports itself, once."""
+    """The run of a tool that is no function. It may or may not have a span, so it reports itself, once."""
 
     def __init__(self, around: Step, name: str, call: Any, config: Any) -> None:
         said = call.get if isinstance(call, Mapping) else functools.partial(getattr, call)
@@ -194,17 +194,18 @@ class ToolRun:
         self._arguments = to_jsonable_python(asked, exclude_none=True, serialize_unknown=True) if self._texts else None
 
     def takes(self, step: Step) -> bool:
-        """Whether this is its own span, which the SDK begins before all others; a tool that runs inside has another parent."""
+        """Whether a step is the run's own span, which the SDK begins before all others; a tool that runs inside has another
+        parent."""
         own = self._awaits_span and step.parent is self._around and getattr(step.data, "name", "") == self.name
         self._awaits_span = self._awaits_span and not own
         return own
 
     def inside(self) -> contextlib.AbstractContextManager[object]:
-        """Its name in the paths of those who call inside, with a span and without."""
+        """Add the tool's name to the paths of calls inside it, whether or not it has a span."""
         return lightning.component(self.name) if self.name and "/" not in self.name else contextlib.nullcontext()
 
     def end(self, item: Any, raised: BaseException | None) -> None:
-        """Report how it ended; nothing where it waits for an approval."""
+        """Report how the run ended; nothing where it waits for an approval."""
         self._awaits_span = False
         output = "" if item is None or isinstance(item, ToolApprovalItem) else str(item.output)
         if raised is not None and not isinstance(raised, Exception):  # cancelled
@@ -218,7 +219,7 @@ class ToolRun:
             self.report("error" if failed else "ok", output, output if failed else "")
 
     def report(self, status: str, output: str, error: str = "") -> None:
-        """Texts only where the SDK may show them."""
+        """Report the run; texts only where the SDK may show them."""
         event = lightning.ToolEvent(
             self.name,
             status,
@@ -248,11 +249,11 @@ def _watch_outcomes() -> Callable[[], None]:
 
 
 watching = Attachment["Callable[[], Step | None]"](_watch_outcomes)
-"""The process's one watch over the functions that know; its users know the innermost step."""
+"""The process's one watch over these functions; its users know the innermost step."""
 
 
 def _from_agent_context(original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
-    """The context of a tool that runs, which knows its call."""
+    """Keep the context of a running tool, which has the id of its call."""
     context, step = original(*args, **more), tool_step()
     if step is not None:
         step.context = context
@@ -282,7 +283,7 @@ async def _invoke_mcp_tool(original: Callable[..., Awaitable[Any]], server: Any,
 
 
 def _format_shell_error(original: Callable[..., str], /, error: Any) -> str:
-    """The SDK catches what a tool raises that is no function, and makes a text of it."""
+    """Keep the text that the SDK makes of an exception of a tool that is no function."""
     text = original(error)
     if (run := _run.get()) is not None:
         run.failure = text
@@ -296,7 +297,7 @@ async def _refuse(original: Callable[..., Awaitable[Any]], /, **more: Any) -> An
 
 
 async def _refuse_waiting(original: Callable[..., Awaitable[Any]], /, **more: Any) -> Any:
-    """A run that waited and is refused is not executed again: the SDK makes its answer while it goes on."""
+    """Report the run of a tool whose approval was refused: it is not executed, and the SDK makes its answer."""
     message, around = await original(**more), _innermost()
     if around is not None and more["tool_type"] != "function":
         ToolRun(around, more["tool_name"], more["tool_call"], more["run_config"]).report("blocked", str(message))
@@ -304,7 +305,7 @@ async def _refuse_waiting(original: Callable[..., Awaitable[Any]], /, **more: An
 
 
 async def _execute(action: type, tool_field: str, original: Callable[..., Awaitable[Any]], /, **more: Any) -> Any:
-    """Run a tool that is no function."""
+    """Run a tool that is no function, and report it."""
     around = _innermost()
     if around is None:
         return await original(**more)
@@ -320,13 +321,13 @@ async def _execute(action: type, tool_field: str, original: Callable[..., Awaita
         run.end(None, error)
         raise
     finally:
-        _run.set(outer)  # by hand: a coroutine may be closed in another context
+        _run.set(outer)  # not by a token: a coroutine may be closed in another context
     run.end(item, None)
     return item
 
 
 class _Server:
-    """An MCP server as it is, whose answer to a tool call is looked at."""
+    """An unchanged MCP server, whose answers to tool calls are checked for errors."""
 
     def __init__(self, real: Any, step: Step) -> None:
         self._real, self._step = real, step
@@ -335,7 +336,7 @@ class _Server:
         return getattr(self._real, name)
 
     async def call_tool(self, *args: Any, **more: Any) -> Any:
-        """As the server does."""
+        """Call the tool, and note if the server answered that it failed."""
         result = await self._real.call_tool(*args, **more)
         if getattr(result, "is_error", None) or getattr(result, "isError", None):  # of mcp 2, and of mcp 1
             texts = [text for item in result.content or () if (text := getattr(item, "text", ""))]
@@ -345,11 +346,11 @@ class _Server:
 
 # spans ------------------------------------------------------------------------------------------------------------------
 _by_hand: dict[str, tuple[str, Step]] = {}
-"""The open steps that `LightningProcessor`s know, with their traces, by span id."""
+"""The open steps of `LightningProcessor`s, with their traces, by span id."""
 
 
 def step_by_hand() -> Step | None:
-    """The step of the innermost span here that `LightningProcessor`s know."""
+    """Return the step of the innermost span here that `LightningProcessor`s know."""
     span = get_current_span()
     return _by_hand.get(span.span_id, ("", None))[1] if span else None
 
@@ -360,10 +361,9 @@ def _caller_by_hand() -> lightning.Caller | None:
 
 
 class LightningProcessor(TracingProcessor):
-    """For `add_trace_processor`: names callers and reports tool runs where tracing is enabled.
+    """Names callers and reports tool runs where tracing is enabled; pass it to `add_trace_processor`.
 
-    Any number of them report a run once, and beside the installed adapter they do nothing. They leave the default exporter
-    alone.
+    Several of them report a run once, and beside the installed adapter they do nothing. They do not touch the default exporter.
     """
 
     def __init__(self) -> None:
@@ -372,49 +372,49 @@ class LightningProcessor(TracingProcessor):
             watching.add(step_by_hand)
 
     def on_span_start(self, span: Span[Any]) -> None:
-        """Its parent, if any, has begun before."""
+        """Begin a step; a parent has begun before."""
         if not installations and span.span_id not in _by_hand:
             around = _by_hand.get(span.parent_id or "", ("", None))[1]
             _by_hand[span.span_id] = span.trace_id, Step(span.span_data, around, span.span_id)
 
     def on_span_end(self, span: Span[Any]) -> None:
-        """Report a tool's run."""
+        """End a step, and report a tool's run."""
         if found := _by_hand.pop(span.span_id, None):
             found[1].close(span.error)
 
     def on_trace_start(self, trace: Trace) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_trace_end(self, trace: Trace) -> None:
-        """Forget spans that nobody ended."""
+        """Drop the spans of a trace that never ended."""
         for key in [key for key, (trace_id, _) in tuple(_by_hand.items()) if trace_id == trace.trace_id]:
             _by_hand.pop(key, None)
 
     def shutdown(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def force_flush(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 _current: ContextVar[WatchedSpan | None] = ContextVar("lightning_openai_agents_span", default=None)
 
 
 def current_step() -> Step | None:
-    """The step of the innermost span that this thread or task has begun."""
+    """Return the step of the innermost span that this thread or task has begun."""
     watched = _current.get()
     return watched.step if watched else None
 
 
 def caller_here() -> lightning.Caller | None:
-    """Who calls from this thread or task."""
+    """Return the caller in this thread or task."""
     step = current_step()
     return step.caller() if step else None
 
 
 @Span.register
 class WatchedSpan:
-    """The real span, whose step begins and ends with it."""
+    """A real span, with a step that begins and ends with it."""
 
     def __init__(self, span: Span[Any], around: WatchedSpan | None) -> None:
         self.span, self.failure = span, span.error
@@ -433,18 +433,18 @@ class WatchedSpan:
         self._end(True)
 
     def start(self, mark_as_current: bool = False) -> None:
-        """As a span does."""
+        """Start the span."""
         self.span.start(mark_as_current)
         if mark_as_current:
             self._token = _current.set(self)
 
     def finish(self, reset_current: bool = False) -> None:
-        """As a span does."""
+        """End the span and its step."""
         self.span.finish(reset_current)
         self._end(reset_current)
 
     def set_error(self, error: Any) -> None:
-        """As a span does; one that is switched off would forget it."""
+        """Set the span's error, and keep it, because a disabled span would not."""
         self.failure = error
         self.span.set_error(error)
 
@@ -452,13 +452,13 @@ class WatchedSpan:
         self.step.close(self.failure)
         if reset_current and self._token is not None:
             token, self._token = self._token, None
-            with contextlib.suppress(ValueError):  # begun in another task, which sees that the step is closed
+            with contextlib.suppress(ValueError):  # begun in another task, where the step counts as closed
                 _current.reset(token)
 
 
 @TraceProvider.register
 class Provider:
-    """The real provider, whose spans are watched."""
+    """The real provider, whose spans get a step."""
 
     def __init__(self, real: TraceProvider) -> None:
         self._real = real
@@ -467,12 +467,12 @@ class Provider:
         return getattr(self._real, name)
 
     def get_current_span(self) -> Any:
-        """The real one; watched, if it was made here."""
+        """Return the current span, with its step if it was made here."""
         real, watched = self._real.get_current_span(), _current.get()
         return watched if watched is not None and watched.span is real else real
 
     def create_span(self, span_data: Any, span_id: Any = None, parent: Any = None, disabled: bool = False) -> Any:
-        """The real one, watched."""
+        """Create a span with a step."""
         around, inner = (_current.get(), None) if parent is None else (None, parent)
         if isinstance(parent, WatchedSpan):
             around, inner = parent, parent.span
@@ -480,7 +480,7 @@ class Provider:
 
 
 def _attach() -> Callable[[], None]:
-    """Stand before the SDK's trace provider from now on; returns the undo."""
+    """Put a `Provider` in front of the SDK's trace provider; returns the undo."""
     before, undos = get_trace_provider(), contextlib.ExitStack()
     ours = cast("TraceProvider", Provider(before))
 
@@ -492,7 +492,7 @@ def _attach() -> Callable[[], None]:
     undos.callback(_silence_default_exporter())
     set_trace_provider(ours)
     undos.callback(watching.add(current_step))
-    # Around what counts a tool's timeout, so that waiting for a turn is not the tool's time.
+    # Outside of the tool's timeout, so that waiting for a slot does not count.
     undos.callback(hold_slots("agents.run_internal.tool_execution", "", RUN_TOOL, _tool_of))
     return undos.close
 
@@ -502,7 +502,8 @@ def _tool_of(*, function_tool: Any, **_: object) -> str:
 
 
 def _silence_default_exporter() -> Callable[[], None]:
-    """It takes nothing in; what it had taken in before waits. Methods are shadowed in the SDK's one instance of each."""
+    """Make the default exporter drop new items until the undo; items that it had already are held back and exported then.
+    Methods are replaced on the SDK's single instances."""
     exporter, processor = cast("Any", default_exporter()), cast("Any", default_processor())
     waiting: list[object] = []
     exporter.export = waiting.extend

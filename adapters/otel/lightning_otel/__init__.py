@@ -1,6 +1,7 @@
-"""OpenTelemetry, in both directions: the adapter reads the spans of the agent's process, and the gateway takes those of others.
+"""OpenTelemetry in both directions: the adapter reads the spans of the agent's process, and the gateway receives those of other
+processes.
 
-The invariant: each half is an entry point of its own, and neither imports the other one or, before it is needed, OpenTelemetry.
+The invariant: each half has its own entry point, and neither imports the other one, nor OpenTelemetry before it is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapter for every framework that emits OpenTelemetry's `gen_ai` spans: PydanticAI, Microsoft Agent Framework, and more.
 
-The invariant: it only looks. The spans go where the user's `TracerProvider` sends them, and nowhere without one; and a
-process that starts no span pays for no SDK.
+The invariant: it only looks. Spans go where the user's `TracerProvider` sends them, and nowhere without one. A process that
+starts no span does not import the SDK.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ POLICY_FAULTS = {
     "pydantic_ai.OutputTokenLimitExceeded": "cut_off",
     "pydantic_ai.UnexpectedModelBehavior": "malformed_output",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+"""Exceptions that mean a fault of the model, by package and class; see `lightning_policy_fault`."""
 
 
 @lightning.hookimpl
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Watch the process's spans. Raises `PluginError` for versions out of range.
+    """Watch the process's spans; returns the undo. Raises `PluginError` for unsupported versions.
 
-    Without the SDK, which many programs have no use for, and where it is disabled, there are no spans and nothing to miss.
+    Where the SDK is not installed or is disabled there are no spans, and nothing is done.
     """
     if importlib.util.find_spec("opentelemetry.sdk") is None or is_sdk_disabled():
         logger.info(
@@ -69,11 +69,11 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
 
 @lightning.hookimpl
 def lightning_identify() -> lightning.Caller | None:
-    """The innermost agent whose span is open here."""
+    """Name the innermost agent whose span is open here; None without one."""
     return caller_here()
 
 
 @lightning.hookimpl
 def lightning_policy_fault(error: BaseException) -> str | None:
-    """What PydanticAI's exceptions tell of the model."""
+    """Name the model's fault that an exception of PydanticAI means; None for others."""
     return by_type(error, POLICY_FAULTS)

@@ -1,6 +1,6 @@
-"""Attributes of spans: the names of the GenAI semantic conventions, which are still in development there.
+"""The names of spans' attributes in the GenAI semantic conventions, which are still in development.
 
-The invariant: no other module spells out such a name, so that a renamed one is changed in one place.
+The invariant: no other module contains such a name, so that a renamed one is changed in one place.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 from lightning.types import Json
 
 MAX_NAME = 256
-"""Characters of a name."""
+"""The most characters of a name."""
 
 
 def text(attributes: Mapping[str, Json], key: str) -> str:
-    """An attribute as text; empty when it is missing."""
+    """Return an attribute as text; empty when it is missing."""
     value = attributes.get(key)
     if value is None:
         return ""
@@ -48,9 +48,9 @@ MODEL_OPERATIONS: Final = (CHAT, "generate_content", "text_completion")
 
 EXCEPTION_EVENT: Final = "exception"
 MERGED_TOOLS: Final = "(merged tools)"
-"""The tool's name on a span that stands for no run: Google ADK's, for the joined answers of tools that ran at once."""
+"""The tool's name on a span that is no run: Google ADK uses it for the joined answers of parallel tools."""
 NO_CALL_ID: Final = "<not specified>"
-"""Google ADK's call id of a tool that raised."""
+"""Google ADK's call id for a tool that raised."""
 
 UNKNOWN_TOOL: Final = "unknown_tool"
-"""The type of error, and the kind of the tool event, of a tool that the model has invented."""
+"""The error type, and the kind of the tool event, of a tool that the model invented."""

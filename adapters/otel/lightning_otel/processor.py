@@ -1,4 +1,4 @@
-"""The span processors, and with them the SDK: imported once a provider is there to add one to."""
+"""The span processors, which need the SDK: this module is imported when there is a provider to add one to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Emit = Callable[[lightning.ToolEvent], None]
 
 
 class SpanReporter(SpanProcessor):
-    """Knows the `spans` of a framework while they are open, and gives what one stood for to `emit`."""
+    """Keeps the open `spans` of a framework, and gives the tool runs of ended ones to `emit`."""
 
     spans: ClassVar[OpenSpans] = open_spans
 
@@ -25,33 +25,33 @@ class SpanReporter(SpanProcessor):
         self.emit = emit
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Know the span while it is open."""
+        """Add an open span."""
         self.spans.opened(span)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Report what it stood for."""
+        """Drop an ended span, and report what it was."""
         if self.spans.closed(span):
             self.report(span)
 
     def report(self, span: ReadableSpan) -> None:
-        """Report a tool run, unless the framework has an adapter of its own, which does so."""
+        """Report a tool run, unless the framework has its own installed adapter, which reports it."""
         if (event := tool_run(span)) is not None and not _reports_itself(span):
             self.emit(event)
 
 
 class Muting(SpanProcessor):
-    """Hands spans on to a processor while it is not muted: a provider does not give one back."""
+    """Passes spans on to a processor while `runs()` is true, because a provider cannot remove a processor."""
 
     def __init__(self, processor: SpanProcessor, runs: Callable[[], bool]) -> None:
         self._processor, self._runs = processor, runs
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """See `SpanProcessor.on_start`."""
+        """Pass on a started span."""
         if self._runs():
             self._processor.on_start(span, parent_context)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """See `SpanProcessor.on_end`."""
+        """Pass on an ended span."""
         if self._runs():
             self._processor.on_end(span)
 
@@ -59,8 +59,8 @@ class Muting(SpanProcessor):
 class LightningProcessor(SpanReporter):
     """Names agents and reports tools where the adapter is not installed or is disabled.
 
-    Add it to a provider by hand: `provider.add_span_processor(LightningProcessor())`. Beside the installed adapter it
-    reports nothing twice. `emit` receives the tool runs; by default they go to the rollout that the tool ran for.
+    Add it to a provider: `provider.add_span_processor(LightningProcessor())`. Beside the installed adapter it reports nothing
+    twice. `emit` receives the tool runs; by default they go to the rollout that the tool ran for.
     """
 
     def __init__(self, emit: Emit = report) -> None:
@@ -69,7 +69,7 @@ class LightningProcessor(SpanReporter):
 
 
 def _reports_itself(span: ReadableSpan) -> bool:
-    """Whether the framework that a span tells of has an adapter that is attached. Its scope decides, whoever calls."""
+    """Whether the framework of a span has an attached adapter of its own. The span's instrumentation scope decides."""
     scope = _letters(span.instrumentation_scope.name) if span.instrumentation_scope else ""
     caller = current_caller()  # known by hand, where no adapter is attached
     known = {*attached_adapters(), *([caller.framework] if caller else [])} - {"", FRAMEWORK, "raw"}
@@ -77,5 +77,5 @@ def _reports_itself(span: ReadableSpan) -> bool:
 
 
 def _letters(name: str) -> str:
-    """`openai_agents` and `openai-agents` alike."""
+    """Return a name in one spelling: `openai_agents` and `openai-agents` are equal."""
     return name.lower().replace("-", "").replace("_", "")

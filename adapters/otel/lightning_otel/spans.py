@@ -1,6 +1,6 @@
-"""What open spans say about who is calling, and what an ended one says about a tool.
+"""Reads the caller from open spans, and tool runs from ended ones.
 
-The invariant: only spans that are open are known here, so whoever has ended calls no model. The SDK is not imported.
+The invariant: only open spans are known here, so an ended agent makes no calls. The SDK is not imported.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ FRAMEWORK = "otel"
 
 
 class OpenSpans:
-    """The spans of this process that are open."""
+    """The open spans of this process."""
 
     def __init__(self, agents: str = "agents") -> None:
         self.agents = agents
-        """Whose names they tell, for people."""
+        """The agents that these spans name, in words for a message."""
         self._open: WeakValueDictionary[tuple[int, int], Span] = WeakValueDictionary()
         self._told = Once()
 
     def opened(self, span: Span) -> None:
-        """Know a span from now on."""
+        """Add an open span."""
         self._open[key(span.get_span_context())] = span
 
     def closed(self, span: ReadableSpan) -> bool:
-        """Forget a span; whether it was known."""
+        """Drop a span; return whether it was known."""
         return self._open.pop(key(span.get_span_context()), None) is not None
 
     def of(self, context: trace.SpanContext | None) -> Span | None:
-        """The span of a context, if it is known."""
+        """Return the span of a context; None if it is not known."""
         return self._open.get(key(context)) if context is not None else None
 
     def check_sampled(self, context: trace.SpanContext | None) -> None:
-        """Say once that a sampler leaves out what is asked for."""
+        """Warn once if the sampler leaves out this trace, because its agents then have no names."""
         if context is not None and context.is_valid and not context.trace_flags.sampled and self._told.first():
             logger.warning(
                 "%s go without names in traces that the TracerProvider's sampler leaves out: "
@@ -63,7 +63,7 @@ class OpenSpans:
 
 
 def key(context: trace.SpanContext | None) -> tuple[int, int]:
-    """The trace and the span that a context names."""
+    """Return the trace id and the span id of a context."""
     return (context.trace_id, context.span_id) if context else (0, 0)
 
 
@@ -71,12 +71,13 @@ open_spans = OpenSpans()
 
 
 def caller_here() -> lightning.Caller | None:
-    """Who calls from this thread or task."""
+    """Return the caller in this thread or task."""
     return caller_of(trace.get_current_span().get_span_context())
 
 
 def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
-    """Who calls from inside a span: the innermost agent around it, or None. The span id is that of the model call's."""
+    """Return the caller of calls inside a span: the innermost agent around it, or None. Its span id is that of the model call's
+    span."""
     open_spans.check_sampled(context)
     agent = span_id = parent_id = spoken_for = ""
     path: list[str] = []
@@ -100,7 +101,7 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
 
 
 def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
-    """The tool run that an ended span stands for, if it stands for one."""
+    """Return the tool run of an ended span; None for other spans."""
     name, call_id = _tool(span) or span.name, _text(span, names.TOOL_CALL_ID)
     if _operation(span) != names.EXECUTE_TOOL or name == names.MERGED_TOOLS:
         return None
@@ -122,7 +123,8 @@ _RUNS = f"{names.EXECUTE_TOOL} "
 
 
 def _operation(span: ReadableSpan) -> str:
-    """What a span is. Until it has attributes, which Google ADK adds at its end, its name says it: `execute_tool search`."""
+    """Return a span's operation. Google ADK adds attributes only at the end; until then the span's name shows it: `execute_tool
+    search`."""
     return _text(span, names.OPERATION) or (names.EXECUTE_TOOL if span.name.startswith(_RUNS) else "")
 
 
@@ -131,7 +133,8 @@ def _tool(span: ReadableSpan) -> str:
 
 
 def _error(span: ReadableSpan) -> str:
-    """What went wrong. Of a status of one word (`TOOL_ERROR`) the exception, or what the tool gave, says more."""
+    """Return the error of a failed span. If its status is only one word (`TOOL_ERROR`), the exception or the tool's output is
+    added."""
     said = span.status.description or ""
     if said and _KIND.fullmatch(said) is None:
         return said

@@ -1,11 +1,11 @@
-"""Shows a span processor every span of the process, whoever sets the `TracerProvider` and whenever.
+"""Shows a span processor every span of the process, whichever code sets the `TracerProvider`, and whenever.
 
 The invariant: the user's own provider, set before or after, gets the spans and keeps its resource, sampler and exporters.
-OpenTelemetry takes one provider for good. While there is none, a stand-in holds the place: it records for our processor,
-exports nothing, and steps aside for the provider that `trace.set_tracer_provider` is given.
+OpenTelemetry accepts one provider only. While there is none, a stand-in takes its place: it records for our processor, exports
+nothing, and gives way to the provider that `trace.set_tracer_provider` is called with.
 
-Adapters of what reports by its spans import this module, which needs OpenTelemetry's API. The SDK is imported for the first
-span.
+Adapters of frameworks that report by spans import this module, which needs OpenTelemetry's API. The SDK is imported for the
+first span.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 def is_sdk_disabled() -> bool:
-    """Whether the environment keeps OpenTelemetry's SDK from recording spans."""
+    """Whether the environment disables OpenTelemetry's SDK."""
     return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 class StandIn(trace.TracerProvider):
-    """Passes everything on to the provider behind it: the SDK's, made for the first span, until there is the user's.
+    """Passes everything on to the provider behind it: one of the SDK, made for the first span, until the user sets one.
 
-    To code that looks what has been set, by `isinstance`, it is what would be there without it: the `ProxyTracerProvider`
-    that says nobody has set one, and then the user's.
+    For code that checks by `isinstance` which provider is set, it looks like the one that would be there without it: first the
+    `ProxyTracerProvider`, which means that nobody has set one, and then the user's.
     """
 
     def __init__(self, prepare: Callable[[trace.TracerProvider], None]) -> None:
@@ -49,11 +49,11 @@ class StandIn(trace.TracerProvider):
         return self._looks
 
     def step_aside(self, users: trace.TracerProvider) -> None:
-        """The user has set a provider: spans go there from now on, also those of tracers that were made before."""
+        """Send spans to the user's provider from now on, also those of tracers made before."""
         self.real, self._looks = users, type(users)
 
     def behind(self) -> Any:
-        """The provider that starts the spans now."""
+        """Return the provider that starts spans now."""
         with self._lock:
             if self.real is None:
                 from opentelemetry.sdk.trace import TracerProvider
@@ -65,7 +65,7 @@ class StandIn(trace.TracerProvider):
             return self.real
 
     def get_tracer(self, *scope: Any, **more: Any) -> trace.Tracer:
-        """A tracer that asks for the provider anew for each span."""
+        """Return a tracer that looks up the provider for each span."""
         return _Tracer(lambda: self.behind().get_tracer(*scope, **more))
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class _Tracer(trace.Tracer):
 
 
 class ProviderWatch:
-    """One processor on the process's provider, which hears of spans from `start` to `stop`."""
+    """A processor on the process's provider that sees spans from `start` to `stop`."""
 
     def __init__(self, processor: Callable[[], SpanProcessor]) -> None:
         self._processor = processor
@@ -94,7 +94,7 @@ class ProviderWatch:
         self._running = False
 
     def start(self) -> None:
-        """Watch the provider that is set, and the one that will be. Raises `LightningError` where no span can be seen."""
+        """Watch the provider that is set, and any that is set later. Raises `LightningError` where no span can be seen."""
         if is_sdk_disabled():
             raise LightningError("OTEL_SDK_DISABLED=true keeps OpenTelemetry from recording spans: unset it")
         provider = trace.get_tracer_provider()
@@ -109,7 +109,7 @@ class ProviderWatch:
         self._running = True
 
     def stop(self) -> None:
-        """Give `set_tracer_provider` back: now, or once the stand-in, whose place cannot be given back, has stepped aside."""
+        """Restore `set_tracer_provider`: now, or once the stand-in, which OpenTelemetry does not release, has given way."""
         self._running = False
         if self._stand_in is None and self._inner is not None and trace.set_tracer_provider == self._set:
             _rebind(self._set, self._inner)
@@ -137,7 +137,7 @@ class ProviderWatch:
                 f"agents go without names: the process's TracerProvider, a {type(provider).__qualname__}, takes no span "
                 "processors; set one of opentelemetry.sdk.trace"
             )
-        owner = getattr(add, "__self__", provider)  # behind a stand-in, the provider that stands there now
+        owner = getattr(add, "__self__", provider)  # for a stand-in, the provider behind it
         if owner not in self._watched:
             from lightning_otel.processor import Muting
 
@@ -146,7 +146,7 @@ class ProviderWatch:
 
 
 def _rebind(old: object, new: object) -> None:
-    """Put one function in the place of `trace.set_tracer_provider`, also where it has been imported by its name."""
+    """Replace `trace.set_tracer_provider`, also in modules that have imported it by name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if names.get("set_tracer_provider") == old:

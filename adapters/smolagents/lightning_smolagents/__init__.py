@@ -1,7 +1,7 @@
 """Adapter for smolagents: names callers by agent and tool, and reports tool runs and runs of an agent's code.
 
-The invariant: it only listens, in the place of smolagents' own methods, but for tools with a limit (`runner.tool_limits`),
-which wait for their turn; the undo puts the very methods back.
+The invariant: it only listens, by wrapping smolagents' own methods; only tools with a limit (`runner.tool_limits`) wait for a
+slot. The undo puts the original methods back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLICY_FAULTS = {
     "smolagents.AgentParsingError": "malformed_output",
     "smolagents.AgentToolCallError": "malformed_output",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
+"""Exceptions that mean a fault of the model, by package and class; see `FrameworkAdapter`."""
 
 adapter = FrameworkAdapter(SUPPORTED, installations, scopes.caller, lambda error: by_type(error, POLICY_FAULTS))
-"""Names the model call that is under way, else the agent or tool whose code is running."""
+"""The adapter. It names the present model call, else the agent or tool whose code is running."""

@@ -1,7 +1,7 @@
-"""The methods of smolagents that run agents, tools, code and models, replaced while the adapter is installed.
+"""The methods of smolagents that run agents, tools, code and models, wrapped while the adapter is installed.
 
-The invariant: a method does what it did, with the arguments that it got. A class of the user's that has a method of its own is
-found when an agent that holds an object of it runs.
+The invariant: a wrapped method does what it did, with the same arguments. A method that a user's own class overrides is wrapped
+when an agent that holds an object of the class runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from smolagents import MultiStepAgent, Tool, ToolCallingAgent
 scopes = Scopes("smolagents")
 
 ANSWER = "final_answer"
-"""The tool by which an agent answers; it is no tool of the user's."""
+"""The tool by which an agent answers; it is no tool of the user."""
 CODE = "python_interpreter"
-"""What smolagents calls the run of a `CodeAgent`'s code."""
+"""The name of a run of a `CodeAgent`'s code, as in smolagents."""
 
 
 replaced = ReplacedMethods()
@@ -41,7 +41,7 @@ installations = Installations(_attach)
 
 
 def _watch_agent(agent: Any) -> None:
-    """Replace what this agent uses: the methods of its model, its tools and its interpreter."""
+    """Wrap what this agent uses: the methods of its model, its tools and its interpreter."""
     _watch(type(agent.model), "generate", _generate)
     _watch(type(agent.model), "generate_stream", _generate_stream)
     for tool in agent.tools.values():
@@ -51,7 +51,7 @@ def _watch_agent(agent: Any) -> None:
 
 
 def _watch(kind: type, name: str, instead: Callable[..., Any]) -> None:
-    """Replace a method of a class, where the class or one that it is derived from has it."""
+    """Wrap a method of a class, where the class or one of its bases defines it."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
     if owner is not None:
         replaced.replace(owner, name, instead)
@@ -83,14 +83,14 @@ def _generate_stream(original: Callable[..., Any], model: Any, /, *args: Any, **
 
 
 def _runs_already(subject: object) -> bool:
-    """Whether the innermost scope is that of this very object."""
+    """Whether the innermost scope is that of this object."""
     here = scopes.here()
     return here is not None and here.subject is subject
 
 
 # tools ------------------------------------------------------------------------------------------------------------------
 _asked: WeakKeyDictionary[ActiveScope, list[tuple[str, str, Any]]] = WeakKeyDictionary()
-"""Of each agent's run: the tools that the model has asked for and that have not begun, by id, name and arguments."""
+"""For each agent's run the tools that the model asked for and that have not begun: id, name and arguments."""
 _asked_lock = threading.Lock()
 
 
@@ -103,7 +103,8 @@ def _process_tool_calls(original: Callable[..., Any], agent: Any, /, chat_messag
 
 
 def _call_id(name: str, arguments: Any) -> str:
-    """The id of a tool call of the running agent, which smolagents does not tell the method that runs it."""
+    """Return the id of a tool call of the running agent, which smolagents does not pass to the method that runs it; empty if
+    unknown."""
     here = scopes.here()
     with _asked_lock:
         asked = _asked.get(here, []) if here is not None else []
@@ -138,9 +139,9 @@ def _by_name(names: Iterable[str], args: tuple[Any, ...], more: Mapping[str, Any
 
 
 def _run_tool(tool: Any, name: str, arguments: Any, run: Callable[[], Any], call_id: str = "") -> Any:
-    """Run a tool, or an agent that is one, in a scope of its own, and report it.
+    """Run a tool, or an agent used as one, in a scope of its own, and report it.
 
-    It is just run where no agent is at work, and where it has its scope already.
+    Where no agent is running, or the tool has its scope already, it is only run.
     """
     if scopes.here() is None or _runs_already(tool) or name == ANSWER:
         return run()

@@ -1,4 +1,4 @@
-"""Algorithms: finished groups in, training rows and a loss out."""
+"""Algorithms: objects that turn the finished groups of a step into training rows and a loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A chat model that is asked beside the policy, over HTTP: one question, one answer, from any OpenAI-compatible endpoint.
+"""Client of a chat model that helps an algorithm (a judge, an optimizer of prompts), at any OpenAI-compatible endpoint.
 
-The invariant: the key is read from the environment for each request and appears in no error, log or record; a failure that
-may pass is tried again with growing pauses, and one that will not pass says what to change.
+The invariant: the key is read from the environment for each request and appears in no error, log or record. A request that
+fails for a passing reason is repeated with growing pauses; the error of any other failure says what to change.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ Messages = Sequence[Mapping[str, str]]
 """A chat: `[{"role": "user", "content": "..."}]`."""
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
-"""Seconds between attempts: doubled each time, or as long as the endpoint asks for (`Retry-After`)."""
+"""The longest pause between attempts, in seconds. Pauses begin with `FIRST_PAUSE` and double each time, unless the endpoint
+says how long to wait (`Retry-After`)."""
 PASSING: Final = frozenset({408, 409, 425, 429})
 """Statuses besides 5xx after which the same request may succeed."""
 WRONG: Final = frozenset({401, 403, 404})
-"""Statuses that every further request would get too."""
+"""Statuses that every further request would get too, since name, URL or key are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """A model at an OpenAI-compatible endpoint. `base_url` ends before `/chat/completions`; `api_key_env` names the
-    environment variable that holds the key, which is read when it is needed and never kept. A question without an answer within
-    `timeout` seconds is asked up to `attempts` times; `concurrency` questions are asked at once. A `temperature` of None is not
-    sent: some endpoints refuse any. `role` and `failure` are what messages call it, and the error when it does not answer."""
+    """The settings of a chat model at an OpenAI-compatible endpoint.
+
+    `base_url` ends before `/chat/completions`. `api_key_env` names the environment variable that holds the key, which is read
+    for each request and never kept. A request that gets no answer within `timeout` seconds is sent up to `attempts` times; at
+    most `concurrency` requests are open at once. A `temperature` of None is not sent, since some endpoints refuse any. `role`
+    is the model's name in messages, `failure` the class of the error that is raised when it does not answer.
+    """
 
     model: str
     base_url: str
@@ -54,7 +58,7 @@ class ChatModel:
             )
 
     def settings(self) -> dict[str, object]:
-        """What a request says besides its messages."""
+        """Return the fields of a request's body besides its messages."""
         return {"model": self.model} | ({} if self.temperature is None else {"temperature": self.temperature})
 
 
@@ -65,17 +69,17 @@ class _PassingError(Exception):
 
 
 class ChatClient:
-    """Asks the model, at most `model.concurrency` questions at a time."""
+    """A client that sends requests to the model, at most `model.concurrency` at a time."""
 
     def __init__(self, model: ChatModel) -> None:
         self._model = model
         self._slots = asyncio.Semaphore(model.concurrency)
 
     async def ask(self, messages: Messages) -> str:
-        """The text of the answer, empty when the model said nothing.
+        """Send the messages and return the text of the answer, which is empty if the model wrote none.
 
-        Raises the model's `failure` when no attempt succeeded or the endpoint refused this request, `ConfigError` when it
-        refuses every request: a wrong key, URL or model name.
+        Raises the model's `failure` if no attempt succeeded or the endpoint refused this request, and `ConfigError` if the
+        endpoint would refuse every request because of a wrong key, URL or model name.
         """
         async with self._slots:
             for attempt in range(self._model.attempts):
@@ -120,7 +124,7 @@ class ChatClient:
             said = str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
             raise model.failure(f"{url} answered with something that is no chat completion") from error
-        return said.encode("utf-8", "replace").decode()  # half a character, which no file and no request takes
+        return said.encode("utf-8", "replace").decode()  # a lone surrogate, which no file or request takes, becomes ?
 
     def _refused(self, status: int, text: str, retry_after: str) -> Exception:
         if status in PASSING or status >= 500:

@@ -1,8 +1,8 @@
-"""A user's own algorithm from one function.
+"""Decorators that make a user's own algorithm from one function.
 
-The invariant: what the decorators make is a dataclass whose fields are plain arguments and whose name is the function's, so a
-run's record holds all of it (of the function, what tells whether it was edited), and an audit can make it again once it is
-registered under that name.
+The invariant: the decorators make a dataclass whose fields are plain arguments and whose name is the function's. So a run's
+record holds the whole algorithm (of the function, enough to see that it was edited), and an audit can make the algorithm again
+if it is registered under that name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAKEN = ("name", "loss", "batch", "own_functions")
-"""Attributes of the algorithm, which no argument can be called. `own_functions` are the user's, for the run's record."""
+"""Attributes of the algorithm, whose names no argument may have. `own_functions` are the user's functions, for the run's
+record."""
 
 
 @overload
@@ -42,17 +43,17 @@ def from_loss(*, needs_reference: bool) -> Callable[[OwnLoss], type[LightningRL]
 
 
 def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = False) -> object:
-    """Decorator: a loss function becomes an algorithm, LightningRL with this loss in the place of its surrogate.
+    """Decorator that turns a loss function into an algorithm: LightningRL with this function as its surrogate.
 
     `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
-    them up, or the loss would depend on how rows are split. Everything else stays LightningRL's: the result is called with
-    its arguments (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus,
-    a KL penalty and a `correction` compose; without one given there is none. Nothing but the function clips: `clip_low` and
-    `clip_high` do nothing, which the log says where one is given. Calls whose advantage is 0 keep their rows: what the function
-    makes of them is its own affair. To use it by name, register it under the function's own name.
+    them up, or the loss would depend on how rows are split. All else is LightningRL's: the result takes its arguments
+    (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus, a KL penalty
+    and a `correction` can be added; the default is no correction. Only the function itself clips: `clip_low` and `clip_high`
+    have no effect, and the log warns if one is given. Calls whose advantage is 0 keep their rows, since the function may train
+    on them. To use the algorithm by name, register it under the function's own name.
 
-    With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. An object that is called
-    like a function may say so itself (`needs_reference = True`), and may have a method `prepare` (`StepLoss`).
+    With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. A callable object may have
+    an attribute `needs_reference = True` instead, and may have a method `prepare` (`StepLoss`).
     """
     if function is None:
         return partial(from_loss, needs_reference=needs_reference)
@@ -72,11 +73,11 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
         LightningRL.__post_init__(self)
         for field in ("clip_low", "clip_high"):
             value = getattr(self, field)
-            # One of a preset's is what `dataclasses.replace` keeps of another low level.
+            # A value of some preset is not warned about: `dataclasses.replace` may have kept it from another low level.
             if field not in told and all(value != getattr(preset, field) for preset in PRESETS.values()):
                 told.add(field)
                 logger.warning(
-                    "%s=%s does nothing: the loss %s is used as it is, and only what it clips itself is clipped; leave %s out",
+                    "%s=%s has no effect: the loss %s is used as it is, and only the loss itself can clip ratios; leave %s out",
                     field,
                     value,
                     name,
@@ -86,7 +87,7 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     members = {
         "__slots__": (),
         "__module__": function.__module__,
-        # An object's class has its name already: the algorithm is another type, also for pickle and in the run's record.
+        # A callable object has no `__qualname__`, and its class's is taken: pickle and the run's record need another one.
         "__qualname__": getattr(function, "__qualname__", f"from_loss({name})"),
         "__doc__": function.__doc__,
         "__post_init__": check,
@@ -99,7 +100,7 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
 
 
 def _with_reference(function: OwnLoss) -> OwnLoss:
-    """The function as one that compares with the reference model; the user's own object stays as it is."""
+    """Return a wrapper of the function that has `needs_reference = True`; the user's own object is not changed."""
     wrapped = partial(function)
     wrapped.needs_reference = True  # type: ignore[attr-defined]
     if hasattr(function, "prepare"):
@@ -116,15 +117,15 @@ def from_batch(*, loss: OwnLoss | Loss) -> Callable[[Callable[..., Batch]], Call
 
 
 def from_batch(function: Callable[..., Batch] | None = None, /, *, loss: OwnLoss | Loss | None = None) -> object:
-    """Decorator: a function from groups to a `Batch` becomes an algorithm.
+    """Decorator that turns a function from groups to a `Batch` into an algorithm.
 
     `function(groups, *, group_size=8, ...)` gets the step's finished groups and must be pure: a resume and an audit call it
-    again. Its keyword-only parameters, all with plain defaults, are the algorithm's arguments; `group_size` is 8 where it is
-    none of them. `lightning.algorithms.Intake` drops what cannot be trained on, counts, and makes the batch.
+    again. Its keyword-only parameters, all with plain defaults, are the algorithm's arguments; `group_size` is 8 if it is not
+    among them. `lightning.algorithms.Intake` drops what cannot be trained on, counts it, and makes the batch.
 
-    `loss` is a function as of `from_loss` (with the attribute `needs_reference = True` if it compares with the reference
-    model) or a whole `Loss`; without it, a batch that another algorithm made (`LightningRL(...).batch(groups)`) is trained
-    with that one's loss, any other with GRPO's. A batch may bring its own (`Intake.batch(..., loss=...)`). To use the
+    `loss` is a loss function as for `from_loss` (with the attribute `needs_reference = True` if it uses the reference model) or
+    a whole `Loss`. Without `loss`, a batch that another algorithm made (`LightningRL(...).batch(groups)`) is trained with that
+    algorithm's loss, any other batch with GRPO's. A batch may have its own loss (`Intake.batch(..., loss=...)`). To use the
     algorithm by name, register it under the function's own name.
     """
     if function is None:
@@ -159,7 +160,7 @@ def from_batch(function: Callable[..., Batch] | None = None, /, *, loss: OwnLoss
 
 
 def _options(function: Callable[..., Batch]) -> list[inspect.Parameter]:
-    """The keyword-only parameters. Raises `ConfigError` for a signature that cannot be an algorithm."""
+    """Return the function's keyword-only parameters. Raises `ConfigError` for a signature that an algorithm cannot have."""
     first, *rest = inspect.signature(function).parameters.values() or (None,)
     if first is None or first.kind is first.KEYWORD_ONLY:
         raise ConfigError(

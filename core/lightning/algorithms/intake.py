@@ -1,8 +1,8 @@
-"""What of a step's groups can be trained on, what their returns are, and the count of what cannot: the same for all algorithms.
+"""The part that all algorithms share: dropping what cannot be trained on, counting it, and adding rule-based rewards.
 
-The invariant: nothing is left out silently. A rollout that cannot be trained on is dropped and counted, and the first of each
-kind is named in the log; a group that teaches nothing is skipped and counted (`lightning.trainer.metrics` says why). What tools
-earn and long answers cost is a pure function of what was recorded, which stays as it is.
+The invariant: nothing is left out silently. A rollout that cannot be trained on is dropped and counted, and the log names the
+first of each kind; a group that teaches nothing is skipped and counted (`lightning.trainer.metrics` explains the reasons).
+Rewards of tools and penalties of long answers are a pure function of recorded data, and do not change the record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ PerCall = Sequence[Sequence[float] | npt.NDArray[np.floating]]
 
 
 class Intake:
-    """Takes in the groups of one step: `sound`, then `skip` or not, and at the end `batch`."""
+    """The intake of one step's groups: call `sound` with each group, `skip` for each group that is left out, and at last
+    `batch`."""
 
     def __init__(self) -> None:
         self._skipped: Counter[str] = Counter()
@@ -46,10 +47,11 @@ class Intake:
         self._flawed: dict[str, list[tuple[Transition, Flaw]]] = {}
 
     def sound(self, group: Group) -> Group:
-        """The group without the rollouts that have a flawed call (`lightning.batch.find_flaw`) or none at all, which are noted:
-        what an idle rollout earned is no doing of any policy, so it is in no baseline either.
+        """Return the group without rollouts that have a flawed call (`lightning.batch.find_flaw`) or, if they are no branches,
+        no call at all (idle ones), and count these. An idle rollout's reward is no effect of the policy, so it is in no
+        baseline.
 
-        Raises `DataError` for a reward that no store accepts.
+        Raises `DataError` for a reward that is missing or not finite.
         """
         kept = []
         for trajectory in group.trajectories:
@@ -65,7 +67,7 @@ class Intake:
         return group if len(kept) == len(group.trajectories) else Group(group.id, tuple(kept))
 
     def skip(self, reason: str, count: int = 1) -> None:
-        """Count groups that are left out."""
+        """Count groups as left out for a reason."""
         self._skipped[reason] += count
 
     def batch(
@@ -80,9 +82,9 @@ class Intake:
         value_coefficient: float = 1.0,
         loss: Loss | OwnLoss | None = None,
     ) -> Batch:
-        """The batch of these rollouts, with what was skipped and dropped; arguments as of `build_samples`.
-
-        `loss` is the loss of this very batch: a `Loss`, or a function of one loss for each token.
+        """Return the batch of these rollouts, with the counts of what was skipped and dropped. The arguments are those of
+        `build_samples`, but `loss`: the loss of this batch alone, a `Loss` or a function that returns one loss for each token;
+        None uses the algorithm's.
         """
         for reason, calls in self._flawed.items():
             call, flaw = calls[0]
@@ -116,11 +118,12 @@ def trains(trajectory: Trajectory) -> bool:
 
 
 def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
-    """Why a group teaches nothing, or "". `whole` is what `Intake.sound` left of `found`, with all that counts as reward.
+    """Return why a group teaches nothing, or "" if it teaches something. `whole` is the group `found` without the rollouts that
+    `Intake.sound` dropped, and with all rewards added.
 
-    `too_few_succeeded` and `too_few_trainable`: fewer than `least` rollouts, before and after flawed or idle ones are out ·
-    `return_not_finite` · `all_rewards_equal`, unless `least` is 1: then rollouts are not compared (credit on single calls may
-    still tell them apart: `are_rounding`) · `nothing_to_train`: no call of the component of interest.
+    `too_few_succeeded` and `too_few_trainable`: fewer than `least` rollouts, before and after flawed and idle rollouts are
+    dropped · `return_not_finite` · `all_rewards_equal`: only if `least` is above 1, because else rollouts are not compared (the
+    advantages of single calls may still differ: `are_rounding`) · `nothing_to_train`: no call of the component of interest.
     """
     if len(whole.trajectories) < least:
         if len(found.trajectories) < least:
@@ -136,7 +139,8 @@ def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
 
 
 def reward_scale(group: Group) -> float:
-    """The most that a rollout's rewards come to without their signs: what rounding in its returns is measured by."""
+    """Return the largest sum of absolute rewards of a rollout in the group; the rounding of returns is relative to this
+    number."""
     return max(
         (abs(member.reward) + sum(abs(step.value) for step in member.step_rewards) for member in group.trajectories),
         default=0.0,
@@ -144,8 +148,8 @@ def reward_scale(group: Group) -> float:
 
 
 def are_rounding(group: Group, advantages: PerCall) -> bool:
-    """Whether no trained call of a group has an advantage but for rounding: of 1, or of the rewards where these are larger.
-    NaN is none either: it is what a deviation of 0 makes of equal rewards."""
+    """Whether the advantages of a group's trained calls are all 0 up to rounding, relative to 1 or to the rewards if these are
+    larger. NaN counts as 0, because equal rewards divided by their deviation of 0 give NaN."""
     most = ROUNDING * max(1.0, reward_scale(group))
     return not any(
         is_trained(call, trainable) and abs(value) > most
@@ -155,9 +159,10 @@ def are_rounding(group: Group, advantages: PerCall) -> bool:
 
 
 def per_call(group: Group, given: object, credit: str, what: str = "advantage") -> list[npt.NDArray[np.float64]]:
-    """What the credit function called `credit` gave for a group, as one array for each trajectory, shape (calls,).
+    """Return `given`, the result of the credit function called `credit` for a group, as one array for each trajectory, shape
+    (calls,).
 
-    Raises `DataError`, naming the function, for anything else: a number for each rollout, too many lists, None.
+    Raises `DataError`, naming the function, for any other result: a number for each rollout, too many lists, None.
     """
     shapes = [(len(trajectory.transitions),) for trajectory in group.trajectories]
     cause: Exception | None = None
@@ -176,8 +181,8 @@ def per_call(group: Group, given: object, credit: str, what: str = "advantage") 
 
 
 def reason_to_doubt(group: Group, numbers: PerCall, what: str = "advantage") -> str:
-    """Why what a credit function said cannot be trained on, or "": the number of a trained call is not finite
-    (`WHAT_not_finite`), or its square would not be in float32 (`WHAT_too_large`, beyond `MAX_ADVANTAGE`)."""
+    """Return why the numbers of a credit function cannot be trained on, or "" if they can: the number of a trained call is not
+    finite (`WHAT_not_finite`), or is beyond `MAX_ADVANTAGE`, so that its square would overflow float32 (`WHAT_too_large`)."""
     for trajectory, values in zip(group.trajectories, numbers, strict=True):
         for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
             if is_trained(call, trainable) and not abs(value) <= MAX_ADVANTAGE:
@@ -205,9 +210,9 @@ def _check_reward(trajectory: Trajectory) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), times `penalty`, on the tokens that all trained calls
-    of a rollout generated together, in a branch those that it has from its parent included: 0 up to `max_tokens` - `buffer`,
-    from there falling linearly to -1 at `max_tokens`, and -1 beyond."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), times `penalty`, of the number of tokens in all trained
+    calls of a rollout, in a branch with the repeated calls of its parent: 0 up to `max_tokens` - `buffer`, from there falling
+    linearly to -1 at `max_tokens`, and -1 beyond."""
 
     max_tokens: int
     buffer: int = 0
@@ -223,7 +228,7 @@ class Overlong:
             raise ConfigError(f"overlong_penalty={self.penalty} must be a finite number that is not negative")
 
     def __call__(self, tokens: int) -> float:
-        """What a rollout that generated so many tokens is punished with: a number from -`penalty` to 0."""
+        """Return the punishment of a rollout that generated `tokens` tokens: a number from -`penalty` to 0."""
         over = tokens - (self.max_tokens - self.buffer)
         if over <= 0:
             return 0.0
@@ -231,7 +236,8 @@ class Overlong:
 
 
 def with_rules(group: Group, tool_reward: ToolReward | None = None, overlong: Overlong | None = None) -> Group:
-    """The group with what its tools earned as step rewards, and its punished lengths taken off the agents' rewards."""
+    """Return the group with the rewards of its tool runs added as step rewards, and the punishment of overlong rollouts added
+    to the agents' rewards. None leaves a rule out."""
     members = group.trajectories
     if tool_reward is not None:
         members = tuple(with_tool_rewards(member, tool_reward) for member in members)

@@ -1,4 +1,4 @@
-"""LightningRL: credit assignment over calls first, a single-call reinforcement learning algorithm on each call second.
+"""LightningRL: the high level assigns credit to calls; the low level is a single-call algorithm that trains each call.
 
 The invariant: rows are a pure function of the finished groups and of the fields below. Groups keep their order, rollouts
 their order within a group and calls their order within a rollout, so the same store gives the same batch, byte for byte.
@@ -42,37 +42,38 @@ if TYPE_CHECKING:
     from lightning.losses.policy_gradient import Surrogate
 
 PRESET: Any = None
-"""Default of the fields that a low level decides. The object holds the decision, so that a run's record says it."""
+"""The default of fields that the low level decides. Construction replaces it by the decided value, so that a run's record holds
+that."""
 
 
 @dataclass(frozen=True, slots=True)
 class LightningRL:
-    """Trains every call of the component of interest from the return of its rollout, compared within its group.
+    """LightningRL: every call of the component of interest is trained with an advantage from its rollout's return in the group.
 
     `low_level` is the single-call algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
-    `reinforce++_baseline` or `ppo` (docs/algorithms.md has them side by side). It decides the fields `credit`, `clip_low`,
-    `clip_high`, `normalization` and `dynamic_sampling`, unless they are given; the object then holds what was decided (so
-    `dataclasses.replace` with another low level keeps the old one's).
+    `reinforce++_baseline` or `ppo` (docs/algorithms.md compares them). It decides the fields `credit`, `clip_low`, `clip_high`,
+    `normalization` and `dynamic_sampling` unless they are given. The object holds the decided values, so `dataclasses.replace`
+    with another low level keeps the values of the old one.
 
-    `group_size` rollouts are sampled per task. `credit` spreads a rollout's advantage over its calls: a registered name or a
-    function. One that has `critic = True` makes the engine train a critic, with its loss times `value_coefficient` (which
-    changes next to nothing unless the engine's `critic_trunk` is "shared"); `ppo` needs one. Ratios are clipped to
-    [1 - `clip_low`, 1 + `clip_high`]. With the normalization `constant` a rollout's sum over tokens is divided by
-    `constant_tokens`. `advantage_eps` is added to deviations. `dynamic_sampling` makes the trainer sample more tasks until
+    `group_size` rollouts are sampled for each task. `credit` spreads a rollout's advantage over its calls: a registered name or
+    a function. A credit with `critic = True`, which `ppo` requires, makes the engine train a critic; the critic's loss is
+    multiplied by `value_coefficient`, which has almost no effect unless the engine's `critic_trunk` is "shared". Ratios are
+    clipped to [1 - `clip_low`, 1 + `clip_high`]. With the normalization `constant` a rollout's sum over tokens is divided by
+    `constant_tokens`. `advantage_eps` is added to deviations. With `dynamic_sampling` the trainer samples more tasks until
     enough groups teach something.
 
-    What counts as reward: what the agent returned, its `lightning.reward`s, and by `tool_reward` its tool runs: a reward for
-    each status, such as `{"error": -0.1}`, or a function of the `ToolEvent`. Rollouts whose trained calls generate more than
-    `overlong_tokens` - `overlong_buffer` tokens lose up to `overlong_penalty`.
+    Rewards are the value that the agent returned, its `lightning.reward`s, and those of its tool runs by `tool_reward`: a
+    reward for each status, such as `{"error": -0.1}`, or a function of the `ToolEvent`. Rollouts whose trained calls generate
+    more than `overlong_tokens` - `overlong_buffer` tokens lose up to `overlong_penalty`.
 
-    What composes with every low level: an entropy bonus (`entropy_coefficient`), a penalty on the KL divergence from the
-    model that training began with (`kl_coefficient`, `kl_estimator`), and the `correction` of the mismatch between sampler
-    and trainer, an object or its kind: by default implausible tokens are masked (`lightning.losses.correction.Correction`).
+    Every low level takes an entropy bonus (`entropy_coefficient`), a penalty on the KL divergence from the model that training
+    began with (`kl_coefficient`, `kl_estimator`), and a `correction` of the mismatch between sampler and trainer: an object or
+    its kind. By default implausible tokens are masked (`lightning.losses.correction.Correction`).
 
-    A rollout with a recorded call that cannot be trained on is dropped from its group like one that failed, counted by
-    reason and logged. Groups that teach nothing are skipped and counted (`lightning.algorithms.intake.reason_to_skip`), also
-    when a number that the credit function gave for a trained call, its advantage or what a critic should learn there, is not
-    finite or too large for float32 (`advantage_not_finite`, `advantage_too_large`, `value_target_...`).
+    A rollout with a recorded call that cannot be trained on is dropped from its group like a failed one, counted by reason and
+    logged. Groups that teach nothing are skipped and counted (`lightning.algorithms.intake.reason_to_skip`). So are groups in
+    which the credit function gave a trained call an advantage or value target that is not finite or too large for float32
+    (`advantage_not_finite`, `advantage_too_large`, `value_target_...`).
     """
 
     low_level: LowLevel = "grpo"
@@ -96,8 +97,8 @@ class LightningRL:
     overlong_penalty: float = 1.0
 
     zero_advantage_teaches: ClassVar[bool] = False
-    """Whether the surrogate has a gradient where the advantage is 0, so that such calls need rows, as an entropy bonus and a
-    KL penalty do."""
+    """Whether the surrogate has a gradient at advantage 0. If so, calls with advantage 0 keep their rows, as they do with an
+    entropy bonus or a KL penalty."""
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
@@ -108,7 +109,7 @@ class LightningRL:
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         if self.correction is None:
             object.__setattr__(self, "correction", Correction())
-        elif isinstance(self.correction, Mapping):  # from a run's record
+        elif isinstance(self.correction, Mapping):  # read from a run's record
             fields = {name: value for name, value in self.correction.items() if name != "type"}
             object.__setattr__(self, "correction", Correction(**fields))
         elif not isinstance(self.correction, Correction):
@@ -153,21 +154,21 @@ class LightningRL:
 
     @property
     def name(self) -> str:
-        """The plugin name that makes this algorithm again from its fields."""
+        """The registered name whose factory makes this algorithm again from its fields."""
         return "lightning_rl"
 
     @property
     def critic(self) -> bool:
-        """Whether the credit function asks for a critic's values; the critic is then trained as well."""
+        """Whether the credit function needs a critic's values; the critic is then trained as well."""
         return bool(getattr(self._credit(), "critic", False))
 
     @property
     def loss(self) -> Loss:
-        """The clipped policy gradient, on single tokens or (GSPO) on whole calls."""
+        """The clipped policy gradient loss, with the ratios of single tokens or (GSPO) of whole calls."""
         return self.loss_with(PRESETS[self.low_level].surrogate)
 
     def loss_with(self, surrogate: Surrogate) -> Loss:
-        """The loss of these fields with another surrogate: `clip`, `cispo`, or a function of one's own."""
+        """Return the loss with the settings of this object and another surrogate: `clip`, `cispo`, or a user's function."""
         from lightning.losses.policy_gradient import (
             CallCorrected,
             ClippedPolicyGradient,
@@ -194,12 +195,13 @@ class LightningRL:
         )
 
     def teaches(self, group: Group) -> bool:
-        """Whether a group is worth a place in a batch (dynamic sampling asks): enough rollouts that can be trained on, and,
-        where rollouts are compared, returns or advantages that differ. Needs no critic's values.
+        """Whether a group teaches something, for dynamic sampling: it has enough rollouts that can be trained on and, if the
+        low level compares rollouts, returns or advantages that differ. Needs no critic's values.
 
-        They have to differ without what overlong answers lose as well (`_rewarded`). For the same reason returns that are all
-        equal teach only where step rewards tell the calls apart, whatever a discount makes of lengths. A credit function with
-        rewards of its own is not asked here, since that may take long: with one, equal returns are taken to teach.
+        They must differ before overlong answers are punished, too (`_rewarded`). For the same reason equal returns teach only
+        if step rewards make the calls' advantages differ, even where a discount makes advantages depend on lengths. A credit
+        function with rewards of its own is not called here, since that may take long: its groups with equal returns count as
+        teaching.
         """
         rewarded = self._rewarded(Intake().sound(group))
         reason = reason_to_skip(group, rewarded, least=self._least())
@@ -210,7 +212,7 @@ class LightningRL:
         return not reason
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The step's rows. Raises `DataError` for a reward that no store accepts, and for a credit function that does not
+        """Return the step's rows. Raises `DataError` for a reward that is not finite, and for a credit function that does not
         give one advantage for each call."""
         intake, critic = Intake(), self.critic
         every = bool(critic or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches)
@@ -224,9 +226,7 @@ class LightningRL:
             if not reason:
                 credited.append(found)
             elif reason == "all_rewards_equal" and every and not self.dynamic_sampling:
-                credited.append(
-                    _level(whole)
-                )  # what a KL penalty or an entropy bonus says of them does not look at rewards
+                credited.append(_level(whole))  # a KL penalty and an entropy bonus do not depend on rewards
         if PRESETS[self.low_level].whiten:
             taught = sum(not group.level for group in credited)
             credited = self._whitened(credited)
@@ -245,12 +245,13 @@ class LightningRL:
             value_targets=targets if critic else None,
             value_coefficient=self.value_coefficient,
         )
-        # Not `loss=self.loss`: that imports torch, and an audit needs none. An algorithm of one's own that asks this one for
-        # a batch gets its loss with it.
+        # Not `loss=self.loss`: that imports torch, which an audit does not need. `Batch.loss_for` finds the loss by `algorithm`
+        # when a user's algorithm passes this batch on.
         return replace(made, algorithm=self)
 
     def _weighed(self, found: Group, whole: Group) -> tuple[str, _Credited]:
-        """Why a group teaches nothing, or "", and what its calls are credited with; `whole` is what `Intake.sound` left."""
+        """Return the reason why a group teaches nothing, or "", and the group with its calls' advantages. `whole` is the group
+        `found` without the rollouts that `Intake.sound` dropped."""
         rewarded = self._rewarded(whole)
         reason = reason_to_skip(found, rewarded, least=self._least())
         plain: list[npt.NDArray[np.float64]] = []
@@ -273,8 +274,8 @@ class LightningRL:
         return reason, _Credited(whole, values, targets, plain)
 
     def _whitened(self, credited: Sequence[_Credited]) -> list[_Credited]:
-        """The advantages normalised over the groups that teach. What overlong answers lose counts only where something differs
-        without it."""
+        """Return the groups with their advantages normalised over all groups that teach. If no advantage differs before
+        overlong answers are punished, the advantages without the punishment are taken, which become 0."""
         taught = [group for group in credited if not group.level]
         members = [member for group in taught for member in group.group.trajectories]
 
@@ -293,7 +294,7 @@ class LightningRL:
         ]
 
     def _prefetch(self, groups: Sequence[Group]) -> None:
-        """Tell a credit function that wants to know which groups it will be called with."""
+        """Call the credit function's `prefetch`, if it has one, with all groups that it will be called with in this step."""
         prefetch = getattr(self._credit(), "prefetch", None)
         if prefetch is not None:
             pairs = [(group, self._rewarded(Intake().sound(group))) for group in groups]
@@ -301,38 +302,39 @@ class LightningRL:
             prefetch([made for group, made in pairs if reason_to_skip(group, made, least=least) in asked])
 
     def _told_apart(self, group: Group) -> tuple[str, list[npt.NDArray[np.float64]]]:
-        """Why a group whose returns are all equal teaches nothing, or "" where the credit function tells its calls apart; and
-        the advantages."""
+        """Return, for a group whose returns are all equal, the reason why it teaches nothing, or "" if the credit function
+        gives its calls different advantages; and the advantages."""
         try:
             values = self._credited(group, unrounded(self._estimator(), reward_scale(group)))
-        except ZeroDivisionError:  # by the deviation of equal rewards, in a function that numpy does not help
+        except ZeroDivisionError:  # a credit function in plain Python divided by the deviation of equal rewards
             return "all_rewards_equal", []
         return "all_rewards_equal" if are_rounding(group, values) else reason_to_doubt(group, values), values
 
     def _credited(self, group: Group, estimator: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """What each call's advantage is, shape (calls,) for each trajectory."""
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what overflows is skipped by name
+        """Return each call's advantage by the credit function, shape (calls,) for each trajectory."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # `reason_to_doubt` skips what overflows
             return per_call(group, self._credit()(group, estimator), self._credit_name())
 
     def _value_targets(self, group: Group) -> list[npt.NDArray[np.float64]]:
-        """What a critic should have said of each call's state, shape (calls,) for each trajectory."""
+        """Return the value that the critic should learn for each call's state, shape (calls,) for each trajectory. Raises
+        `ConfigError` if the credit function has no `value_targets`."""
         targets = getattr(self._credit(), "value_targets", None)
         if targets is None:
             raise ConfigError(
                 f"the credit function {self._credit_name()} says `critic = True`, but has no method value_targets(trajectory) "
-                "that tells what the critic should learn"
+                "that returns the values for the critic to learn"
             )
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             given = [targets(trajectory) for trajectory in group.trajectories]
         return per_call(group, given, f"{self._credit_name()} (value_targets)", "value target")
 
     def _rewarded(self, group: Group) -> Group:
-        """The group with all that counts as reward.
+        """Return the group with the rewards of tool runs and the punishment of overlong answers.
 
-        What overlong answers lose counts where rollouts that are compared differ without it. Otherwise the smallest penalty
-        would be divided by its own deviation, and be as large as any advantage. So DAPO's constraint (arXiv 2503.14476,
-        equation 11) is on right and wrong answers, not on their lengths, and verl filters groups by the unshaped score. A
-        credit function with rewards of its own is asked what differs (`_weighed`).
+        If rollouts are compared and their returns are equal without the punishment, it is left out. Otherwise the smallest
+        penalty would be divided by its own deviation, and be as large as any advantage. Likewise DAPO's constraint (arXiv
+        2503.14476, equation 11) is on right and wrong answers, not on lengths, and verl filters groups by the unshaped score.
+        With a credit function that has rewards of its own, `_weighed` checks this, because it takes a call of the function.
         """
         plain = with_rules(group, self.tool_reward)
         told_by_rewards = self._compares() and not self._adds_rewards()
@@ -346,15 +348,15 @@ class LightningRL:
         return Overlong(self.overlong_tokens, self.overlong_buffer, self.overlong_penalty)
 
     def _least(self) -> int:
-        """How many rollouts teach something. Where rollouts are not compared, one does."""
+        """Return the least number of rollouts in a group that teaches something: 2, or 1 if rollouts are not compared."""
         return 2 if self._compares() else 1
 
     def _compares(self) -> bool:
-        """Whether rollouts are compared within their group."""
+        """Whether advantages come from comparing the rollouts of a group; with a critic or plain REINFORCE they do not."""
         return not (PRESETS[self.low_level].equal_teaches or self.critic)
 
     def _adds_rewards(self) -> bool:
-        """Whether the credit function has rewards of its own."""
+        """Whether the credit function adds rewards of its own, as a judge does."""
         return bool(getattr(self._credit(), "rewards", False))
 
     def _estimator(self) -> GroupAdvantage:
@@ -368,7 +370,7 @@ class LightningRL:
         return plugins().credit(self.credit)
 
     def _credit_name(self) -> str:
-        """What messages call the credit function."""
+        """Return the name of the credit function for messages."""
         if isinstance(self.credit, str):
             return repr(self.credit)
         return getattr(self.credit, "__qualname__", repr(self.credit))
@@ -376,9 +378,9 @@ class LightningRL:
 
 @dataclass(frozen=True, slots=True)
 class _Credited:
-    """A group with what its calls are credited with: for each trajectory an array of shape (calls,). `targets` are a critic's.
-    `plain` are the advantages without what overlong answers lose, where a step's normalisation has to know. One that is `level`
-    teaches nothing by its rewards."""
+    """A group with the advantages of its calls: for each trajectory an array of shape (calls,). `targets` are the values that a
+    critic should learn; empty without a critic. `plain` are the advantages before overlong answers are punished, if the
+    normalisation over the step needs them, else empty. `level` marks a group whose rewards are all equal."""
 
     group: Group
     advantages: Sequence[npt.NDArray[np.float64]]
@@ -388,7 +390,7 @@ class _Credited:
 
 
 def _level(group: Group) -> _Credited:
-    """A group whose rollouts earned the same: every advantage is 0."""
+    """Return the group with all advantages 0, marked as `level`, for a group whose rewards are all equal."""
     return _Credited(group, [np.zeros(len(member.transitions)) for member in group.trajectories], level=True)
 
 

@@ -1,4 +1,4 @@
-"""The plugin that brings lightning's own algorithms and credit functions, by name."""
+"""The plugin that registers lightning's own algorithms and credit functions by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
-    """`lightning_rl`, and it with each low level under that one's own name."""
+    """Register LightningRL as `lightning_rl`, and once more for each low level under the name of that level, such as `grpo`."""
     from lightning.algorithms.lightning_rl import LightningRL
     from lightning.algorithms.presets import PRESETS
 
@@ -26,7 +26,7 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
 
 @hookimpl
 def register_credits(register: Callable[[str, Credit], None]) -> None:
-    """Every credit of `lightning.credit` with its defaults; `identical` is LightningRL's default."""
+    """Register every credit of `lightning.credit` with its default arguments; LightningRL's default is `identical`."""
     from lightning.credit.assign import Decayed, Discounted, identical, per_agent
     from lightning.credit.critic import Critic
     from lightning.credit.intermediate import Intermediate

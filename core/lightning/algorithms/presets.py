@@ -1,7 +1,7 @@
 """The presets of LightningRL: GRPO, DAPO, RLOO and the other single-call algorithms, each a row of one table.
 
-The invariant: a preset only chooses among parts that exist by themselves (an estimator, a surrogate, a normalisation). The
-fields of `LightningRL` change its credit, its clipping, its normalisation and its sampling; the rest is the preset's.
+The invariant: a preset only chooses among parts that exist by themselves (an estimator, a surrogate, a normalisation). Fields
+of `LightningRL` can override the preset's credit, clipping, normalisation and dynamic sampling, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ LowLevel = Literal[
 ]  # fmt: skip
 
 Estimator = Literal["grpo", "centre", "rloo", "none"]
-"""How a rollout's return is compared within its group: (r - mean) / std, r - mean, r - mean of the others, or not at all."""
+"""The advantage of a return r in its group: `grpo` (r - mean) / std · `centre` r - mean · `rloo` r - mean of the others ·
+`none` r."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One low level. With `ratio` "sequence" the importance ratio is that of a whole call. `whiten`ed advantages are
-    normalised over the whole step. `equal_teaches` says whether a rollout teaches something where the returns of its group
-    do not differ, also when it is alone."""
+    """The settings of one low level. With `ratio` "sequence" the importance ratio is that of a whole call. With `whiten` the
+    advantages are normalised over the whole step. `equal_teaches` says whether rollouts teach something even if the returns of
+    their group are equal, or the group has one rollout only."""
 
     estimator: Estimator = "grpo"
     surrogate: Literal["clip", "cispo"] = "clip"
@@ -54,8 +55,8 @@ PRESETS: Mapping[LowLevel, Preset] = {
     "dapo": Preset(clip_high=0.28, normalization="token-mean", dynamic_sampling=True),
     # arXiv 2507.18071; bounds of its section 5.1
     "gspo": Preset(ratio="sequence", clip_low=3e-4, clip_high=4e-4, normalization="sequence-mean"),
-    # arXiv 2506.13585, without a lower bound as there; the upper one, which it leaves open, is 1 + 4 = 5 as in
-    # arXiv 2510.13786, which found 4, 5 and 8 about as good
+    # arXiv 2506.13585, which has no lower bound either and does not say its upper bound; here it is 1 + 4 = 5 as in
+    # arXiv 2510.13786, which found 4, 5 and 8 about equally good
     "cispo": Preset(surrogate="cispo", clip_low=1.0, clip_high=4.0, normalization="token-mean"),
     # arXiv 2402.14740
     "rloo": Preset(estimator="rloo"),
@@ -69,7 +70,7 @@ PRESETS: Mapping[LowLevel, Preset] = {
 
 
 def estimator_of(preset: Preset, eps: float) -> GroupAdvantage:
-    """The function from a group's returns to their advantages; `eps` is added to GRPO's deviation."""
+    """Return a preset's function from a group's returns to their advantages; `eps` is added to GRPO's deviation."""
     functions: dict[Estimator, GroupAdvantage] = {
         "grpo": partial(grpo, eps=eps), "centre": centre, "rloo": rloo, "none": partial(np.asarray, dtype=np.float64),
     }  # fmt: skip
@@ -77,8 +78,8 @@ def estimator_of(preset: Preset, eps: float) -> GroupAdvantage:
 
 
 def unrounded(estimator: GroupAdvantage, scale: float) -> GroupAdvantage:
-    """The estimator, for returns made of rewards as large as `scale`: what differs by rounding only gets 0. Divided by its own
-    deviation, rounding would be as large as any advantage."""
+    """Return an estimator that gives 0 to returns which differ only by the rounding of rewards as large as `scale`. Otherwise
+    `estimator` might divide this rounding by its own deviation, which would make it as large as any advantage."""
 
     def compare(returns: Returns) -> Returns:
         return np.zeros(len(returns)) if all_equal(returns, beside=scale) else estimator(returns)
@@ -93,12 +94,12 @@ def whiten(
     eps: float,
     trained_alone: bool = False,
 ) -> list[npt.NDArray[np.float64]]:
-    """(A - mean) / (std + `eps`) over the step (REINFORCE++, arXiv 2501.03262: global advantage normalisation).
+    """Return (A - mean) / (std + `eps`) over the step (REINFORCE++, arXiv 2501.03262: global advantage normalisation).
 
-    Mean and standard deviation are those over rollouts of the mean over a rollout's turns, so that a rollout of many calls
-    weighs no more than one of few; with one advantage for all calls of a rollout they are those of the rollouts. Rollouts that
-    are compared and not trained (`trainer.policy_fault` = mask) count as they do in a group's baseline, unless `trained_alone`:
-    a critic has said nothing of them. Advantages that do not differ become 0.
+    Mean and standard deviation are over the turns of all rollouts, where each rollout has the same total weight, so that a
+    rollout of many calls weighs no more than one of few. Masked rollouts (`trainer.policy_fault` = mask) are not trained, but
+    count in mean and deviation as they do in a group's baseline; not with `trained_alone`, because a critic gives them no
+    advantages. Advantages that are all equal become 0.
     """
     own = [
         values[turns(member)]

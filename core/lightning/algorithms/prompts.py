@@ -1,4 +1,4 @@
-"""The documented names of prompt optimisation, which the plugin `prompts` brings; they are imported when they are used."""
+"""The public names of prompt optimisation, imported from the plugin `prompts` at their first use."""
 
 from __future__ import annotations
 

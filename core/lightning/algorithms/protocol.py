@@ -1,4 +1,4 @@
-"""What an algorithm is: finished groups in, weighted and credited training rows plus a loss out.
+"""The interface of an algorithm: from finished groups to training rows with advantages and weights, and a loss.
 
 The invariant: an algorithm is a pure function of transitions and rewards; it never sees the engine, the store or a clock.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts *groups* left out by
-    reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason. `loss` is
-    the loss of this very batch, where it depends on the rollouts (pairs of them). `algorithm` has made the rows: where the
-    trainer's algorithm brings no loss and only passes another one's batch on, the other's is meant."""
+    """The rows that one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts *groups* left out
+    by reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason. `loss` is
+    the loss of this batch alone, if it depends on the rollouts (pairs of them); None uses an algorithm's loss. `algorithm` is
+    the algorithm that made the rows, or None; `loss_for` says when its loss is used."""
 
     samples: tuple[Sample, ...]
     used: tuple[Rollout, ...]
@@ -35,8 +35,9 @@ class Batch:
     algorithm: Algorithm | None = None
 
     def loss_for(self, algorithm: Algorithm) -> Loss:
-        """The loss that the rows are trained with, where `algorithm` is the trainer's. One that has
-        `passes_on_losses = True` leaves it to the one that made the rows."""
+        """Return the loss that the rows are trained with, where `algorithm` is the trainer's: the batch's own `loss` if it has
+        one; else, if `algorithm.passes_on_losses` is true, the loss of the algorithm that made the rows; else
+        `algorithm.loss`."""
         if self.loss is not None:
             return self.loss
         passes_on = self.algorithm is not None and getattr(algorithm, "passes_on_losses", False)
@@ -44,7 +45,8 @@ class Batch:
 
 
 class Algorithm(Protocol):
-    """`group_size` rollouts are sampled per task; `batch` turns the finished groups into rows, `loss` trains them."""
+    """An algorithm: `group_size` rollouts are sampled for each task, `batch` turns the finished groups into rows, and the
+    engine minimises `loss` on these."""
 
     @property
     def name(self) -> str:
@@ -52,27 +54,28 @@ class Algorithm(Protocol):
 
     @property
     def group_size(self) -> int:
-        """Rollouts per task."""
+        """The number of rollouts that are sampled for each task."""
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of one optimizer step. A rollout that cannot be trained on is left out and counted; whatever ends in an
-        error here would end the run, and every resume of it."""
+        """Return the rows of one optimizer step. A rollout that cannot be trained on must be left out and counted, because an
+        error here ends the run, and each resume of it again."""
 
     @property
     def loss(self) -> Loss:
-        """What the engine minimises."""
+        """The loss that the engine minimises on the rows."""
 
 
 @runtime_checkable
 class SearchAlgorithm(Protocol):
-    """An algorithm with a loop of its own: it runs agents and changes what they are given, and needs no engine."""
+    """An algorithm with a loop of its own and without an engine: it runs agents and changes their resources, such as
+    prompts."""
 
     @property
     def name(self) -> str:
         """The registered name whose factory makes this algorithm again from its fields."""
 
     def check(self, val: Sequence[Task]) -> None:
-        """Refuse held-out tasks that it cannot work with, before anything is started."""
+        """Raise an error, before anything is started, if the algorithm cannot work with the held-out tasks `val`."""
 
     async def search(
         self,
@@ -83,16 +86,16 @@ class SearchAlgorithm(Protocol):
         trackers: Trackers,
         began: float,
     ) -> None:
-        """Search to the end, or go on with what the run did before. `began` is when the run's start began, by
-        `time.monotonic`."""
+        """Run the search to its end; in a resumed run, go on from the recorded state. `began` is the time at which the run was
+        started, by `time.monotonic`."""
 
 
 def teacher_of(algorithm: Algorithm) -> str:
-    """What an algorithm learns from, where it has a `teacher`: a run's step (RUN@STEP), or a model's folder or hub name. The
-    engine's reference model is that one then."""
+    """Return the teacher that an algorithm learns from, or "" if it has none: a run's step (RUN@STEP), or a model's folder or
+    hub name. The engine then opens the teacher as its reference model."""
     return str(getattr(algorithm, "teacher", None) or "")
 
 
 def needs_critic(algorithm: Algorithm) -> bool:
-    """Whether an algorithm wants a critic's values (`Trajectory.values`) and trains it: it has `critic = True`."""
+    """Whether an algorithm needs a critic's values (`Trajectory.values`) and trains the critic: it has `critic = True`."""
     return bool(getattr(algorithm, "critic", False))

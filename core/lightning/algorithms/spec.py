@@ -1,6 +1,7 @@
-"""Algorithms as text: `grpo:group_size=8,kl_coefficient=0.01`, or several in turn: `sft:2,grpo:20`.
+"""Algorithms written as text: `grpo:group_size=8,kl_coefficient=0.01`, or several in turn: `sft:2,grpo:20`.
 
-The invariant: a text means one list of phases, whatever is registered; what a name does not take is refused before it is made.
+The invariant: a text always means the same list of phases, whichever algorithms are registered. An argument that an algorithm
+does not take is refused before the algorithm is made.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FORM = "write NAME, NAME:STEPS, NAME:key=value,key=value or NAME:STEPS:key=value
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One algorithm of a text: its registered name, its arguments, and for how many steps it trains (None: to the end)."""
+    """One algorithm of a text: its registered name, its arguments, and the number of steps that it trains (None: to the
+    end)."""
 
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -40,10 +42,10 @@ class Phase:
 
 
 def parse_algorithms(text: str) -> list[Phase]:
-    """The phases that a text names, in order; at least one. Whether the names exist is not asked.
+    """Return the phases that a text names, in order; at least one. The names need not be registered.
 
     `text` is a list with commas. A part NAME, NAME:STEPS, NAME:key=value or NAME:STEPS:key=value begins a phase; a part
-    key=value is a further argument of the phase before it. Values are TOML; a bare word is a string and `null` is no value.
+    key=value is a further argument of the phase before it. Values are TOML; a bare word is a string, and `null` is None.
     A dotted key is a field of an argument that has fields itself. Raises `ConfigError`, naming the part, for anything else.
     """
     phases: list[tuple[str, dict[str, object], int | None]] = []
@@ -60,17 +62,17 @@ def parse_algorithms(text: str) -> list[Phase]:
 
 
 def make_algorithm(phase: Phase) -> Algorithm | SearchAlgorithm:
-    """The registered algorithm of a phase, made with its arguments.
+    """Make the registered algorithm of a phase with its arguments.
 
-    Raises `PluginError` for an unknown name, and `ConfigError` for an argument that the algorithm does not take, with what it
-    takes, for a value of another type, and for what the algorithm itself refuses.
+    Raises `PluginError` for an unknown name. Raises `ConfigError` for an argument that the algorithm does not take, with a list
+    of its arguments; for a value of a wrong type; and for a value that the algorithm itself refuses.
     """
     factory = plugins().algorithm(phase.name)
     return factory(**_fitting(factory, phase.name, phase.arguments)) if phase.arguments else factory()
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that stand in no quotes and no brackets."""
+    """Yield the parts of a text between commas; commas inside quotes or brackets do not separate."""
     depth, quote, start, escaped = 0, "", 0, False
     for place, letter in enumerate(text):
         if quote:
@@ -96,7 +98,8 @@ def _filled(text: str, part: str) -> str:
 
 
 def _begun(text: str, part: str, head: str, has_argument: bool) -> tuple[str, int | None, str]:
-    """Name, steps and the first argument's key of a part that begins a phase."""
+    """Return the name, the steps (None if not given) and the first argument's key ("" if none) of a part that begins a
+    phase."""
     name, *rest = (word.strip() for word in head.split(":"))
     key = rest.pop() if has_argument else ""
     if not name or any(letter.isspace() for letter in name) or len(rest) > 1:
@@ -109,7 +112,7 @@ def _begun(text: str, part: str, head: str, has_argument: bool) -> tuple[str, in
 
 
 def _place(text: str, arguments: dict[str, object], key: str, value: object) -> None:
-    """Put a value where its dotted key says."""
+    """Set a value in `arguments` at its dotted key. Raises `ConfigError` if the key is set already or is not well formed."""
     *outer, last = key.split(".")
     if not all((*outer, last)):
         raise _wrong(text, f"{key!r} is no name of an argument")
@@ -129,8 +132,8 @@ def _wrong(text: str, problem: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """What a factory takes under a name. `kinds` are the types that a text can say; `objects` are taken where it can be
-    something that no text can say, so that a text has to name it."""
+    """An argument of a factory. `kinds` are its types whose values can be written in a text, `optional` says whether None is
+    allowed, and `objects` whether it also takes objects such as functions, which a text can only name (MODULE:NAME)."""
 
     kinds: tuple[object, ...]
     optional: bool
@@ -143,7 +146,8 @@ class _Argument:
 
 
 def _fitting(factory: Callable[..., object], what: str, given: Mapping[str, object]) -> dict[str, object]:
-    """The arguments as the factory wants them. Raises `ConfigError` for those that it does not take."""
+    """Return the given arguments converted to the types of the factory's parameters. Raises `ConfigError`, beginning with
+    `what`, for an unknown argument and for a value of no fitting type."""
     known, any_name = _arguments(factory)
     found = {}
     for name, value in given.items():
@@ -169,7 +173,7 @@ def _fitting(factory: Callable[..., object], what: str, given: Mapping[str, obje
 
 
 def _arguments(factory: Callable[..., object]) -> tuple[dict[str, _Argument], bool]:
-    """What a factory takes by name, and whether it takes any name besides."""
+    """Return the arguments that a factory takes by name, and whether it also takes any other name (`**kwargs`)."""
     hints = types_of(factory.func if isinstance(factory, partial) else factory)
     known: dict[str, _Argument] = {}
     any_name = False
@@ -185,8 +189,8 @@ def _arguments(factory: Callable[..., object]) -> tuple[dict[str, _Argument], bo
 
 
 def types_of(factory: Callable[..., object]) -> dict[str, object]:
-    """The types that a class's fields, or a function's parameters, are written with. Left out are those of a class or function
-    with a type that is imported for type checkers only."""
+    """Return the annotated types of a class's fields (base classes included) or of a function's parameters. A class or function
+    with a type that is imported only for type checkers is left out whole."""
     found: dict[str, object] = {}
     for holder in reversed(factory.__mro__) if isinstance(factory, type) else (factory,):
         with suppress(NameError, TypeError):
@@ -195,15 +199,15 @@ def types_of(factory: Callable[..., object]) -> dict[str, object]:
 
 
 def _by_default(default: object) -> tuple[object, ...]:
-    """The types of an argument that has none, from its default."""
+    """Return the types of an argument without an annotation, derived from its default."""
     plain = (bool, int, float, str, list, tuple, dict)
-    if type(default) is int:  # written as one, which says nothing against 0.5
+    if type(default) is int:  # a default such as 1 does not exclude 0.5
         return (int, float)
     return (type(default),) if type(default) in plain else plain
 
 
 def _sayable(hint: object) -> Iterator[object]:
-    """The parts of a type that a text can say."""
+    """Yield the parts of a type (of a union, its members) whose values can be written in a text."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         for part in get_args(hint):
@@ -218,18 +222,19 @@ def _sayable(hint: object) -> Iterator[object]:
 
 
 def _takes_objects(hint: object) -> bool:
-    """Whether a type has a part that no text can say, such as a function."""
+    """Whether a type has a part whose values cannot be written in a text, such as a function."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return hint not in (object, Any) and any(part is not type(None) and not [*_sayable(part)] for part in parts)
 
 
 def _as(kind: Any, value: object, where: str) -> Iterator[object]:
-    """The value as one of a type, or nothing where it is none. A list is one of a tuple, too, and an integer a number."""
+    """Yield the value converted to the type `kind`, or nothing if it does not fit. A list also fits a tuple, and an integer a
+    float."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if isinstance(value, dict):
             yield kind(**_fitting(kind, where, value))
         return
     with suppress(
         ValidationError, TypeError
-    ):  # what JSON has not, such as a date, is of no type that an algorithm takes
+    ):  # a value that JSON cannot hold, such as a date, fits no type that an algorithm takes
         yield TypeAdapter(kind, config=STRICT).validate_json(json.dumps(value))

@@ -1,4 +1,4 @@
-"""Trajectories become training rows."""
+"""Turns finished trajectories and their advantages into the training rows of an optimizer step."""
 
 from __future__ import annotations
 

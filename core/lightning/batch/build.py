@@ -8,7 +8,7 @@ which calls share a row, so one row, two rows or a row for each call give the sa
     A: (P, R1)  B: (Q, S1)  A: (P+R1+O, R2) ...  ->   P R1 O R2 ; Q S1 ...           interleaved agents
     (P, R1)  (P', R2)                            ->   P R1 ; P' R2                   the system prompt changed, or compaction
 
-Rows of different rollouts share nothing yet. The states that a critic values are rows of the same kind.
+Rows of different rollouts are never merged here. The states that a critic values are put into rows of the same kind.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lightning.errors import ConfigError, DataError
 from lightning.types import GREEDY_BELOW, Transition
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
-"""What a token's weight is. With N trained tokens in the step, R rollouts that have any, C trained calls:
+"""The rule for a token's weight. With N trained tokens in the step, R rollouts that have trained tokens, and C trained calls:
 
 `token-mean` 1/N (DAPO, arXiv 2503.14476) · `rollout-mean` 1/(R · tokens of its rollout) · `sequence-mean` 1/(C · tokens of
 its call) (GRPO, arXiv 2402.03300) · `constant` 1/(R · `constant_tokens`) (Dr. GRPO, arXiv 2503.20783).
 
-The rollout of a branch is the whole one: the trained tokens that it has from its parent count in its length, though they are
-trained with the parent. A branch at a late call weighs no more for being short.
+The length of a branch's rollout includes the trained tokens of the parent's calls that the branch repeats, although these are
+trained in the parent's rows. So a branch at a late call does not weigh more because its own calls are few.
 """
 
 MAX_ADVANTAGE = 1e14
-"""The largest advantage or value target, either way: its square, times that of a logprob's gradient, has to be a float32."""
+"""The largest absolute advantage or value target: its square times the square of a logprob's gradient must fit in float32."""
 
 
 def build_samples(
@@ -50,19 +50,20 @@ def build_samples(
     value_targets: Sequence[Sequence[float] | npt.NDArray[np.floating]] | None = None,
     value_coefficient: float = 1.0,
 ) -> tuple[Sample, ...]:
-    """The training rows of one optimizer step, in the order of the trajectories and of their calls.
+    """Return the training rows of one optimizer step, in the order of the trajectories and of their calls.
 
-    `advantages[i][j]` belongs to call j of trajectory i. Trained are the OK calls of the component of interest that have
-    response tokens; nothing else gets weight or a span, and calls that would only repeat context get no row. Calls are
-    merged within a rollout and at one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0
-    (their policy gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
+    `advantages[i][j]` belongs to call j of trajectory i. The trained calls are the OK calls of the component of interest that
+    have response tokens; only they get weight and a span, and only they make rows. Calls share a row only if they are of one
+    rollout and one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0 (their policy gradient
+    is 0, but an entropy bonus would not be); they still count in the normalisation.
 
-    With `value_targets[i][j]`, what the critic should have said of call j's state, the spans of the C trained calls carry
-    them with the weight `value_coefficient` / C: each visited state counts the same, however long the answer to it.
+    `value_targets[i][j]` is the value that the critic should have given to the state of call j. The span of each of the C
+    trained calls holds its target with the weight `value_coefficient` / C, so every state counts the same, whatever the length
+    of its answer. None makes rows without targets.
 
-    Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), an advantage or a
-    target that is not finite or beyond `MAX_ADVANTAGE`, and a call that occurs twice or belongs to another attempt. That an id
-    lies inside the vocabulary is checked by the engine, which knows it.
+    Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), that occurs twice,
+    that belongs to another attempt, or whose advantage or target is not finite or beyond `MAX_ADVANTAGE`. The engine checks
+    that token ids lie inside the vocabulary.
     """
     if normalization not in get_args(Normalization):
         raise ConfigError(f"unknown normalization {normalization!r}: use one of {', '.join(get_args(Normalization))}")
@@ -103,7 +104,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Row:
-    """Calls that share one sequence of tokens; `longest` is the call whose prompt and response are all of it."""
+    """Calls of one rollout that share a sequence of tokens: the prompt and the response of the call `longest`."""
 
     longest: _Call
     calls: list[_Call] = field(default_factory=list)
@@ -119,7 +120,8 @@ class _Row:
         )
 
     def contains(self, call: _Call) -> bool:
-        """Whether the call's prompt and response are a prefix of the row, and no other call trains its response there."""
+        """Whether the call's prompt and response are a prefix of the row, and no call of the row trains a token of that
+        response."""
         start, stop = len(call.prompt), len(call)
         if stop > len(self.longest):
             return False
@@ -129,11 +131,11 @@ class _Row:
         return np.array_equal(ids[:start], call.prompt) and np.array_equal(ids[start:stop], call.response)
 
     def ids(self) -> IntArray:
-        """All tokens of the row."""
+        """Return all token ids of the row."""
         return np.concatenate((self.longest.prompt, self.longest.response))
 
     def sample(self) -> Sample:
-        """The finished training row."""
+        """Return the finished training row of these calls."""
         length = len(self.longest)
         weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
         logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)
@@ -170,7 +172,8 @@ def _merge(calls: Sequence[_Call]) -> list[_Row]:
 def _set_weights(
     rollouts: Sequence[Sequence[_Call]], shared: Sequence[int], normalization: Normalization, constant: int | None
 ) -> None:
-    """`shared` is how many trained tokens each rollout has from its parent."""
+    """Set the weight of each call's tokens. `shared` is the number of trained tokens that each rollout repeats of its
+    parent."""
     if normalization == "constant" and not (constant is not None and constant > 0):
         raise ConfigError("normalization 'constant' needs constant_tokens, a positive number of tokens per rollout")
     tokens = [sum(len(call.response) for call in calls) for calls in rollouts]
@@ -256,7 +259,7 @@ def _refuse_duplicates(rollouts: Sequence[Sequence[_Call]]) -> None:
 
 
 def name_of(call: Transition) -> str:
-    """A call's key, for messages."""
+    """Return the rollout, attempt and number of a call as text, for messages."""
     return f"rollout {call.rollout} attempt {call.attempt} call {call.seq}"
 
 
@@ -265,13 +268,14 @@ StateValues = Mapping[tuple[str, int, int], float]
 
 
 def state_rows(groups: Sequence[Group]) -> tuple[Sample, ...]:
-    """Rows with a span for each call that can be trained; rollouts with a flawed call are absent."""
+    """Return rows with a span for each trained call, in which a critic finds its states. Rollouts with a flawed call are left
+    out."""
     whole = [member for group in groups for member in group.trajectories if first_flaw(member) is None]
     return build_samples(whole, [np.zeros(len(member.transitions)) for member in whole])
 
 
 def with_values(groups: Sequence[Group], values: StateValues) -> list[Group]:
-    """The groups with `Trajectory.values` set: NaN for calls that `values` does not have."""
+    """Return the groups with `Trajectory.values` set from `values`: NaN for a call that `values` lacks."""
     return [
         replace(group, trajectories=tuple(_valued(member, values) for member in group.trajectories)) for group in groups
     ]

@@ -1,15 +1,15 @@
 """Rows of token ids as a prefix tree, in which every shared prefix occurs once.
 
-The invariant: each distinct prefix of the rows is exactly one token of the tree (so their number is the smallest possible),
-and the tree depends on the set of rows alone, not on their order.
+The invariant: each distinct prefix of the rows is exactly one token of the tree, so the tree has as few tokens as possible. The
+tree depends on the set of rows alone, not on their order.
 
     rows                                   nodes
     P R1 O1 R2                             P ─┬─ R1 ─┬─ O1 R2
     P R1 O2 R3                                │      └─ O2 R3
     P R4                                      └─ R4
 
-Whole arrays are compared, never single tokens: rows are sorted as bytes, so that rows with a common prefix are neighbours,
-and every row adds to the tree what its neighbour before it does not have.
+The code compares whole arrays, never single tokens: it sorts rows as bytes, so that rows with a common prefix are neighbours,
+and each row adds to the tree its tokens after the prefix that it shares with the row before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The tree (or forest) of some rows: `ids`, shape (U,), the unique tokens; `nodes`, their runs."""
+    """The prefix tree (or forest) of some rows. `ids`, shape (U,), are its tokens; `nodes` are the unbranched runs of these."""
 
     ids: IntArray
     nodes: tuple[Node, ...]
@@ -49,7 +49,8 @@ class PrefixTree:
     _chunk_of: tuple[int, ...]
 
     def places(self, row: int, tokens: Places) -> Places:
-        """Where in `ids` the tokens with these indices of a row stand; both have shape (N,)."""
+        """Return the indices in `ids` of the tokens whose indices in the row number `row` are `tokens`; both have shape
+        (N,)."""
         found = np.empty(len(tokens), dtype=np.int64)
         chunk, end = self._chunks[self._chunk_of[row]], np.iinfo(np.int64).max
         while True:
@@ -62,7 +63,8 @@ class PrefixTree:
 
 @dataclass(slots=True)
 class _Chunk:
-    """What one row adds to the tree: its tokens from `depth` on. `cuts` are the depths at which later rows leave it."""
+    """The tokens `ids[start:stop]` of the tree that a row adds, from position `depth` of the row on. `cuts` are the depths at
+    which later rows branch off."""
 
     start: int
     stop: int
@@ -72,12 +74,12 @@ class _Chunk:
 
     @property
     def end(self) -> int:
-        """The depth behind its last token."""
+        """The depth one behind the chunk's last token."""
         return self.depth + self.stop - self.start
 
 
 def build_tree(rows: Sequence[IntArray]) -> PrefixTree:
-    """The prefix tree of rows of int32 token ids, none empty."""
+    """Return the prefix tree of rows of int32 token ids; no row may be empty."""
     keys = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     chunks: list[_Chunk] = []
@@ -92,7 +94,7 @@ def build_tree(rows: Sequence[IntArray]) -> PrefixTree:
             path.pop()
         parent = path[-1] if path else -1
         added.append(row[shared:])
-        if path and shared == chunks[parent].end:  # it goes on where its neighbour ended (or is the same): no branch
+        if path and shared == chunks[parent].end:  # the row extends its neighbour or equals it: no branch
             chunks[parent].stop += len(row) - shared
             size += len(row) - shared
             chunk_of[index] = parent
@@ -108,7 +110,7 @@ def build_tree(rows: Sequence[IntArray]) -> PrefixTree:
 
 
 def _common(one: IntArray, other: IntArray) -> int:
-    """How many leading tokens two rows have in common."""
+    """Return the number of leading tokens that two rows have in common."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     first = int(different.argmax()) if length else 0
@@ -116,7 +118,7 @@ def _common(one: IntArray, other: IntArray) -> int:
 
 
 def _nodes(chunks: Sequence[_Chunk]) -> tuple[Node, ...]:
-    """Chunks cut where others leave them. A chunk's parent precedes it, so parents precede their children here too."""
+    """Cut each chunk at the depths where other chunks branch off. Parents stand before their children, as in `chunks`."""
     nodes: list[Node] = []
     ends: dict[tuple[int, int], int] = {}  # the node of a chunk that ends at a depth
     for number, chunk in enumerate(chunks):

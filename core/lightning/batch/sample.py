@@ -1,7 +1,7 @@
-"""Training rows: what the engine computes on, whatever algorithm made them; and the fingerprint of a trained call.
+"""Training rows, which every algorithm gives to the engine, and the digest of a trained call.
 
-The invariant: two calls have one digest exactly when their response ids and the sampler's logprobs are bit for bit the same, so
-what the engine saw and what the store holds are compared by it.
+The invariant: two calls have the same digest exactly when their response ids and the sampler's logprobs are the same bit for
+bit. So the digest tells whether the engine trained on the call that the store holds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Where one transition's response lies inside a sample: tokens `[start, stop)` of `ids` are its action.
+    """The place of one transition's response inside a sample: the tokens `[start, stop)` of the sample's `ids`.
 
-    With a critic, `value_target` is what the value of its state (the prompt: the hidden state at `start - 1`) should have
-    been, and `value_weight` its share of the value loss, normalised over the step and times the loss's coefficient.
+    With a critic, `value_target` is the value that it should have given to the call's state (the prompt: the hidden state at
+    `start - 1`), and `value_weight` the state's share of the value loss: normalised over the step, times the loss's
+    coefficient. Without one they are NaN and 0.
     """
 
     rollout: str
@@ -44,14 +45,14 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training row of T tokens, aligned so that every array has length T and index t speaks of token t.
+    """One training row of T tokens: every array has length T, and index t belongs to token t.
 
     `weights[t]` is the token's share of the loss (0 = not trained: prompts, tool results, other agents), already
-    normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) hold where
-    `weights[t] != 0`; `versions[t]` is the policy version that sampled the token (-1 for tokens that were not sampled).
-    `temperature` is the one the row's responses were sampled with. `reference` (logprobs under the reference model) and
-    `prepared` (what a `StepLoss` prepared) are filled in by the engine for the losses that ask for them, and `begun` (the
-    trainer's own logprobs when the step began) where later updates need them.
+    normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) have a meaning
+    only where `weights[t] != 0`. `versions[t]` is the policy version that sampled the token (-1 for tokens that were not
+    sampled). All responses of the row were sampled at `temperature`. The engine fills in `reference` (logprobs under the
+    reference model) and `prepared` (the numbers of a `StepLoss`) for losses that ask for them, and `begun` (the trainer's own
+    logprobs at the start of the step) for a step's later updates; None means that the engine did not compute them.
     """
 
     ids: IntArray
@@ -70,9 +71,10 @@ class Sample:
 
 
 def sampler_logprobs(transition: Transition) -> FloatArray:
-    """The sampler's logprobs as a training row holds them: one for each response token, NaN where none can be compared.
+    """Return the sampler's logprobs as a training row holds them: float32, one for each response token.
 
-    That is the whole call when the policy server gave none, or when it sampled under a grammar or another logit mask.
+    All are NaN if the policy server gave none, or if it sampled under a grammar or another logit mask, where its logprobs
+    cannot be compared with the trainer's.
     """
     if transition.constrained or not len(transition.logprobs):
         return np.full(len(transition.response_ids), np.nan, dtype=np.float32)
@@ -80,7 +82,7 @@ def sampler_logprobs(transition: Transition) -> FloatArray:
 
 
 def span_digest(ids: Sequence[int] | npt.NDArray[np.int32], logprobs: Sequence[float] | FloatArray) -> str:
-    """SHA-256 (hex) of response ids as little-endian int32, then logprobs as little-endian float32.
+    """Return the SHA-256 (hex) of response ids as little-endian int32, followed by logprobs as little-endian float32.
 
     Missing logprobs (an empty sequence) count as one NaN for each token, as in a training row.
     """
@@ -94,5 +96,5 @@ def span_digest(ids: Sequence[int] | npt.NDArray[np.int32], logprobs: Sequence[f
 
 
 def transition_digest(transition: Transition) -> str:
-    """The digest that the span of a recorded call must have."""
+    """Return the digest of a recorded call, which the call's span in a training row must have too."""
     return span_digest(transition.response_ids, sampler_logprobs(transition))

@@ -1,7 +1,7 @@
-"""Finished rollouts as the learning algorithms see them, and what can be wrong with one of their calls.
+"""Finished rollouts as the learning algorithms get them, and the flaws that make a call impossible to train on.
 
-The invariant: a flaw belongs to one call alone. It does not depend on the model, the reward or on other calls, so a rollout
-that has one can be left out before anything is computed from its group.
+The invariant: a flaw depends on one call alone, not on the model, the reward or other calls. So a rollout with a flawed call
+can be left out before anything is computed from its group.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transiti
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One succeeded rollout with everything recorded about it. `transitions` are its answered calls in `seq` order;
-    `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
-    i's state before the step (NaN for calls that are not trained); without one `values` is empty. `refused` are the
-    calls of which the gateway or vLLM did not take the request, `lost` those whose answer the agent did not get whole: what
-    plugins keep with others may be told against them, and in a branch against `parent_calls`: all calls of the attempt that it
-    begins as, none where they are not in the store. A masked rollout has no trainable call; `of_interest` then says which would
-    be."""
+    """One succeeded rollout with everything recorded about it.
+
+    `transitions` are its answered calls in `seq` order; `trainable[i]` says whether call i belongs to the component of
+    interest. `values[i]` is the critic's value of call i's state before the step (NaN for calls that are not trained); `values`
+    is empty without a critic. `refused` are the calls whose request the gateway or vLLM refused, `lost` the calls whose answer
+    the agent did not get whole. `parent_calls` are, in a branch, all calls of the attempt that it branches from; it is empty if
+    the store lacks them. A masked rollout has no trainable call; `of_interest` then says which calls belong to the component of
+    interest.
+    """
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -38,7 +40,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """What the reward function gave."""
+        """The reward that the agent returned for the whole rollout."""
         assert self.rollout.reward is not None, "only succeeded rollouts become trajectories"
         return self.rollout.reward
 
@@ -53,20 +55,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class BranchedAt:
-    """Where a branch left its parent: at the call `call` of the trajectory `parent`."""
+    """The place where a branch leaves its parent: the call `call` of the trajectory `parent`."""
 
     parent: Trajectory
     call: Transition
 
     @property
     def prefix(self) -> tuple[Transition, ...]:
-        """The parent's calls that the branch was answered from the record. The branch's own calls come after them."""
+        """The parent's calls whose recorded answers the branch repeats before its own calls."""
         return tuple(call for call in self.parent.transitions if is_prefix(call, self.call))
 
 
 def inherited(members: Iterable[Trajectory]) -> dict[str, tuple[tuple[Transition, bool], ...]]:
-    """The calls that each branch, by its rollout id, has from its parent, with whether they are trainable, those that the
-    parent has from its own included. Branches whose parent is not among the members are absent."""
+    """Return, by a branch's rollout id, the calls that the branch repeats of its parent and of the parent's own parents, each
+    with whether it is trainable. Branches whose parent is not among the members are absent."""
     known = branched_at(members)
     found: dict[str, tuple[tuple[Transition, bool], ...]] = {}
     for branch in known:
@@ -83,19 +85,20 @@ def inherited(members: Iterable[Trajectory]) -> dict[str, tuple[tuple[Transition
 
 
 def is_prefix(call: Transition, at: Transition) -> bool:
-    """Whether a branch at the call `at` is answered another call of the same rollout from the record: it had been answered
-    when `at` was sent. Calls that were still under way are sampled anew."""
+    """Whether a branch at the call `at` gets the recorded answer of `call`, an earlier call of the same rollout: `call` was
+    answered before `at` was sent. Calls that were still under way then are sampled anew."""
     return call.seq < at.seq and call.ended_at <= at.started_at
 
 
 def begins_at(calls: Sequence[Transition], at: Transition) -> bool:
-    """Whether one of a branch's own calls was answered and has the prompt of the call at which it branches, token for token."""
+    """Whether one of a branch's own `calls` was answered and has the prompt of `at`, the call at which it branches, token for
+    token."""
     return any(call.status.answered and call.prompt_ids == at.prompt_ids for call in calls)
 
 
 def branched_at(trajectories: Iterable[Trajectory]) -> dict[str, BranchedAt]:
-    """Where each branch left its parent, by the branch's rollout id. Branches whose parent is not among the trajectories
-    are absent."""
+    """Return the place where each branch leaves its parent, by the branch's rollout id. Branches whose parent is not among the
+    trajectories are absent."""
     known = list(trajectories)
     calls = {call.key: (member, call) for member in known for call in member.transitions}
     found = ((member.rollout.id, calls.get(parent)) for member in known if (parent := member.rollout.parent))
@@ -104,33 +107,35 @@ def branched_at(trajectories: Iterable[Trajectory]) -> dict[str, BranchedAt]:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """`reason` is one of a few words to count by, `problem` says it of this very call."""
+    """Why a call cannot be trained on: `reason` is one of a few fixed names, for counting; `problem` is a clause about this
+    call, for messages."""
 
     reason: str
     problem: str
 
 
 def is_trained(call: Transition, trainable: bool) -> bool:
-    """Whether a call of the component of interest (`trainable`) gives tokens to train on: only such a call can be flawed."""
+    """Whether a call gives tokens to train on: it is of the component of interest (`trainable`), OK, and has response tokens.
+    Only a trained call can be flawed."""
     return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0
 
 
 def trained_tokens(calls: Iterable[tuple[Transition, bool]]) -> int:
-    """Response tokens of the calls that are trained, of calls with whether they are trainable."""
+    """Return the number of response tokens of the trained calls. Each call comes with whether it is trainable."""
     return sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
 
 
 def turns(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
-    """Which calls are the rollout's turns, shape (calls,): those that are trained, or would be were the rollout not masked, and
-    every one where all are of other agents. Discounts count turns, and a rollout's own mean is over its turns: what other
-    agents call between two of them belongs to the environment."""
+    """Return which calls are the rollout's turns, shape (calls,): the calls that are trained, or would be if the rollout were
+    not masked. If there is none, every call is a turn. Discounts count turns, and a rollout's own mean is over its turns: calls
+    of other agents between two turns belong to the environment."""
     flags = trajectory.of_interest or trajectory.trainable
     trained = np.array(list(map(is_trained, trajectory.transitions, flags)), dtype=bool)
     return trained if trained.any() else np.ones(len(trajectory.transitions), dtype=bool)
 
 
 def find_flaw(call: Transition) -> Flaw | None:
-    """The first flaw of a call that has response tokens, or None when it can be trained on."""
+    """Return the first flaw of a call that has response tokens, or None if it can be trained on."""
     tokens = len(call.response_ids)
     if not len(call.prompt_ids):
         return Flaw("no_prompt", "it has no prompt, so its first token has no probability")
@@ -151,7 +156,7 @@ def find_flaw(call: Transition) -> Flaw | None:
 
 
 def first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
-    """The first trained call of a rollout that has a flaw, or None when all can be trained on."""
+    """Return the first trained call of a rollout that has a flaw, with the flaw; None if there is no such call."""
     for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
         flaw = find_flaw(call) if is_trained(call, trainable) else None
         if flaw is not None:

@@ -1,1 +1,1 @@
-"""What people type: the `lightning` command."""
+"""The `lightning` command, which people type in a shell."""

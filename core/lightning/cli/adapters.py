@@ -1,4 +1,4 @@
-"""`lightning adapters`: which agent frameworks can be trained here, and what would make the others so."""
+"""`lightning adapters`: the agent frameworks that can be trained here, and what the others lack."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ COLOURS: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterRow:
-    """One adapter. `waiting` is as good as ready: it attaches as soon as the agent imports `framework`. `missing` means
-    that the framework is not installed."""
+    """One adapter in the list. `waiting` is as good as `ready`: it attaches as soon as the agent imports `framework`. `missing`
+    means that the framework is not installed."""
 
     name: str
     state: State
@@ -58,14 +58,14 @@ def adapters(as_json: AsJson = False) -> None:
             for item in rows
         ],
     )
-    for item in rows:  # in lines of their own, which no terminal is too narrow to copy
+    for item in rows:  # in lines of their own, which can be copied from a narrow terminal
         for text in (item.error, item.cure):
             if text:
                 say(escape(f"{item.name}: {text}"))
 
 
 def row(info: PluginInfo) -> AdapterRow:
-    """What a person needs to know of an adapter."""
+    """Make the row of an adapter: its state, and the cure if its framework is not installed."""
     state: State = "ready" if info.state == "loaded" else info.state
     cure = ""
     if state == "waiting" and not is_installed(info.waits_for):
@@ -80,7 +80,7 @@ def is_installed(module: str) -> bool:
 
 
 def cure_of(info: PluginInfo) -> str:
-    """How to get an adapter's framework: the adapter's own extra if its distribution has one of that name."""
+    """Return how to get an adapter's framework: by the adapter's own extra, if its distribution has one of that name."""
     try:
         extras = importlib.metadata.metadata(info.distribution).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:

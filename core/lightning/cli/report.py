@@ -39,7 +39,8 @@ async def tell_story(
     decode: Callable[[list[int]], str],
     measure: str = "reward",
 ) -> Story | None:
-    """The first held-out task whose `measure` rose most between the first and the last evaluation."""
+    """Return the story of the held-out task whose `measure` rose most between the first and the last evaluation (of several the
+    first); None if no task can be compared."""
     first = {rollout.task.id: rollout for rollout in await all_rollouts(store, run, split=VAL, step=0)}
     last = {rollout.task.id: rollout for rollout in await all_rollouts(store, run, split=VAL, step=last_step)}
     pairs = [
@@ -74,7 +75,7 @@ async def _words(store: Store, rollout: Rollout, decode: Callable[[list[int]], s
 
 
 def chat_text(text: str) -> str:
-    """ChatML as a person would read it: one `role: words` block for each turn."""
+    """Format ChatML for people: one `role: words` line for each turn."""
     turns = [turn for turn in text.split("<|im_start|>") if turn.strip()]
     lines = []
     for turn in turns:
@@ -84,14 +85,14 @@ def chat_text(text: str) -> str:
 
 
 def write_report(summary: Summary, folder: Path) -> Path:
-    """`report.json`: the summary as it is."""
+    """Write the summary to `report.json` in a folder, and return the file."""
     file = folder / "report.json"
     file.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
     return file
 
 
 def draw_rewards(summary: Summary, title: str, file: Path, measure: str = "reward") -> None:
-    """`reward.png`: `measure` in training by step, and in the held-out evaluations. Raises `MissingExtraError` without
+    """Draw `reward.png`: `measure` in training by step, and in the held-out evaluations. Raises `MissingExtraError` without
     matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -120,7 +121,7 @@ def draw_rewards(summary: Summary, title: str, file: Path, measure: str = "rewar
     if any(result.failed for result in summary.evaluations):
         points = [(result.step, result.mean_with_failures(measure)) for result in summary.evaluations]
         held_out = [(step, mean) for step, mean in points if mean is not None]
-        axes.plot(*_columns(held_out), linestyle="--", label="held-out tasks, the failed as 0")
+        axes.plot(*_columns(held_out), linestyle="--", label="held-out tasks, if failures count as 0")
     axes.set(xlabel="optimizer steps", ylabel=measure, title=title, ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -132,7 +133,7 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def show_summary(summary: Summary, title: str, console: Terminal, measure: str = "reward") -> None:
-    """`measure` before and after, and where the time went."""
+    """Print `measure` before and after training, and where the time went."""
     results = Table(title=title)
     results.add_column("held-out tasks")
     results.add_column(f"{measure} before", justify="right")
@@ -141,7 +142,7 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     ended = summary.evaluations
     results.add_row(str(ended[0].rollouts if ended else 0), *_cells([result.mean(measure) for result in ended]))
     if any(result.failed for result in ended):
-        results.add_row("with the failed as 0", *_cells([result.mean_with_failures(measure) for result in ended]))
+        results.add_row("if failures count as 0", *_cells([result.mean_with_failures(measure) for result in ended]))
     console.print(results)
     console.print(
         f"{summary.steps} steps, {summary.rollouts} rollouts ({summary.failed} failed), "
@@ -160,7 +161,7 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
 
 
 def _cells(means: Sequence[float | None]) -> tuple[str, str, str]:
-    """The first mean, the last one, and what lies between."""
+    """Format the first mean, the last one, and the difference."""
     before, after = means[0] if means else None, means[-1] if len(means) > 1 else None
     return (
         said(before),
@@ -174,7 +175,7 @@ def _gap(gap: float | None) -> str:
 
 
 def show_story(story: Story, console: Terminal) -> None:
-    """One rollout before and after, without the turns of the prompt that both begin with."""
+    """Print one rollout before and after training, without the turns of the prompt that both begin with."""
     told = [story.before.splitlines(), story.after.splitlines()]
     same = next(
         (line for line, (one, other) in enumerate(zip(*told, strict=False)) if one != other), min(map(len, told))

@@ -1,4 +1,4 @@
-"""`lightning runs`: what is in a folder of runs, and what happened in one of them.
+"""`lightning runs`: lists the runs of a folder, and shows or compares them.
 
 The invariant: it only reads, also while the run is being trained; one database that cannot be read does not hide the others.
 """
@@ -42,8 +42,8 @@ app = typer.Typer(invoke_without_command=True)
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run in a list. `rewards` are the mean training rewards of the first and the last step; those with failures count
-    rollouts that failed as 0."""
+    """One run in a list. `rewards` are the mean training rewards of the first and the last step; fields with failures count a
+    failed rollout as 0."""
 
     id: str
     created_at: float
@@ -123,13 +123,13 @@ def show(
                 _show_run(found)
             return
     shown = redacted(place)
-    raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists those that are")
+    raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists the runs there")
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One of several runs. `settings` are those in which the runs differ; `error` is the standard error of `after`, which
-    counts failed rollouts as 0, as `before` does."""
+    """One run in a comparison. `settings` are those in which the runs differ; `error` is the standard error of `after`, which,
+    like `before`, counts failed rollouts as 0."""
 
     id: str
     settings: dict[str, Json]
@@ -155,7 +155,7 @@ def compare(
         run.id: (run, summary) for _, those in answers(place, partial(_summaries, names)) for run, summary in those
     }
     if missing := [name for name in names or () if name not in found]:
-        raise ConfigError(f"there is no run {missing[0]!r} in {redacted(place)}: `lightning runs` lists those that are")
+        raise ConfigError(f"there is no run {missing[0]!r} in {redacted(place)}: `lightning runs` lists the runs there")
     if len(found) < 2:
         raise ConfigError(f"{len(found)} run in {redacted(place)}: two or more can be compared")
     rows = _compared([found[name] for name in names or sorted(found)])
@@ -189,7 +189,7 @@ async def _summaries(names: Sequence[str] | None, url: str, store: Store) -> lis
 def _compared(found: Sequence[tuple[Run, Summary]]) -> list[Compared]:
     first = found[0][0].config
     differing = {key: value for run, _ in found[1:] for key, (value, _) in differences(first, run.config).items()}
-    differing.pop("seed", None)  # trainer.seed, told a second time
+    differing.pop("seed", None)  # a copy of trainer.seed
     rows = []
     for run, summary in found:
         own = differences(first, run.config)
@@ -209,7 +209,7 @@ def _compared(found: Sequence[tuple[Run, Summary]]) -> list[Compared]:
 
 
 def databases(where: str) -> list[str]:
-    """The URLs of the stores at a place. Raises `ConfigError` when there can be none."""
+    """Return the URLs of the stores at a place. Raises `ConfigError` if the place cannot have one."""
     if "://" in where:
         return [where]
     path = Path(where)
@@ -228,8 +228,8 @@ def databases(where: str) -> list[str]:
 def answers(
     where: str, ask: Callable[[str, Store], Awaitable[T]], *, all_of_them: bool = False
 ) -> Iterator[tuple[str, T]]:
-    """The URL of each store at a place, and what it answers. One that cannot be read is named on standard error and left out;
-    where none can, the last one's error is raised, and where `all_of_them` are needed the first one's."""
+    """Yield the URL of each store at a place, and what `ask` returns for it. A store that cannot be read is named on standard
+    error and left out. If none can be read, the last error is raised; with `all_of_them` the first error is raised."""
     urls, readable = databases(where), False
     for count, url in enumerate(urls, 1):
         try:
@@ -273,8 +273,8 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What is shown of one run. `rollouts` are those asked for, of `among`; `step_rewards` theirs by rollout, and `failures`
-    how many of all that were looked through failed for each reason."""
+    """What is shown of one run. `rollouts` are the selected ones, of `among` rollouts searched; `step_rewards` are theirs, by
+    rollout; `failures` counts the failed ones of all searched rollouts by reason."""
 
     run: Run
     epochs: list[Epoch]
@@ -310,7 +310,7 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
 
 
 def _show_run(found: Details) -> None:
-    from lightning.trainer.runs import changes_of  # it knows algorithms, whose imports a list of runs need not pay for
+    from lightning.trainer.runs import changes_of  # it imports algorithms, which a list of runs does not need
 
     parent = (
         f", forked from {escape(str(found.run.config['forked_from']))}" if "forked_from" in found.run.config else ""
@@ -363,7 +363,8 @@ def _show_run(found: Details) -> None:
 
 
 def _age(record: StepRecord) -> tuple[str, str]:
-    """How many versions behind the trained tokens were, mean and maximum; how much of a record was looked at by then."""
+    """Format how many versions old the trained tokens were (mean/maximum), and the share of a recorded run that was used by
+    then."""
     mean, most = (record.metrics.get(f"staleness_{name}") for name in ("mean", "max"))
     return f"{said(mean, '.1f')}/{said(most, '.0f')}", said(record.metrics.get("recorded_share"), ".0%")
 
@@ -371,10 +372,10 @@ def _age(record: StepRecord) -> tuple[str, str]:
 def _change(
     values: tuple[float | None, float | None] | None, counted: tuple[float | None, float | None] | None = None
 ) -> str:
-    """How a reward went; `counted` is the same with failed rollouts as 0, which is said where it differs."""
+    """Format a reward's change. `counted` is the change with failed rollouts as 0, which is added if it differs."""
     if values is None or (values[0] is None and not counted):
         return "-"
     change = f"{said(values[0])} → {said(values[1])}"
     if counted is None or counted == values:
         return "-" if values[0] is None else change
-    return f"{change} ({said(counted[0])} → {said(counted[1])} with the failed as 0)"
+    return f"{change} ({said(counted[0])} → {said(counted[1])} if failures count as 0)"

@@ -19,7 +19,7 @@ from lightning.text_files import read_text
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
-# the arguments and options that are more than a line
+# Arguments and options that take more than a line.
 Agent = Annotated[
     str | None,
     typer.Argument(
@@ -75,12 +75,12 @@ Recorded = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Train on rollouts that were recorded, in place of new ones: a run's folder, that of `lightning serve`, or a "
-        "store's URL; with #RUN of that run alone. The agent then only runs the tasks of --val.",
+        help="Train on recorded rollouts instead of sampling. PLACE is a run's folder, a folder of `lightning serve`, or a "
+        "store's URL; add #RUN to use one run. The agent then only runs the tasks of --val.",
     ),
 ]
 SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}
-"""The settings that have an option of their own."""
+"""The settings that have an option of their own, by option."""
 
 
 def train(
@@ -142,7 +142,7 @@ def train(
 
 
 def _refuse_twice(given: set[str], overrides: Sequence[str]) -> None:
-    """Raise `ConfigError` where an option and `--set` give the same setting."""
+    """Raise `ConfigError` if an option and `--set` give the same setting."""
     if twice := sorted(given & {each.partition("=")[0].strip() for each in overrides}):
         option = next(name for name, setting in SETTING.items() if setting == twice[0])
         raise ConfigError(f"{option} and --set {twice[0]} give the same setting: leave one of them out")
@@ -162,7 +162,8 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
 
 
 def read_tasks(file: Path) -> list[Task]:
-    """Tasks from JSON lines, or from what a plugin knows by `NAME:TEXT`. Raises `DataError` naming file and line."""
+    """Read tasks from a file of JSON lines, or from what a plugin knows by `NAME:TEXT`. Raises `DataError` naming file and
+    line."""
     name, _, text = str(file).partition(":")
     if text and not file.exists() and name in plugins().names("tasks"):
         return list(plugins().tasks(name)(text))

@@ -1,6 +1,6 @@
-"""What can be set: every key of the configuration with its place, its default and the values it accepts.
+"""The keys of the configuration, each with its default, its help and the values that it accepts.
 
-The invariant: everything here is read from the models, so that errors and documentation never say other than they do.
+The invariant: everything is read from the models of the sections, so that errors and documentation always agree with these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning.config.sections import Config
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key, such as `trainer.steps`. `accepts` says the values in words, `default` as they are written in TOML."""
+    """One key, such as `trainer.steps`. `accepts` describes its values in words; `default` is written as TOML."""
 
     key: str
     accepts: str
@@ -30,7 +30,7 @@ class Setting:
 
 
 def settings(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Every setting in the order of the models; the fields of an optional section come after the section itself."""
+    """Yield every setting in the order of the models; the fields of an optional section come after the section itself."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         if section is None or (not field.is_required() and field.default is None):
@@ -41,7 +41,7 @@ def settings(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Sett
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The model behind a section's annotation (`X` or `X | None`), or None for a plain value."""
+    """Return the model in a section's annotation (`X` or `X | None`), or None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
@@ -50,7 +50,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def accepts(field: FieldInfo) -> str:
-    """The values a field takes, in words: `an integer >= 0`, `"cpu" or "cuda"`, `a list of strings, or null`."""
+    """Return the values that a field takes, in words: `an integer >= 0`, `"cpu" or "cuda"`, `a list of strings, or null`."""
     text = _bounded(words(field.annotation), field.metadata)
     return f"{text.removesuffix(', or null')}, or null" if _optional(field.annotation) else text
 
@@ -66,8 +66,8 @@ def _bounded(text: str, metadata: Iterable[object]) -> str:
 
 
 def find(key: str) -> FieldInfo | None:
-    """The field of a dotted key. A name inside a free mapping gives the mapping's field, and in a mapping to sections the
-    section goes on below the name; an unknown key gives None."""
+    """Return the field of a dotted key; None for an unknown key. A name inside a free mapping gives the mapping's field. In a
+    mapping of names to sections, the key goes on with a field of the section after the name."""
     model: type[BaseModel] | None = Config
     field: FieldInfo | None = None
     names = key.split(".")
@@ -88,7 +88,8 @@ def find(key: str) -> FieldInfo | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known word is near. The last part of a dotted key alone may match too."""
+    """Return `; did you mean 'x'?` with the most similar known word, or "" if none is similar. The last part of a dotted key
+    may match alone."""
     known = list(known)
     near = difflib.get_close_matches(word, known, 1, 0.75)
     if not near:
@@ -102,7 +103,7 @@ def _optional(annotation: object) -> bool:
 
 
 def words(annotation: object) -> str:
-    """What a type takes, in words."""
+    """Return the values that a type takes, in words, such as `an integer`."""
     plain = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if isinstance(annotation, type) and annotation in plain:
         return plain[annotation]
@@ -137,7 +138,7 @@ def _plural(annotation: object) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A plain value as TOML writes it (`null`, which TOML lacks, for None)."""
+    """Return a plain value as TOML text (`null`, which TOML lacks, for None)."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""Reads the configuration from a TOML file, the environment and `--set`, each winning over the one before.
+"""Reads the configuration from a TOML file, the environment and `--set`, where a later source wins over an earlier one.
 
-The invariant: a key that means nothing, or a value that does not fit, is an error that names where it was written, what was
-meant most likely, and what is accepted. Nothing is converted silently: `"3"` is not 3, and `true` is not 1.
+The invariant: an unknown key, or a value that does not fit, is an error that names its source, the most similar key, and the
+accepted values. Nothing is converted silently: `"3"` is not 3, and `true` is not 1.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lightning.types import as_texts
 
 ENV_PREFIX = "LIGHTNING_"
 NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET")
-"""Variables with the prefix that other parts of lightning read."""
+"""Environment variables with the prefix that are no settings; other parts of lightning read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One value, where it goes and where it came from."""
+    """One given value with its dotted key and its source (`origin`, for messages)."""
 
     key: str
     value: object
@@ -43,11 +43,12 @@ def load_config(
     env: Mapping[str, str] | None = None,
     base: Config | None = None,
 ) -> Config:
-    """The configuration from `base`, then `file` (TOML), `LIGHTNING_*` variables and `overrides` (`trainer.steps=3`).
+    """Return the configuration from `base`, `file` (TOML), `LIGHTNING_*` variables and `overrides` (`trainer.steps=3`), where a
+    later source wins. None leaves a source out, but `env` of None is `os.environ`.
 
-    `env` defaults to `os.environ`. A variable's name is `LIGHTNING_`, the section, two underscores, the field:
-    `LIGHTNING_TRAINER__STEPS=3`. Values of variables and overrides are TOML; a bare word is a string and `null` is no value.
-    Raises `ConfigError` for an unreadable file, an unknown key and a value that is not accepted, all of them at once.
+    A variable's name is `LIGHTNING_`, the section, two underscores, the field: `LIGHTNING_TRAINER__STEPS=3`. Values of
+    variables and overrides are TOML; a bare word is a string, and `null` is None. Raises `ConfigError` for an unreadable file,
+    for unknown keys, and for values that are not accepted; one error lists all of the keys, or all of the values.
     """
     given = list(_from_file(file)) if file is not None else []
     given += _from_env(os.environ if env is None else env)
@@ -56,7 +57,7 @@ def load_config(
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
-    """A copy with dotted keys replaced, for example `{"trainer.steps": 30, "engine.lora": None}`.
+    """Return a copy with the values of dotted keys replaced, for example `{"trainer.steps": 30, "engine.lora": None}`.
 
     Raises `ConfigError` for an unknown key and a value that is not accepted.
     """
@@ -67,8 +68,8 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
 
 
 def recorded_config(said: Mapping[str, object]) -> tuple[Config, list[str]]:
-    """The settings of a run's record, and the names of those that this release does not have, which are left out. One that is
-    not recorded is at its default. Raises `ConfigError` for a value that this release does not take."""
+    """Return the configuration of a run's record, and the keys in it that this release does not have, which are left out. A
+    setting that is not recorded has its default. Raises `ConfigError` for a value that this release does not accept."""
     tree = _copied(said)
     try:
         return Config.model_validate(tree), []
@@ -118,7 +119,8 @@ def _from_file(file: Path) -> Iterator[Given]:
 
 
 def _flatten(given: Given) -> Iterator[Given]:
-    """A section's table as its single keys, so that sources merge key by key. An empty one stays: it turns `lora` on."""
+    """Yield the single keys of a section's table, so that sources merge key by key. An empty table stays one value, since it
+    turns an optional section such as `lora` on."""
     value = given.value.model_dump(mode="json") if isinstance(given.value, BaseModel) else given.value
     field = find(given.key)
     if isinstance(value, dict) and value and (field is None or section_of(field.annotation) is not None):
@@ -153,7 +155,8 @@ def _from_override(text: str) -> Given:
 
 
 def parse_value(text: str, origin: str) -> object:
-    """Parse TOML; what does not begin like a TOML value with delimiters may also be a bare word."""
+    """Return the value of a TOML text from the source `origin`. A text that is not TOML is taken as a string, unless it begins
+    with a bracket or a quote: then `ConfigError` is raised. `null` is None."""
     if text == "null":
         return None
     try:
@@ -180,7 +183,8 @@ def _unknown(given: Given) -> str:
 
 
 def _not_plain(given: Given) -> str:
-    """Values that JSON lacks (a TOML date, a Python object) fit no setting."""
+    """Return the error message for a value that JSON cannot hold (a TOML date, a Python object), which fits no setting; else
+    ""."""
     try:
         json.dumps(given.value)
     except (TypeError, ValueError):
@@ -202,10 +206,10 @@ def _place(tree: dict[str, object], given: Given) -> None:
 
 
 def _wrong(detail: ErrorDetails, given: Sequence[Given]) -> str:
-    """One of pydantic's errors in our words: where it was written, the key, the value, what is accepted."""
+    """Return one of pydantic's errors as our message: the value's source, the key, the value, and the accepted values."""
     path = [str(part) for part in detail["loc"]]
     while len(path) > 1 and find(".".join(path)) is None:
-        path.pop()  # the place in a list, the branch of a union
+        path.pop()  # an index in a list, or the branch of a union
     key = ".".join(path)
     near = [item for item in given if item.key == key or f"{key}.".startswith(f"{item.key}.")]
     if not near:

@@ -11,7 +11,7 @@ from lightning.types import DEFAULT_PROJECT
 
 
 class Section(BaseModel):
-    """What every section is: frozen, and strict about its keys."""
+    """The base of all sections: they are frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -80,7 +80,8 @@ class KubernetesConfig(Section):
 
 
 class VerlConfig(Section):
-    """The verl engine: training on many GPUs, by verl's workers on Ray. What the `engine` section says holds for it too."""
+    """The verl engine: training on many GPUs, by verl's workers on Ray. The settings of the section `engine` hold for it,
+    too."""
 
     world_size: int = Field(default=1, ge=0)
     """Number of worker processes, one per GPU; on a machine without a GPU they run on its CPU. 0 trains in the trainer's
@@ -130,16 +131,18 @@ class OptimizerModelConfig(Section):
     """Maximum of concurrent requests."""
 
     def check(self) -> None:
-        """Raise `ConfigError` for an endpoint that cannot be meant, without a word of what may be a key."""
+        """Raise `ConfigError` if the endpoint is incomplete or malformed. The message never repeats a text that may be a
+        key."""
         if self == OptimizerModelConfig():
             return
         if not self.model or not self.base_url:
-            raise ConfigError("the section optimizer_model needs both: a model, and the base_url of where it is")
+            raise ConfigError("the section optimizer_model needs both: a model, and the base_url of its endpoint")
         check_endpoint(self.base_url, self.api_key_env)
 
 
 def check_endpoint(base_url: str, api_key_env: str, whose: str = "the optimiser model") -> None:
-    """Raise `ConfigError` for a URL or a variable's name that may hold a password or a key: settings are kept with the run."""
+    """Raise `ConfigError`, naming `whose` endpoint it is, if the URL is malformed, or if the URL or the variable's name may
+    hold a password or a key, because settings are stored with the run."""
     if not base_url.startswith(("http://", "https://")):
         raise ConfigError(f"base_url={base_url!r} of {whose} is no URL: write https://.../v1")
     if "@" in base_url.split("/", 3)[2] or "?" in base_url:
@@ -155,7 +158,7 @@ def check_endpoint(base_url: str, api_key_env: str, whose: str = "the optimiser 
 
 
 class ProviderConfig(Section):
-    """A provider that the gateway asks for what is not the policy's."""
+    """A provider to which the gateway forwards calls that are not for the policy."""
 
     base_url: str = ""
     """URL of the provider's API with its version: `https://api.openai.com/v1`."""
@@ -163,13 +166,13 @@ class ProviderConfig(Section):
     """The environment variable of the gateway's process that holds the provider's key; never the key itself. Empty sends
     none."""
     models: tuple[str, ...] = ()
-    """Models that the provider answers and not the policy, as names with `*`."""
+    """Models that the provider answers instead of the policy, as names that may contain `*`."""
     routes: tuple[str, ...] = ("embeddings", "moderations", "images", "audio")
-    """Routes below the version that the provider answers, with all that is below them."""
+    """Routes that the provider answers, below the API's version, with all of their subpaths."""
 
 
 class LimitsConfig(Section):
-    """What one client may take of a port. Who asks too often is told to wait (429), who is too slow is cut off (408)."""
+    """Limits for one client of a port. Too many requests get status 429, too slow ones status 408."""
 
     hosts: tuple[str, ...] = ()
     """Accepted host names of requests, in addition to loopback: for example the name of a proxy in front. A port that is
@@ -206,7 +209,7 @@ BranchBy = Literal["random", "entropy", "variance"]
 
 
 class TrainerConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     steps: int = Field(default=40, ge=0)
     """Optimizer steps to take."""
@@ -216,44 +219,47 @@ class TrainerConfig(Section):
     """Largest age, in optimizer steps, of the policy that sampled a trained token. With 0, sampling and training
     alternate. With more, rollouts continue while the engine trains, and slow rollouts are used in later steps."""
     max_reuse: int = Field(default=0, ge=0)
-    """In how many steps beyond its first a rollout may be trained, by a loop of your own that has a replay buffer
+    """Number of further steps in which a rollout may be trained after its first, in a loop of your own with a replay buffer
     (`Trainer.session`). `max_staleness` must allow the age. `Trainer.fit` trains each rollout in one step."""
     max_waves: int = Field(default=4, ge=1)
     """For algorithms with dynamic sampling: a step samples at most this many times `tasks_per_step` groups to find
     `tasks_per_step` groups whose rewards differ."""
     order: str = "shuffled"
     """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass) or `given` (the order
-    of the list, for a curriculum). Plugins bring others, of which `learnable` takes no passes: each step takes the tasks whose
-    rollouts will probably differ in reward, by what earlier steps and past runs of the project earned; solved and hopeless ones
-    come again now and then."""
+    of the list, for a curriculum). Plugins add others: with `learnable` there are no passes, and each step takes the tasks
+    whose rollouts will probably differ in reward, judged by the rewards in earlier steps and past runs of the project; solved
+    and hopeless tasks come again now and then."""
     sampling: str = "independent"
-    """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or in a way that a plugin
-    brings. `tree` samples some from the beginning (`trunks`), and branches of these, which are sampled from one of their calls
-    on. Branches take as many tokens as the group's other rollouts would; the credit `branch` compares them where they part."""
+    """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or in a way that a plugin adds.
+    `tree` samples some from the beginning (`trunks`), and branches of these, which repeat a rollout up to one of its calls and
+    are sampled from there on. The branches take as many tokens as the rest of an independent group would; the credit `branch`
+    compares them at the calls where they branch."""
     trunks: int | None = Field(default=None, ge=1)
-    """With `sampling = tree`: rollouts of a group that begin at its task. null is half of the algorithm's group size."""
+    """With `sampling = tree`: number of a group's rollouts that begin at the task. null is half of the algorithm's group
+    size."""
     branch_by: BranchBy = "random"
-    """With `sampling = tree`: at which calls to branch. `random`; `entropy`, first where the answer to a tool's result was most
-    uncertain; or `variance`, where returns of the first branches differ most."""
+    """With `sampling = tree`: the calls at which to branch. `random`; `entropy`, first where the answer to a tool's result was
+    most uncertain; or `variance`, where the returns of the first branches differ most."""
     policy_fault: float | Literal["mask", "exclude"] = 0.0
-    """What training makes of a rollout that failed by the model's own fault (an invented tool, an answer without end, a
-    conversation longer than the context, ...). A number is its reward. `mask` compares the others with it, as with a reward
-    of 0, and does not train its own calls. `exclude` leaves it out of its group, as rollouts that failed otherwise are."""
+    """How training treats a rollout that failed by the model's own fault (an invented tool, an endless answer, a conversation
+    longer than the context, ...). A number is its reward. `mask` compares the other rollouts with it as with a reward of 0, but
+    does not train its calls. `exclude` leaves it out of its group, like rollouts that failed for other reasons."""
     eval_every: int = Field(default=10, ge=0)
     """Steps between evaluations on the held-out tasks. Evaluations before the first and after the last step always run;
     0 runs only those."""
     keep: Literal["last", "best"] = "last"
-    """The model that the run leaves: that of its `last` step, or of its `best` held-out evaluation, where failed rollouts
-    count as 0. `best` writes the model at each evaluation that is better than all before it."""
+    """The model that the run exports at its end: that of its `last` step, or of its `best` held-out evaluation, where failed
+    rollouts count as 0. `best` writes the model at each evaluation that is better than all before it."""
     patience: int = Field(default=0, ge=0)
-    """The run ends early when so many evaluations in a row were no better than the best one before them; 0 never does."""
+    """Number of evaluations in a row without a new best after which the run ends early; 0 never ends it early."""
     eval_temperature: float | None = Field(default=None, ge=0.0)
     """Sampling temperature of evaluations; null keeps the agent's own."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps between checkpoints of the training state, in the run's folder. A resumed run replays the steps since the
     last checkpoint from the store. null writes one when training since the last has taken ten times as long as writing
     it took; with verl it writes one after each step, because restarted workers continue from it. The last step is always
-    saved, and so is the step at which a run is stopped."""
+    saved, and so is the step at which a run is stopped. The plugin `proof` replays the steps: without it each step that
+    changed the weights is saved before it is committed, and a number above 1 is refused."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints kept on disk."""
     seed: int = 0
@@ -263,20 +269,19 @@ class TrainerConfig(Section):
     this project find the run. `lightning serve --store` makes its first runner token for this project."""
     trackers: tuple[str, ...] | None = None
     """Trackers that receive the metrics, in addition to the store: `jsonl`, `tensorboard`, `otel`, `wandb`, `mlflow`,
-    `trackio`, and those of other plugins. None: those that plugins register as usual ones, which are `jsonl` and
-    `tensorboard`."""
+    `trackio`, and those of other plugins. null is those that plugins register as defaults: `jsonl` and `tensorboard`."""
     alerts: tuple[str, ...] = ()
-    """Who is told of serious findings of the rules, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
+    """Receivers of the rules' serious findings, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
     `rollouts`): `webhook:NAME` posts it to the URL in the environment variable NAME, `command:PROGRAM ARGUMENTS` runs a
     program with it as standard input."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages at a step, by their names, first to last; needed where two stand at the same point and
-    neither says which comes first."""
+    """The order of plugins' stages at a step, by their names, first to last. It is needed if two stages stand at the same point
+    and neither says which comes first."""
     max_logprob_gap: float | None = Field(default=None, gt=0)
     """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe
     after an update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null depends
-    on the dtype: 0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16, where
-    few tokens may exceed it by what they differ by chance."""
+    on the dtype: 0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16, with an
+    allowance for chance if there are few tokens."""
 
 
 class LoraConfig(Section):
@@ -294,7 +299,7 @@ StepKind = Literal["auto", "tree", "linear", "per-call"]
 
 
 class EngineConfig(Section):
-    """What trains."""
+    """The engine, which holds and trains the weights."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and computation. `auto` takes `policy_server.dtype` where that is set, else the type chosen for
@@ -321,10 +326,10 @@ class EngineConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up of the learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: it stays, or falls until the last of `trainer.steps`, in a line or by half a
-    cosine. Steps are counted, whatever their number of updates."""
+    """The learning rate after the warm-up: `constant`, or falling until the last of `trainer.steps`, in a line or by half a
+    cosine. It changes by steps, not by updates within a step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of `lr` that a falling rate ends with."""
+    """Share of `lr` at which a falling learning rate ends."""
     minibatches: int = Field(default=1, ge=1)
     """Parts into which a step's rows are dealt; each gets an optimizer update of its own. Rows stay whole."""
     epochs: int = Field(default=1, ge=1)
@@ -411,23 +416,24 @@ class GatewayConfig(Section):
     """Give each call without a `seed` one computed from trainer.seed, the rollout's position in the run and the call's
     number. A synchronous run then samples the same tokens each time, as far as vLLM is deterministic."""
     record_requests: bool = True
-    """Keep what agents send and get in each call, without credentials, so that a rollout can be replayed. Without it the store
-    has the calls' token ids, not their words."""
+    """Store the request and the reply of each call, without credentials, so that a rollout can be replayed. If false, the store
+    has only the calls' token ids, not their texts."""
     hosted_tools: Literal["refuse", "drop"] = "refuse"
-    """What becomes of a request with tools that run on a provider's servers (web search, code interpreter): `refuse` it with
-    the reason, or `drop` the tools, so that the model answers without them."""
+    """How to treat a request with tools that run on a provider's servers (web search, code interpreter): `refuse` it with the
+    reason, or `drop` the tools, so that the model answers without them."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""
     providers: dict[str, ProviderConfig] = Field(default_factory=dict)
-    """Providers of what is not the policy's (embeddings, a judge's model), by name. Each has `base_url`, `api_key_env` (the
-    environment variable of the gateway's process that holds the key), `models` (names with `*` that the provider answers and
-    not the policy) and `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list others)."""
+    """Providers that answer calls which are not for the policy (embeddings, a judge's model), by name. Each has `base_url`,
+    `api_key_env` (the environment variable of the gateway's process that holds the key), `models` (names, with `*`, that the
+    provider answers instead of the policy) and `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list
+    others)."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for each client of the port."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages in a call, by their names, first to last; needed where two stand at the same point and
-    neither says which comes first."""
+    """The order of plugins' stages in a call, by their names, first to last. It is needed if two stages stand at the same point
+    and neither says which comes first."""
 
 
 class RunnerConfig(Section):
@@ -462,22 +468,22 @@ class RunnerConfig(Section):
     runner `inline` seeds nothing, because its agents share one process."""
     rollouts_per_process: int = Field(default=1, ge=1)
     """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
-    of modules (a checkpointer, a cache, a global client). More save a fork for each rollout."""
+    of modules (a checkpointer, a cache, a global client). A larger number saves the fork of a process for each rollout."""
     sandbox: Literal["none", "bwrap"] = "none"
-    """Sandbox of the agents' processes. With `bwrap` (Linux) each process has one of its own: the system and the project
-    read-only, no other process, no network but the gateway, and few variables of the environment."""
+    """Sandbox of the agents' processes. With `bwrap` (Linux) each process has its own sandbox: it sees the system and the
+    project read-only, no other process, no network but the gateway, and few environment variables."""
     sandbox_network: tuple[str, ...] = ()
     """Further hosts that agents in a sandbox may reach, each as `host:port` (`api.example.com:443`)."""
     sandbox_environment: tuple[str, ...] = ()
-    """Further variables of the environment that agents in a sandbox get, as names with `*`."""
+    """Further environment variables that agents in a sandbox get, as names that may contain `*`."""
     sandbox_files: tuple[str, ...] = ()
     """Further files and folders that agents in a sandbox may read."""
     sandbox_hidden: tuple[str, ...] = ("runs",)
     """Files and folders of the project that agents in a sandbox may not read: by default the runs, which hold the store
-    and its secrets. So it is in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
+    and its secrets. This also holds in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages around an attempt, by their names, first to last; needed where two stand at the same point
-    and neither says which comes first."""
+    """The order of plugins' stages around an attempt, by their names, first to last. It is needed if two stages stand at the
+    same point and neither says which comes first."""
     ray: RayConfig = RayConfig()
     k8s: KubernetesConfig = KubernetesConfig()
 
@@ -494,7 +500,7 @@ class ServerConfig(Section):
 
 
 class Config(Section):
-    """Everything that can be set. Precedence: arguments and `--set`, then `LIGHTNING_*`, then the TOML file."""
+    """All settings. Arguments and `--set` win over `LIGHTNING_*` variables, and these over the TOML file."""
 
     trainer: TrainerConfig = TrainerConfig()
     engine: EngineConfig = EngineConfig()

@@ -1,4 +1,4 @@
-"""Trajectory credit: how a rollout's return is spread over its calls."""
+"""Credit assignment: the functions that turn the returns of a group's rollouts into an advantage for each call."""
 
 from __future__ import annotations
 

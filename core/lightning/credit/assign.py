@@ -1,10 +1,10 @@
-"""Credit from a rollout's place in its group: one comparison for the rollout, or one for each state, place or agent in it.
+"""Credit by comparing the rollouts of a group: once for a whole rollout, or once for each turn or agent in it.
 
-The invariant: rollouts are compared, never calls: a rollout counts once in every mean and deviation, however often it called.
-Time is counted in turns (`lightning.batch.trajectory.turns`), so calls of agents that are not trained discount nothing.
-Two calls have the same state exactly when their prompts are the same token ids, whoever made them and whenever. So the
-states of a group are a tree: siblings stand in one state until their histories differ, and meet again where an agent's
-prompt forgets how it came there.
+The invariant: rollouts are compared, never calls: a rollout counts once in every mean and deviation, however many calls it
+made. Time is counted in turns (`lightning.batch.trajectory.turns`), so calls of agents that are not trained discount nothing.
+Two calls have the same state exactly when their prompts are the same token ids, whichever agent made them and whenever. So the
+states of a group form a tree: rollouts share states until their histories differ, and meet again where an agent's prompt no
+longer holds the difference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning.errors import ConfigError
 
 
 def state_ids(group: Group) -> list[npt.NDArray[np.int64]]:
-    """The state of each call, shape (calls,) for each trajectory: equal numbers for equal prompts, from 0 in the order in
-    which they are first seen. Prompts are compared by 128 bits of their hash."""
+    """Return a number for the state of each call, shape (calls,) for each trajectory: equal prompts have equal numbers, counted
+    from 0 in the order of their first calls. Prompts are compared by 128 bits of their hash."""
     known: dict[bytes, int] = {}
     return [
         np.array(
@@ -38,10 +38,10 @@ def state_ids(group: Group) -> list[npt.NDArray[np.int64]]:
 
 
 def returns_to_go(trajectory: Trajectory, gamma: float = 1.0) -> npt.NDArray[np.float64]:
-    """What was earned from each call on, shape (calls,): the step rewards of the calls up to the next turn, `gamma` times those
-    from there on, and so on.
+    """Return the discounted sum of rewards from each call on, shape (calls,): each turn after the call multiplies the rewards
+    from that turn on by `gamma`.
 
-    The reward that the agent returned comes with the last call. What a branch earned before its own calls is in none of them.
+    The reward that the agent returned is counted at the last call. Rewards that a branch repeats of its parent are left out.
     """
     returns, own = call_rewards(trajectory), turns(trajectory)
     if len(returns):
@@ -52,7 +52,7 @@ def returns_to_go(trajectory: Trajectory, gamma: float = 1.0) -> npt.NDArray[np.
 
 
 def identical(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-    """Every call gets its rollout's advantage: LightningRL's default (Agent Lightning, arXiv 2508.03680)."""
+    """Give every call its rollout's advantage: LightningRL's default (Agent Lightning, arXiv 2508.03680)."""
     return [
         np.full(len(trajectory.transitions), value)
         for trajectory, value in zip(group.trajectories, advantage(group_returns(group)), strict=True)
@@ -61,11 +61,10 @@ def identical(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 
 @dataclass(frozen=True, slots=True)
 class Decayed:
-    """A call that k turns followed gets gamma^k of its rollout's advantage: early calls are blamed and praised less.
+    """A credit that gives a call gamma^k of its rollout's advantage, where k turns follow the call: early calls get less.
 
-    The rollouts are compared as with `identical`, so where the low level compares them (REINFORCE++ does not) a constant added
-    to every reward changes nothing. Scaling by the
-    distance to the end is how Kimi-Researcher (Moonshot AI, 2025) discounts outcomes.
+    The rollouts are compared as with `identical`. So a constant added to every reward changes nothing if the low level compares
+    rollouts (REINFORCE++ does not). Kimi-Researcher (Moonshot AI, 2025) discounts outcomes by the distance to the end, too.
     """
 
     gamma: float = 0.9
@@ -74,7 +73,7 @@ class Decayed:
         check_discount(self.gamma)
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         return [
             value * self.gamma ** _turns_after(trajectory)
             for trajectory, value in zip(group.trajectories, advantage(group_returns(group)), strict=True)
@@ -83,13 +82,13 @@ class Decayed:
 
 @dataclass(frozen=True, slots=True)
 class Discounted:
-    """The discounted return from each turn on, compared with the group's at the same place.
+    """A credit that compares the discounted return from turn k on with the returns from turn k on of the other rollouts.
 
-    G_k = r_k + gamma G_(k+1), where r_k are the step rewards from turn k up to the next and the outcome comes with the last
-    call; the advantage of turn k is the estimator's for G_k among the G_k of the group, as MAGRPO compares turns
-    (arXiv 2508.04652). So no turn answers for rewards before it. A rollout that has ended by turn k stands there with its last.
-    With gamma = 1 and no step rewards this is `identical`. The turns of a branch stand at the places that they have in the
-    whole rollout, and at those before them it is not compared. Calls that are no turns get 0.
+    G_k = r_k + gamma G_(k+1), where r_k are the step rewards from turn k up to the next turn; the agent's returned reward
+    counts at the last call. The advantage of turn k is the estimator's for G_k among the G_k of the group, as MAGRPO compares
+    turns (arXiv 2508.04652). So rewards before a turn do not count for it. A rollout with fewer turns is compared by the G of
+    its last turn. With gamma = 1 and no step rewards this is `identical`. A branch's first turn is numbered after the turns
+    that it repeats of its parent, and the branch is left out of the comparisons before it. Calls that are no turns get 0.
     """
 
     gamma: float = 0.9
@@ -98,7 +97,7 @@ class Discounted:
         check_discount(self.gamma)
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         own_turns = [turns(trajectory) for trajectory in group.trajectories]
         returns = [
             returns_to_go(trajectory, self.gamma)[own]
@@ -120,20 +119,21 @@ class Discounted:
 
 
 def _turns_after(trajectory: Trajectory) -> npt.NDArray[np.float64]:
-    """How many turns follow each call, shape (calls,)."""
+    """Return the number of turns after each call, shape (calls,)."""
     own: npt.NDArray[np.float64] = np.cumsum(turns(trajectory)[::-1], dtype=np.float64)[::-1]
     return own - turns(trajectory)
 
 
 def _spread(values: npt.NDArray[np.float64], own: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Numbers of turns as those of calls, shape (calls,)."""
+    """Return an array of shape (calls,) with `values`, one for each turn, at the turns (`own` is true) and 0 at other calls."""
     found = np.zeros(len(own))
     found[own] = values
     return found
 
 
 def _first_places(group: Group) -> list[int]:
-    """How many turns came before the first one of each trajectory: none but for branches."""
+    """Return, for each trajectory, the number of turns before its first one: 0 unless it is a branch, which repeats its
+    parent's."""
     before = inherited(group.trajectories)
     own = {
         call.key
@@ -152,12 +152,12 @@ def _first_places(group: Group) -> list[int]:
 
 
 def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-    """Each agent's calls get their rollout's advantage among the rollouts in which this agent called at all.
+    """Give each agent's calls their rollout's advantage among the rollouts in which this agent made a call.
 
-    An agent that is only asked in hard cases is then compared with itself, not with rollouts that did without it: the
-    statistics by agent of Dr. MAS (arXiv 2602.08847), but with each rollout counted once. An agent that called in one
-    rollout only has nobody to be compared with there, and gets the rollout's advantage in the whole group. Agents of one name
-    at different places (`math/agent`, `physics/agent`) are different agents.
+    So an agent that only works in hard cases is compared with itself, not with rollouts without it. These are the statistics
+    by agent of Dr. MAS (arXiv 2602.08847), but each rollout counts once. The calls of an agent that appears in one rollout only
+    get the rollout's advantage in the whole group. Agents of one name at different places (`math/agent`, `physics/agent`) are
+    different agents.
     """
     returns, whole = group_returns(group), advantage(group_returns(group))
     names = [[call.caller.name for call in trajectory.transitions] for trajectory in group.trajectories]
@@ -171,6 +171,6 @@ def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 
 
 def check_discount(value: float, name: str = "gamma") -> None:
-    """Raises `ConfigError` for a number that is no discount."""
+    """Raise `ConfigError`, with the setting's `name`, unless `value` is a discount: a number from 0 to 1."""
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"{name}={value} is not a discount: use a number from 0 to 1")

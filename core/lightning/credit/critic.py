@@ -1,8 +1,7 @@
-"""The critic's credit: how much better each call turned out than the critic's value of its state had promised.
+"""The critic's credit: how much better each call turned out than the critic's value of its state predicted.
 
-The invariant: time is counted in calls, never in tokens, and only in trained ones. What other agents, tools and untrained
-calls do between two trained calls belongs to the environment, and so do the rewards that fall there: the call before earns
-them.
+The invariant: time is counted in trained calls, never in tokens. Other agents, tools and untrained calls between two trained
+calls belong to the environment; rewards that are given there count for the trained call before.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ class Critic:
 
     With the trained calls k = 0..K-1, V_k the critic's value of the state of call k (`Trajectory.values`) and V_K = 0:
     delta_k = r_k + `gamma` V_(k+1) - V_k and A_k = delta_k + `gamma` `lam` A_(k+1). r_k are the step rewards from call k up
-    to the next trained call; the reward that the agent returned comes with the last trained call. Rewards before the first
-    trained call were nobody's doing. `lam` = 1 is return minus value (no bias from a wrong critic), `lam` = 0 believes the
-    critic one call ahead (least variance).
+    to the next trained call; the reward that the agent returned counts at the last trained call. Rewards before the first
+    trained call count for no call. `lam` = 1 is return minus value (no bias from a wrong critic); `lam` = 0 relies on the
+    critic's value of the next state (least variance).
 
-    The group is not looked at, nor its estimator: the critic is the baseline. An algorithm that offers it has
-    `critic = True`, as this credit has, and teaches the critic with `value_targets`.
+    Neither the rest of the group nor the estimator is used: the critic is the baseline. An algorithm that uses this credit must
+    have `critic = True`, as the credit has, and train the critic with `value_targets`.
     """
 
     gamma: float = 1.0
     lam: float = 0.95
 
     critic: ClassVar[bool] = True
-    """It wants `Trajectory.values`."""
+    """True: this credit needs a critic's values in `Trajectory.values`."""
 
     def __post_init__(self) -> None:
         check_discount(self.gamma)
         check_discount(self.lam, "lam")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory: 0 for calls that are not trained.
+        """Return an array of advantages, shape (calls,), for each trajectory: 0 for calls that are not trained.
 
         Raises `DataError` for a trained call whose state has no value.
         """
         return [self.advantages(trajectory) for trajectory in group.trajectories]
 
     def advantages(self, trajectory: Trajectory) -> npt.NDArray[np.float64]:
-        """The advantages of one rollout's calls, shape (calls,): 0 where they are not trained. Raises `DataError` for a
-        trained call whose state has no value."""
+        """Return the advantages of one rollout's calls, shape (calls,): 0 for calls that are not trained. Raises `DataError`
+        for a trained call whose state has no value."""
         found = np.zeros(len(trajectory.transitions))
         calls = _trained(trajectory)
         if not len(calls):
@@ -69,7 +68,7 @@ class Critic:
         return found
 
     def value_targets(self, trajectory: Trajectory) -> npt.NDArray[np.float64]:
-        """What the critic should have said of each trained call's state: its advantage plus its value, the lambda-return.
+        """Return the value that the critic should learn for each trained call's state: advantage plus value, the lambda-return.
         Shape (calls,), NaN for calls that are not trained."""
         targets = np.full(len(trajectory.transitions), np.nan)
         if len(calls := _trained(trajectory)):
@@ -83,12 +82,13 @@ def _trained(trajectory: Trajectory) -> npt.NDArray[np.intp]:
 
 
 def _values(trajectory: Trajectory, calls: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    """The values of the trained calls."""
+    """Return the critic's values at `calls`, the indices of the trained calls. Raises `DataError` if one is missing or not
+    finite."""
     rollout, count = trajectory.rollout.id, len(trajectory.transitions)
     if not trajectory.values:
         raise DataError(
-            f"rollout {rollout} has no values of its states, which the critic's credit starts from: the algorithm must have "
-            "`critic = True`, so that the engine is opened with a critic and asked before credit is assigned"
+            f"rollout {rollout} has no values of its states, which the critic's credit needs: the algorithm must have "
+            "`critic = True`, so that the engine is opened with a critic and values the states before credit is assigned"
         )
     if len(trajectory.values) != count:
         raise DataError(f"rollout {rollout} has {count} calls, but values of {len(trajectory.values)} states")

@@ -1,10 +1,10 @@
-"""Rewards inside a rollout: what a tool's status is worth, and which call each reward belongs to.
+"""Rewards inside a rollout: the reward of a tool run by its status, and the call that each reward belongs to.
 
-The invariant: everything here is a pure function of what was recorded, so an audit derives the same rewards again. A tool
-run belongs to the call (and, with n > 1, to the choice) whose response asked for it, by the id of the tool call, else to the
-call that came last before it, by the id of the response. Only where nobody knows an id does time decide, the agent's clock
-against the gateway's: among the calls of the agent that ran the tool, if it made any. What a branch earned before its own calls
-belongs to none of them: it is in its return alone.
+The invariant: everything here is a pure function of recorded data, so an audit derives the same rewards again. A tool run
+belongs to the call (with n > 1, to the choice) whose response asked for it, found by the id of the tool call, or else by the
+id of the response that came last before the tool run. If neither id is known, time decides (the agent's clock against the
+gateway's), among the calls of the agent that ran the tool if it made any. A reward that a branch repeats of its parent belongs
+to none of the branch's calls; it counts in the branch's return alone.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ ToolReward: TypeAlias = Callable[[ToolEvent], float] | Mapping[str, float]
 a reward, or just the reward for each status (`ok`, `error`, `blocked`, `unknown`; 0 for those left out)."""
 
 _NUMBER = (int, float, np.integer, np.floating)
-"""What a reward may be: graders often compute with numpy."""
+"""The types that a reward may have; numpy's are among them because graders often compute with numpy."""
 
 STATUSES = ("ok", "error", "blocked", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStepReward(StepReward):
-    """What a tool run earned. `seq` is the transition that it belongs to, which `response_id` leaves open with n > 1."""
+    """The reward of a tool run. `seq` is the number of the transition that asked for the tool, since with n > 1 several
+    transitions have one `response_id`; -1 if unknown."""
 
     seq: int = -1
 
 
 def _is_finite(value: object) -> bool:
-    """Whether something is a number that a reward can be."""
+    """Whether a value is a finite number of a type that a reward may have."""
     return isinstance(value, _NUMBER) and bool(np.isfinite(value))
 
 
 def check_tool_reward(rule: ToolReward) -> None:
-    """Raises `ConfigError` for a mapping from anything but a tool's statuses to finite numbers."""
+    """Raise `ConfigError` unless the rule is a function, or a mapping from a tool's statuses to finite numbers."""
     if not isinstance(rule, Mapping):
         if not callable(rule):
             raise ConfigError(f"tool_reward={rule!r}: give a function of a ToolEvent, or a reward for each status")
@@ -58,7 +59,7 @@ def check_tool_reward(rule: ToolReward) -> None:
 
 
 def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
-    """The trajectory with one more step reward, `tool:NAME`, for each tool run that the rule gives something other than 0.
+    """Return the trajectory with a further step reward, `tool:NAME`, for each tool run whose reward by the rule is not 0.
 
     Raises `DataError` when the rule gives no finite number.
     """
@@ -78,10 +79,10 @@ def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
 
 
 def _call_behind(event: ToolEvent, trajectory: Trajectory) -> Transition | None:
-    """The call that a tool ran for; None when there is no call, or it is one of a branch's parent.
+    """Return the call that asked for a tool run; None if there is no call, or if a branch repeats the call of its parent.
 
-    Some policy servers count their ids anew in each conversation, so that agents side by side use the same ones: then the
-    last call that asked is meant, up to the one before the event or, where that is not known, to the time of the event.
+    Some policy servers restart the ids of tool calls in each conversation, so that several calls may have asked under the same
+    id. Then it is the last of them up to the response `event.response_id`, or up to the time of the event if that is unknown.
     """
     known = trajectory.transitions
     before = next((call for call in known if event.response_id and call.id == event.response_id), None)
@@ -100,7 +101,8 @@ def _call_behind(event: ToolEvent, trajectory: Trajectory) -> Transition | None:
 
 
 def _is_inherited(trajectory: Trajectory, response_id: str) -> bool:
-    """Whether an id is that of a call which a branch has from its parent: of its own calls, kept or not, it is none."""
+    """Whether a response id belongs to a call that a branch repeats of its parent: the trajectory is a branch, and none of its
+    own calls, answered, lost or refused, has this id."""
     if trajectory.rollout.parent is None or not response_id:
         return False
     own = (*trajectory.transitions, *trajectory.lost, *trajectory.refused)
@@ -108,20 +110,21 @@ def _is_inherited(trajectory: Trajectory, response_id: str) -> bool:
 
 
 def _by_time(trajectory: Trajectory, what: ToolEvent | StepReward, calls: Sequence[Transition]) -> Transition | None:
-    """The last call that had ended by then, of its choices the first. When none had, it is the first call, but nobody where the
-    rollout is a branch and no call of its own is named: it was before them."""
+    """Return the last of the calls that ended by the time of an event or reward; of its choices, the first. If none ended by
+    then, return the first call; but None in a branch if there is no response id, for then it happened before the branch's
+    calls."""
     ended = [call for call in calls if call.ended_at <= what.at]
     first = calls[0] if calls and (trajectory.rollout.parent is None or what.response_id) else None
     return max(ended, key=lambda call: (call.ended_at, -call.choice, call.seq), default=first)
 
 
 def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
-    """The step rewards of each call, shape (calls,).
+    """Return the sum of the step rewards of each call, shape (calls,).
 
-    A reward belongs to the call with its response id (the first choice, where there are several; a tool's, to the choice
-    that asked for it). Time serves one without an id, or whose call was not kept: the last call that had ended by then gets
-    it, and the first call when none had. In a branch, nobody gets what names a call of its parent, or was earned before its own
-    calls.
+    A reward belongs to the call with its response id (of several choices to the first; a tool's, to the choice that asked for
+    it). A reward without an id, or whose call is not in the trajectory, goes by time to the last call that had ended by then,
+    or to the first call if none had. In a branch, a reward that names a call of its parent, or that came before the branch's
+    own calls, goes to no call.
     """
     calls = list(trajectory.transitions)
     rewards = np.zeros(len(calls))
@@ -143,16 +146,16 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Intermediate:
-    """The outcome's advantage for every call, and to each call alone what it earned itself, above the group's mean per turn.
+    """A credit that adds to the outcome's advantage, which all calls of a rollout share, the step rewards of each single call.
 
-    So a call is praised or blamed for its own tools, and the rest of its rollout only for the outcome: (advantage of the
-    returned rewards) + `weight` · (the call's step rewards - their mean over all turns of the group).
+    A call's advantage is (advantage of the returned rewards) + `weight` · (the call's step rewards - their mean over all turns
+    of the group). So a tool run counts for the call that asked for it, and not for the rest of its rollout.
     """
 
     weight: float = 1.0
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         outcomes = advantage(np.array([member.reward for member in group.trajectories], dtype=np.float64))
         own = [call_rewards(member) for member in group.trajectories]
         counted = [rewards[turns(member)] for member, rewards in zip(group.trajectories, own, strict=True)]

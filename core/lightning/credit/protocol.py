@@ -1,7 +1,7 @@
-"""What credit assignment is: the high level of LightningRL, between a rollout's return and its single calls.
+"""The interface of credit assignment, the high level of LightningRL: from a rollout's return to the advantages of its calls.
 
-The invariant: group statistics are taken once over rollouts, in float64, never over calls or rows, so that a rollout with
-many calls weighs no more in them than one with few.
+The invariant: group statistics are taken over rollouts, in float64, never over calls or rows, so that a rollout with many
+calls weighs no more in them than one with few.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ Returns = npt.NDArray[np.float64]
 
 
 class GroupAdvantage(Protocol):
-    """The low level's estimator: returns of a group's rollouts, shape (G,), to their advantages, shape (G,)."""
+    """The low level's estimator: a function from the returns of a group's rollouts, shape (G,), to their advantages."""
 
     def __call__(self, returns: Returns, /) -> Returns:
-        """Advantages in the order of the returns."""
+        """Return the advantages, shape (G,), in the order of the returns."""
 
 
 class Credit(Protocol):
-    """Spreads each rollout's advantage over its calls.
+    """A function that spreads each rollout's advantage over its calls.
 
-    Given a group and the low level's estimator, it gives for each trajectory one advantage for each transition. It must
-    be a pure function: the audit calls it again. It is asked about groups whose returns are all equal, too: calls may differ.
+    Given a group and the low level's estimator, it returns for each trajectory one advantage for each transition. It must be
+    pure, since an audit calls it again. It also gets groups whose returns are all equal, because their calls may still differ.
 
-    An object may say more with attributes. `critic = True`: a critic is trained. `rewards = True`: it adds rewards of its own,
-    so that dynamic sampling does not pass over a group for equal returns. A method `prefetch(groups)` is told all groups of a
-    step before the first call, so that what takes long (a model that is asked) can be done for all of them at once.
+    Optional attributes: `critic = True` makes the engine train a critic. `rewards = True` says that the credit adds rewards of
+    its own, so that dynamic sampling keeps groups whose returns are equal. A method `prefetch(groups)` gets all groups of a
+    step before the first call, so that slow work (asking a model) can be done for all of them at once.
     """
 
     def __call__(self, group: Group, advantage: GroupAdvantage, /) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return an array of advantages, shape (calls,), for each trajectory."""
 
 
 def rollout_return(trajectory: Trajectory) -> float:
-    """What a rollout earned: the reward its agent returned plus the rewards given inside it by `lightning.reward`."""
+    """Return a rollout's return: the reward that its agent returned plus all its step rewards (`lightning.reward`, tools)."""
     return trajectory.reward + sum(reward.value for reward in trajectory.step_rewards)
 
 
 def group_returns(group: Group) -> Returns:
-    """The returns of a group's rollouts, in its order."""
+    """Return the returns of a group's rollouts in the group's order, shape (G,)."""
     return np.array([rollout_return(trajectory) for trajectory in group.trajectories], dtype=np.float64)

@@ -1,10 +1,9 @@
-"""Credit on trees: what came of a call, beside what came of the same state in other rollouts (the transition tree), or of other
-continuations from one node (branches).
+"""Credit on trees: a call's return is compared with the returns of other rollouts from the same state (the transition tree), or
+with those of other continuations from the call at which rollouts branch.
 
-The invariant: at a state, calls are compared by what was earned from there on. What their rollouts had earned before is no
-merit of theirs, and where a state is shared it is left out. Among branches independent rollouts are continuations from the
-start, and a branch and its parent are continuations from the state of the call at which it branches; a continuation is never
-compared with itself.
+The invariant: calls of one state are compared by the rewards from there on; earlier rewards of their rollouts are left out.
+Among branches, independent rollouts are continuations from the start, and a branch and its parent are continuations from the
+state of the call at which it branches. A continuation is never compared with itself.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from lightning.types import Transition
 
 @dataclass(frozen=True, slots=True)
 class LeaveOneOut:
-    """The return from each call on, minus the mean of what the *other* rollouts earned from the same state on.
+    """A credit: the return from each call on, minus the mean return of the *other* rollouts from the same state on.
 
-    RLOO's baseline (arXiv 2402.14740) at every state that siblings share: the prompt of the first call, later ones for as
-    long as their histories are the same token ids, and those where an agent's prompt forgets the difference. A rollout that
-    came by several times counts once, with its mean, and never for itself.
+    This is RLOO's baseline (arXiv 2402.14740) at every state that rollouts of the group share: the first prompt, later prompts
+    while the histories are the same token ids, and prompts that no longer hold the difference. A rollout that was in the state
+    several times counts once, with its mean, and never in its own baseline.
 
-    A baseline from few others is a noisy one, so it is mixed with the group's, the rollout's return minus the mean of the
-    others: with m other rollouts in the state, the state's share is m / (m + `prior`). With `prior` = 0 one other rollout is
-    enough; a call alone in its state always falls back to the group.
+    A baseline from few rollouts is noisy, so this advantage is mixed with RLOO's over the whole group: with m other rollouts in
+    the state, the state's advantage has the share m / (m + `prior`). With `prior` = 0 one other rollout is enough. If no other
+    rollout was in the state, the group's advantage is used alone.
 
-    The estimator is not used: the baseline is its own, and advantages are in units of the reward. Baselines and shares
-    depend on the other rollouts alone, so they do not bias the policy gradient. Equal prompts are taken for equal states:
-    where the environment remembers what the prompt does not say, the baseline is less apt, but still unbiased.
+    The estimator is not used, and advantages are in units of the reward. Baselines and shares depend on the other rollouts
+    alone, so they do not bias the policy gradient. Equal prompts are taken for equal states: if the environment has a state
+    that the prompt does not show, the baseline fits less well, but is still unbiased.
     """
 
     prior: float = 1.0
@@ -47,7 +46,7 @@ class LeaveOneOut:
             raise ConfigError(f"prior={self.prior} is not a number of rollouts: use 0 or more")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         counts = [len(trajectory.transitions) for trajectory in group.trajectories]
         earned = _joined([returns_to_go(trajectory) for trajectory in group.trajectories])
         rollouts = np.repeat(np.arange(len(counts)), counts)
@@ -66,16 +65,16 @@ class GiGPO:
     """Group-in-group policy optimisation (arXiv 2505.10978): the rollout's advantage in its group, plus `omega` times the
     call's advantage among the calls made in the same anchor state.
 
-    In anchor groups (equation 6) the discounted returns from each call on (equation 5) are compared by the estimator
-    (equation 7), one for each visit, so a rollout that comes by twice counts twice there, as in the paper; a call alone in
-    its state adds nothing. The estimator says whether deviations are divided by (F_norm). Anchor states are equal prompts:
-    agents whose prompts hold their whole history share only the states before their histories differ.
+    In each anchor group (equation 6) the estimator (equation 7) compares the discounted returns from each call on (equation 5).
+    Every visit counts, so a rollout that was in a state twice counts twice, as in the paper; the only call of a state gets no
+    second part. The estimator decides whether to divide by the deviation (F_norm). Anchor states are equal prompts: agents
+    whose prompts hold their whole history share only the states before their histories differ.
 
-    The step advantage is relative by definition, so it is centred in its state under every low level. REINFORCE++ leaves the
-    rollout's return to the step's normalisation (arXiv 2501.03262), which has one mean for all calls: without a mean of its
-    own in each state, a call would be praised for having been made where others were.
+    The second part is centred in its state under every low level. REINFORCE++ compares no rollouts within a group, but
+    normalises over the step (arXiv 2501.03262) with one mean for all calls: without a mean of its own, a shared state would
+    raise the advantages of all calls that were made in it.
 
-    `gamma` and `omega` are the defaults of the authors' code. With gamma < 1 rollouts of different lengths differ in a
+    `gamma` and `omega` have the defaults of the authors' code. With gamma < 1 rollouts of different lengths differ in a
     state even if their rewards are equal.
     """
 
@@ -88,7 +87,7 @@ class GiGPO:
             raise ConfigError(f"omega={self.omega} is not a weight: use a number from 0 up")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         counts = [len(trajectory.transitions) for trajectory in group.trajectories]
         earned = _joined([returns_to_go(trajectory, self.gamma) for trajectory in group.trajectories])
         found = np.repeat(advantage(group_returns(group)), counts)
@@ -98,7 +97,7 @@ class GiGPO:
 
 
 def _shared(states: Sequence[npt.NDArray[np.int64]]) -> Iterator[npt.NDArray[np.intp]]:
-    """The calls of each state in which there was more than one, counted over all trajectories."""
+    """Yield, for each state with more than one call, the indices of its calls, counted through all trajectories."""
     every = np.concatenate([np.zeros(0, np.int64), *states])
     order = np.argsort(every, kind="stable")
     for calls in np.split(order, np.flatnonzero(np.diff(every[order])) + 1):
@@ -116,38 +115,38 @@ def _parted(values: npt.NDArray[np.float64], counts: Sequence[int]) -> list[npt.
 
 
 Node = tuple[str, int, int]
-"""The key of the call at which rollouts branch; `START` for the beginning of the task."""
+"""A node of the tree of branches: the key of the call at which rollouts branch, or `START`, the beginning of the task."""
 
 START: Node = ("", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Branched:
-    """The value of what came of a call, minus the mean of the *other* continuations from the same node.
+    """A credit for branched rollouts: the value of a continuation minus the mean of the *other* continuations from its node.
 
     A parent's calls are cut into segments at the calls where it has branches. Each cut is a node. Its continuations are the
-    parent's own calls from there on and each branch; the independent rollouts of the group are those of the start. The value
-    of a segment, Q, is the rollout's return if it is the last one, else V of the node at its end, the mean Q of the
-    continuations from there. All calls of a segment get the advantage
+    parent's own calls from there on and each branch; the continuations from the start are the group's independent rollouts. The
+    value Q of a rollout's last segment is the rollout's return. The value Q of another segment is the value V of the node at
+    its end: the mean Q of the continuations from there. All calls of a segment get the advantage
 
         Q - mean of the Q of the other continuations at its node.
 
     So the values of states are means over sampled continuations, as in VinePPO (arXiv 2410.01679), for segments of calls, as
     in SPO (arXiv 2505.23564), and the baseline at every node is RLOO's (arXiv 2402.14740). Without branches this is RLOO.
 
-    A baseline from few others is a noisy one, so it is mixed with the baseline of the segment that leads to the node: with m
-    others, theirs has the share m / (m + `prior`). With `prior` = 0 it is the mean of the others alone.
+    A baseline from few continuations is noisy, so it is mixed with the baseline of the segment that leads to the node: with m
+    other continuations, their mean has the share m / (m + `prior`). With `prior` = 0 it is their mean alone.
 
-    A state with n continuations is trained on n times. With `shared` each counts 1/n: advantages are divided by the number of
-    continuations at all nodes on the way from the start, so that the tree's expected gradient is that of the independent
-    rollouts in it. Without, states after a branch count more than the policy comes to them.
+    A state with n continuations is trained on n times. With `shared` each counts 1/n: an advantage is divided by the product of
+    the numbers of continuations at the nodes between the start and its call, so that the tree's expected gradient is that of
+    its independent rollouts. Without `shared`, states after a branch weigh more than their frequency under the policy.
 
-    What cannot be compared gets 0: the calls of a single independent rollout up to its first node, and a branch whose parent
-    is not in the group. Several such branches at one call are compared with each other.
+    Calls without a comparison get 0: those of a single independent rollout up to its first node, and those of a branch whose
+    parent is not in the group. Several such branches at one call are compared with each other.
 
-    The estimator is not used: the baseline is its own, and advantages are in units of the reward. Given the state of a node,
-    its continuations are independent, so no baseline biases the policy gradient, under one condition: whether a call is
-    branched may depend on what was known before it was answered, not on the answer or on what followed.
+    The estimator is not used, and advantages are in units of the reward. Given the state of a node, its continuations are
+    independent, so no baseline biases the policy gradient, under one condition: the choice of the call to branch at may depend
+    on what was known before the call was answered, not on the answer or on what followed.
     """
 
     prior: float = 1.0
@@ -158,7 +157,7 @@ class Branched:
             raise ConfigError(f"prior={self.prior} is not a number of continuations: use 0 or more")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         returns = group_returns(group)
         if all_equal(returns):
             return [np.zeros(len(member.transitions)) for member in group.trajectories]
@@ -180,7 +179,8 @@ class Branched:
         return found
 
     def _compare(self, segments: Sequence[_Segment], outer: float | None, weight: float) -> None:
-        """Set the advantages at a node. `outer` is the baseline of the segment that leads to it, if that has one."""
+        """Set the advantages of the segments that begin at a node. `outer` is the baseline of the segment that leads to the
+        node (None if it has none), `weight` the weight of each segment's advantage with `shared`."""
         others = len(segments) - 1
         beside = rloo(np.array([segment.value for segment in segments]))
         for segment, difference in zip(segments, beside, strict=True):
@@ -195,7 +195,7 @@ class Branched:
 
 @dataclass(slots=True)
 class _Segment:
-    """Calls of one rollout between two nodes: all of them have the same credit."""
+    """The calls of one rollout between two nodes, which all have the same credit."""
 
     value: float = 0.0
     baseline: float | None = None
@@ -205,8 +205,8 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Line:
-    """One rollout of the group, the `member`-th, from the node at which it begins to its end. `cuts` are its calls at which
-    others branch; `places` says in which segment each of its calls is."""
+    """The rollout number `member` of the group, from the node at which it begins to its end. `cuts` are its calls at which
+    other rollouts branch; `places[i]` is the index in `segments` of the segment that its call i belongs to."""
 
     member: int
     cuts: list[Transition]
@@ -215,7 +215,7 @@ class _Line:
 
 
 def _tree(members: Sequence[Trajectory]) -> tuple[list[_Line], dict[Node, list[_Segment]]]:
-    """The rollouts, parents before their branches, and the continuations at each node."""
+    """Return the rollouts, parents before their branches, and the segments that begin at each node."""
     starts = _starts(members)
     taken = set(starts)
     lines = []
@@ -232,7 +232,7 @@ def _tree(members: Sequence[Trajectory]) -> tuple[list[_Line], dict[Node, list[_
 
 
 def _starts(members: Sequence[Trajectory]) -> list[Node]:
-    """The node at which each rollout begins. One that branches before anything was answered begins where its parent does."""
+    """Return the node at which each rollout begins. A branch that repeats no call of its parent begins at its parent's node."""
     places = branched_at(members)
     found = []
     for member in members:
@@ -247,7 +247,7 @@ def _starts(members: Sequence[Trajectory]) -> list[Node]:
 
 
 def _parents_first(members: Sequence[Trajectory]) -> list[int]:
-    """The places of rollouts in the group, each after that of its parent."""
+    """Return the indices of the rollouts in the group, ordered so that each comes after its parent."""
     places = branched_at(members)
     depths = []
     for member in members:

@@ -1,7 +1,7 @@
-"""Which groups count more: another credit's advantages, times a weight that the group's own success decides.
+"""A credit that multiplies another credit's advantages by a weight of the group, computed from the success of its rollouts.
 
-The invariant: all calls of a group have the same weight, so that what the other credit says of them stays in proportion. A
-group that is solved half of the time has the weight 1, and one whose returns differ always has one above 0.
+The invariant: all calls of a group have the same weight, so the proportions between the other credit's advantages stay. A group
+in which half of the rollouts succeed has the weight 1, and a group whose returns differ has a weight above 0.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ WeightBy = Literal["difficulty", "variance"]
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """The advantages of `credit` (a registered name or an object), times a weight of the group's.
+    """The advantages of `credit` (a registered name or an object), times a weight of the whole group.
 
-    The success s of a rollout is its return in the range from `worst` to `best`, as a number from 0 to 1; a return outside
-    widens the range for its group. With the group's mean p the weight is, by
+    The success s of a rollout is the place of its return in the range from `worst` to `best`, as a number from 0 to 1; a return
+    outside widens the range for its group. With p the mean of s over the group, the weight is, by
 
     - `difficulty`: 2 (1 - p). Hard tasks count more, up to twice. GRPO-LEAD (arXiv 2504.09696) weights by difficulty, too,
-      on a logistic curve, and good answers otherwise than bad ones.
-    - `variance`: 4 Var(s), which for rewards of 0 and 1 is 4 p (1 - p): tasks of which half is solved count most
-      (arXiv 2502.12272 chooses tasks by it). Beside a low level that divides by the deviation of the group, as `grpo` does,
-      it takes back what that adds to nearly solved and nearly hopeless groups.
+      but on a logistic curve, which differs for good and bad answers.
+    - `variance`: 4 Var(s), which for rewards of 0 and 1 is 4 p (1 - p): tasks that are solved half of the time count most
+      (arXiv 2502.12272 chooses tasks by it). A low level that divides by the deviation of the group, as `grpo` does, raises
+      nearly solved and nearly hopeless groups; this weight undoes that.
 
-    A weight that depends on the group's own returns biases the gradient: a group that was lucky counts otherwise. A credit that
-    adds rewards of its own is refused, since the weight would not know them: `Judge(..., credit=Weighted(...))` weights by
-    the judged returns.
+    A weight that depends on the group's own returns biases the gradient, since the same task weighs differently after a lucky
+    sample. A credit that adds rewards of its own is refused, since the weight would not include them: write
+    `Judge(..., credit=Weighted(...))` to weight by the judged returns.
     """
 
     credit: str | Credit = "identical"
@@ -60,12 +60,12 @@ class Weighted:
             )
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         weight = self.weight(group)
         return [weight * np.asarray(part, dtype=np.float64) for part in self._credit()(group, advantage)]
 
     def weight(self, group: Group) -> float:
-        """What a group's advantages are multiplied by: 0 to 2."""
+        """Return the factor for a group's advantages, from 0 to 2; 1 for a group without rollouts."""
         returns = group_returns(group)
         if not len(returns):
             return 1.0
@@ -75,12 +75,12 @@ class Weighted:
 
     @property
     def critic(self) -> bool:
-        """Whether the other credit wants a critic's values."""
+        """Whether the wrapped credit needs a critic's values."""
         return bool(getattr(self._credit(), "critic", False))
 
     @property
     def value_targets(self) -> Callable[..., object] | None:
-        """What its critic should learn; None for a credit without one."""
+        """The wrapped credit's method that gives the values for the critic to learn; None for a credit without a critic."""
         found: Callable[..., object] | None = getattr(self._credit(), "value_targets", None)
         return found
 
@@ -93,11 +93,12 @@ class Weighted:
 
 
 def _without_rewards(credit: Credit) -> Credit:
-    """The credit. Raises `ConfigError` for one that adds rewards, such as a judge: a weight knows those of the agents alone."""
+    """Return the credit. Raises `ConfigError` for a credit that adds rewards, such as a judge: a group's weight is computed
+    from the agents' rewards alone."""
     if getattr(credit, "rewards", False):
         name = type(credit).__name__
         raise ConfigError(
-            f"Weighted cannot wrap {name}, which adds rewards that a weight would not know: put the weight inside it, "
+            f"Weighted cannot wrap {name}, which adds rewards that the weight would leave out: put the weight inside it, "
             f"{name}(..., credit=Weighted(...))"
         )
     return credit

@@ -1,1 +1,1 @@
-"""Engines: what holds and trains the weights."""
+"""Engines: the objects that hold the model's weights and train them."""

@@ -1,7 +1,7 @@
-"""LoRA adapters (arXiv 2106.09685) on a model, by peft; also on one without values, on the device `meta`.
+"""LoRA adapters (arXiv 2106.09685) on a model, by peft; also on a model without values, on the device `meta`.
 
-The invariant: each adapter is merged into a matrix of its own when weights are exported, so what is trained is what vLLM
-serves; and each name in `engine.lora.target_modules` has an adapter. Everything else is refused by name.
+The invariant: an export merges each adapter into a matrix of its own, so vLLM serves what is trained; and each name in
+`engine.lora.target_modules` has an adapter. A layer where this is impossible is refused by name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from lightning.config import LoraConfig
 
 ADAPTER, WRAPPER = "default", "base_model.model."
-"""What peft calls an adapter, and what it puts before the names of a model that it wraps."""
+"""The name that peft gives to an adapter, and its prefix of the names in a model that it wraps."""
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Put adapters on the layers that are named, in float32. Raises `EngineError` where they do not fit the model."""
+    """Put adapters in float32 on the layers that `lora` names. Raises `EngineError` if they do not fit the model."""
     try:
         import peft
     except ImportError as error:
@@ -38,7 +38,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     made = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     try:
         with warnings.catch_warnings():
-            # Of what is refused below, by name.
+            # peft warns of layers that are refused below, by name.
             warnings.filterwarnings(
                 "ignore", "Model (with|has) `tie_word_embeddings=True`|LoRA adapter added to ConvNd"
             )
@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _refuse_unknown(model: PreTrainedModel, targets: list[str]) -> None:
-    """Raises `EngineError` naming the first entry that is no module, with the name that it is most like."""
+    """Raise `EngineError` naming the first target that is no module of the model, with the most similar name."""
     names = [name for name, _ in model.named_modules() if name]
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in names):
@@ -66,7 +66,7 @@ def _refuse_unknown(model: PreTrainedModel, targets: list[str]) -> None:
 
 
 def _refuse_unplaced(model: PreTrainedModel) -> None:
-    """Raises `EngineError` naming the first layer whose adapter cannot be merged into the weights that are served."""
+    """Raise `EngineError` naming the first layer whose adapter cannot be merged into the weights that are served."""
     found = next(iter(_unplaced(model).items()), None)
     if found is not None:
         name, why = found
@@ -79,7 +79,7 @@ def _refuse_unplaced(model: PreTrainedModel) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by the names of their matrices."""
+    """Return the layers that have an adapter, by the names of their matrices."""
     return {
         f"{name.removeprefix(WRAPPER)}.weight": layer
         for name, layer in model.named_modules()
@@ -88,19 +88,19 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """An adapter's A (rank, in) and B (out, rank), of a table of embeddings as if ids came in one-hot."""
+    """Return an adapter's A (rank, in) and B (out, rank). For a table of embeddings the input counts as a one-hot vector."""
     if ADAPTER in layer.lora_A:
         return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     return layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
 
 
 def is_transposed(layer: Any) -> bool:
-    """Whether a layer keeps its matrix as (in, out): tables of embeddings do, and GPT-2's."""
+    """Whether a layer stores its matrix as (in, out), as tables of embeddings and GPT-2's layers do."""
     return bool(getattr(layer, "fan_in_fan_out", False)) or ADAPTER not in layer.lora_A
 
 
 def _unplaced(model: nn.Module) -> dict[str, str]:
-    """What is trained and has no place of its own in an export: the layer's or parameter's name, and why."""
+    """Return the trained layers and parameters that have no place of their own in an export: by name, the reason."""
     tensors = model.state_dict(keep_vars=True)
     found, placed = {}, {id(tensor) for name, tensor in tensors.items() if ".lora_" not in name}
     names = {name.removeprefix(WRAPPER).replace(".base_layer.", "."): name for name in tensors}
@@ -127,7 +127,8 @@ def _unplaced(model: nn.Module) -> dict[str, str]:
 
 
 def delta_of(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What an adapter adds to its weight: alpha / rank times B A."""
+    """Return the matrix that an adapter adds to its layer's weight: alpha / rank times B A, in the weight's orientation.
+    `whole` gathers a sharded factor."""
     down, up = (whole(factor.detach()) for factor in factors(layer))
     delta = (up @ down) * float(layer.scaling[ADAPTER])
     return delta.T if is_transposed(layer) else delta

@@ -1,7 +1,8 @@
-"""A model as others read it: a folder that `transformers` and vLLM load, or one file with all weights.
+"""Export of a model: as a folder that `transformers` and vLLM load, or as one file with all weights or adapters.
 
-The invariant: weights are what the engine computes with, adapters merged, under the names of the folder that the model was
-loaded from, a tied output layer once, as the embedding, in safetensors; all else is what that folder holds.
+The invariant: the exported weights are those that the engine computes with, adapters merged, as safetensors under the names of
+the folder that the model was loaded from; a tied output layer is written once, as the embedding. All else is copied from that
+folder.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 TEMPLATES = "additional_chat_templates"
-"""Where `save_pretrained` of a tokenizer keeps chat templates that have a name, such as that for tools."""
+"""The folder into which a tokenizer's `save_pretrained` writes named chat templates, such as the one for tools."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def write_file(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, file: Path) -> Path:
-    """Write the weights that were trained of the folder `source` as one safetensors file, atomically, in `dtype`;
-    the file says which of the folder's tensors it leaves out."""
+    """Write the trained weights of a model from the folder `source` as one safetensors file, atomically, in `dtype`. The file's
+    metadata lists the folder's tensors that it leaves out."""
     found = as_stored(source, weights, dtype)
     left = sorted(folder_tensors(source).keys() - found.keys())
     metadata = {"format": "pt"} | ({LEFT_OUT: json.dumps(left)} if left else {})
@@ -51,9 +52,10 @@ def write_file(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.d
 
 def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Path) -> Path | None:
     """Write a model's adapters alone as one safetensors file, atomically: A (rank, in) and B (out, rank) under the names of the
-    matrices in `source` that they change, and what whoever merges them must know.
+    matrices in `source` that they change. The metadata holds what is needed to merge them (base folder, dtypes, scaling).
 
-    None where `source` has such a matrix under another name, transposed, fused with others or in FP8.
+    Returns the file. Returns None, and writes nothing, if `source` has such a matrix under another name, transposed, fused with
+    others or in FP8.
     """
     stored, kept = folder_tensors(source), ""
     tensors: dict[str, torch.Tensor] = {}
@@ -63,7 +65,7 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
         spec, base = stored.get(name), layer.get_base_layer().weight
         shape = (up.shape[0], down.shape[1])
         if is_transposed(layer) or spec is None or spec.dtype not in CASTABLE:
-            return None  # one that is square has the same shape
+            return None  # the shape would not show a transposed square matrix
         if spec.shape != shape or tuple(base.shape) != shape:
             return None
         tensors |= {name + LORA_A: down.cpu().contiguous(), name + LORA_B: up.cpu().contiguous()}
@@ -81,10 +83,10 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
 
 
 def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Path:
-    """Write a model folder, atomically: what `source` has, with these weights in the place of its own, in `dtype`.
+    """Write a model folder, atomically: a copy of `source` with these weights, in `dtype`, in the place of its own.
 
-    Its other tensors and files are carried over untouched, of its folders that of chat templates alone; `config.json` only gets
-    the dtype, where that is another.
+    Other tensors and files of `source` are copied unchanged; of its subfolders only that of chat templates is. In `config.json`
+    only the dtype is changed, if it differs.
     """
     found, stored = as_stored(source, weights, dtype), folder_tensors(source)
     found |= {head: found[embedding].clone() for head, embedding in tied_heads(found, stored).items()}
@@ -109,7 +111,8 @@ def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch
 
 
 def _set_dtype(file: Path, dtype: str) -> None:
-    """Let a configuration name the dtype of the weights, wherever it names one; one that does already stays as it is."""
+    """Set the dtype of the weights in a `config.json`, also in its `text_config` if that has one. A file that already names
+    this dtype is not written."""
     config = json.loads(file.read_bytes())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     places = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict) and key in part)]
@@ -126,11 +129,11 @@ def whole_weights(
     *,
     wanted: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share. A tensor may be the
-    model's own, which the next step changes.
+    """Return every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share. A returned
+    tensor may be the model's own, which the next step changes.
 
-    `whole` makes a tensor of a sharded one; then all ranks must call this, and those where it is not `wanted` keep nothing.
-    Layers with an adapter (arXiv 2106.09685) are merged one after the other, so that no second model is ever in memory.
+    `whole` gathers a sharded tensor; then all ranks must call this function, and ranks with `wanted` false get an empty dict.
+    Adapters (arXiv 2106.09685) are merged layer by layer, so that there is never a second model in memory.
     """
     adapted = adapted_layers(model)
     found: dict[str, torch.Tensor] = {}
@@ -149,7 +152,7 @@ def whole_weights(
             delta = delta_of(adapted[key], whole)
             value = value.to(delta.dtype) + delta
         if wanted:
-            # Vectors are small, and folders may store some of them wider: `as_stored` has the last word.
+            # Vectors are small, and the folder may store some of them wider: `as_stored` decides their dtype.
             narrow = value.is_floating_point() and value.ndim > 1
             found[key] = (value.to(dtype) if narrow else value).cpu().contiguous()
     return original_names(unwrapped(model), found) if wanted else {}

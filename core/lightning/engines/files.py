@@ -1,8 +1,8 @@
-"""Files that are either whole or absent: write beside the target, rename; folders are flushed to the disk before.
+"""Atomic writing of files and folders: write beside the target, then rename; folders are flushed to the disk before.
 
-The invariant: at any moment, also after a crash (of the process; for folders also of the machine), a target holds nothing,
-its old content or its new content; and it may be read by whomever the umask lets read ordinary files, such as a policy server
-of another user (safetensors writes 0600).
+The invariant: at any moment, also after a crash (of the process; for folders also of the machine), a target is absent, or holds
+its old or its new content whole. It has the permissions of an ordinary file by the umask, so that a policy server of another
+user may read it (safetensors alone would write 0600).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lightning.errors import EngineError
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A new, empty folder that becomes `target` (replacing an older one) when the block ends without an error."""
+    """Yield a new, empty folder that becomes `target` (replacing an older one) when the block ends without an error. Raises
+    `EngineError` if it cannot be written."""
     fresh, old = _beside(target, "new"), _beside(target, "old")
     try:
         _remove(fresh)
@@ -45,7 +46,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Put an older folder back when a crash fell between the two renames of `whole_folder`."""
+    """Put the old folder back at `target` if a crash stopped `whole_folder` between its two renames."""
     old = _beside(target, "old")
     if old.exists() and not target.exists():
         old.rename(target)
@@ -53,9 +54,10 @@ def recover(target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """A path that becomes `target` (replacing an older file) when the block ends without an error.
+    """Yield a path that becomes `target` (replacing an older file) when the block ends without an error. Raises `EngineError`
+    if it cannot be written.
 
-    It is not flushed to the disk: weights on their way to vLLM are written anew after the machine was switched off.
+    The file is not flushed to the disk: it carries weights to vLLM, which are written anew after a crash of the machine.
     """
     fresh = _beside(target, "new")
     try:
@@ -80,9 +82,9 @@ def _remove(folder: Path) -> None:
 
 
 def _ordinary_mode(file: Path) -> int:
-    """The permissions that an ordinary new file gets at this place; `file` itself is gone afterwards.
+    """Return the permissions of an ordinary new file at this path, by creating and deleting `file`.
 
-    Asking for the umask would mean to set it, for all threads of the process.
+    The umask cannot be read without setting it, which would affect all threads of the process.
     """
     file.unlink(missing_ok=True)
     file.touch()

@@ -1,12 +1,12 @@
-"""Model folders, read by `transformers`, and what is trained of the model.
+"""Loading of model folders by `transformers`, and the preparation of a model for training.
 
-The invariant: weights that a folder does not hold whole are refused by name; left to itself, `transformers` makes them up. No
-noise is active, whatever the model's configuration says of it.
+The invariant: weights that are missing in a folder are refused by name (`transformers` alone would initialise them at random).
+No noise such as dropout is active, whatever the model's configuration says.
 
-Rotary positions that `transformers` computes by the longest row it has seen, and vLLM by its `max_model_len`, have one
-rotation in every row, and that is vLLM's, which chooses once. longrope (arXiv 2402.13753) has long factors for every position
-as soon as `max_model_len` exceeds the length before scaling, else short ones; dynamic scaling ends with the length before
-scaling. An own vLLM whose length is not set is started with that length.
+Some rotary positions depend on a length: in `transformers` on the longest row so far, in vLLM on `max_model_len`, once and for
+all. Here they are fixed as in vLLM. longrope (arXiv 2402.13753) uses its long factors for every position if `max_model_len`
+exceeds the length before scaling, else the short ones; with dynamic scaling the model is used up to the length before scaling
+only. If `max_model_len` is not set, our own vLLM is started with the length before scaling.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from lightning.config.sections import PolicyServerConfig
 
 _NOISE = re.compile("drop|jitter|noise")
-"""What the names of probabilities and widths of noise have in common."""
+"""Matches the names of settings that are probabilities or widths of noise."""
 
 
 def gradient_mode(model: nn.Module) -> None:
-    """The mode that gradients are computed in: that of evaluation, without noise of any name. Only layers that compute their
-    activations a second time are in training mode, since they do so in no other; their own noise is set to 0."""
+    """Put a model into the mode in which gradients are computed: evaluation mode, without any noise. Layers with gradient
+    checkpointing are put into training mode, because they recompute their activations in no other; their noise is set to 0."""
     model.eval()
     layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     inner = [layer for layer in layers if not hasattr(layer, "gradient_checkpointing_enable")]
-    for layer in inner or layers:  # older code asks the whole trunk for its mode
+    for layer in inner or layers:  # older code checks the mode of the whole trunk
         layer.training = True
         for owner in (layer, getattr(layer, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
@@ -50,10 +50,10 @@ def gradient_mode(model: nn.Module) -> None:
 
 
 def read_model(folder: Path, kind: Any = None, **how: Any) -> PreTrainedModel:
-    """The model of a folder, by an auto class of `transformers` (`AutoModelForCausalLM` if it is not told), whose
-    `from_pretrained` is told `how`; on the device `meta` only names and shapes of tensors are read.
+    """Load the model of a folder by an auto class of `transformers`, `kind` (None: `AutoModelForCausalLM`). `how` are further
+    arguments of `from_pretrained`. On the device `meta` only names and shapes of tensors are read.
 
-    Raises `EngineError` naming the folder and what is wrong: it is none, it cannot be read, or it lacks tensors.
+    Raises `EngineError`, naming the folder, if it is no model folder, cannot be read, or lacks tensors.
     """
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +83,7 @@ def read_model(folder: Path, kind: Any = None, **how: Any) -> PreTrainedModel:
 
 
 def check_config(folder: Path) -> None:
-    """Raise `EngineError` for what is no model folder at all."""
+    """Raise `EngineError` if a folder has no `config.json`, so that it is no model folder."""
     if not (folder / "config.json").is_file():
         raise EngineError(
             f"{folder} is not a model folder: it has no config.json. Give a folder that transformers can load"
@@ -91,8 +91,9 @@ def check_config(folder: Path) -> None:
 
 
 def _keep_layout(model: Any) -> None:
-    """Let transformers undo its renaming and fusing when weights are written, and not its reading of FP8: it would also put
-    what was never FP8 into blocks. `as_stored` knows the folder's."""
+    """Remove the conversion from FP8 from the rules by which transformers restores a folder's layout when weights are written;
+    renaming and fusing stay. Otherwise transformers would also quantise tensors that were never FP8; `as_stored` does it
+    right."""
     from transformers.core_model_loading import WeightConverter
 
     kept = []
@@ -109,8 +110,8 @@ def _keep_layout(model: Any) -> None:
 
 @contextmanager
 def _comparing() -> Iterator[None]:
-    """Tensors without values are equal if their shapes are: transformers compares an output layer with its embedding where a
-    folder stores both, to see whether they are tied as its configuration says."""
+    """Inside the block `torch.equal` compares tensors on `meta`, which have no values, by their shapes. transformers compares
+    an output layer with its embedding if a folder stores both, to check that they are tied."""
 
     class Equal(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +125,7 @@ def _comparing() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without progress bars, and without a table of all tensors that the model does not need: `Engine.check` says it."""
+    """Inside the block transformers shows no progress bars and no table of unused tensors, which `Engine.check` reports."""
     from transformers.utils import logging
 
     enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -139,7 +140,7 @@ def _quietly() -> Iterator[None]:
 
 
 def beside_text(model: nn.Module) -> set[int]:
-    """The tensors of a model, by `id`, that text does not need, such as those of a vision tower: they are not trained."""
+    """Return the `id`s of a model's tensors that text does not need, such as those of a vision tower; they are not trained."""
     base = unwrapped(model)
     if base.config.get_text_config() is base.config:
         return set()
@@ -149,13 +150,14 @@ def beside_text(model: nn.Module) -> set[int]:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """What transformers loaded, and peft may have wrapped."""
+    """Return the model as transformers loaded it, without peft's wrapper."""
     base: Any = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
     return cast("PreTrainedModel", base)
 
 
 def original_names(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 fuses some families' weights when it loads them; files keep the original layout."""
+    """Return weights with the names and in the layout of model files, which transformers 5 changes for some families when it
+    loads them."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4 loads weights under the names of the file
@@ -165,7 +167,7 @@ def original_names(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
 
 
 def names_and_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """What `whole_weights` gives of a model on the device `meta`, which has no values."""
+    """Return the names and shapes of the weights that `whole_weights` returns, for a model on the device `meta`."""
     beside, seen = beside_text(model), set[int]()
     found: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -176,7 +178,7 @@ def names_and_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def quantisation(folder: Path) -> str:
-    """The method that a folder's weights are quantised by, such as `fp8` or `gptq`; empty where they are not."""
+    """Return the method by which a folder's weights are quantised, such as `fp8` or `gptq`; empty if they are not."""
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config") or {}
     for place in (config, text):
@@ -188,11 +190,12 @@ def quantisation(folder: Path) -> str:
 
 
 UNKNOWN = 0
-"""The `max_model_len` of a server that somebody else has started."""
+"""Stands for the `max_model_len` of an attached policy server, which is not known here."""
 
 
 def served_length(config: PolicyServerConfig) -> int | None:
-    """The `max_model_len` of the server: None where an own one is to choose it, `UNKNOWN` where somebody else has chosen."""
+    """Return the `max_model_len` of the policy server: None if our own server may choose it, `UNKNOWN` if it is not set and the
+    server is attached, or cannot be read from the server's arguments."""
     given = argument(config.args, "--max-model-len")
     if given:
         return int(given) if given.isdigit() else UNKNOWN
@@ -200,9 +203,9 @@ def served_length(config: PolicyServerConfig) -> int | None:
 
 
 def fix_positions(model: nn.Module, folder: Path, max_model_len: int | None) -> int | None:
-    """Fix a model's frequencies as a vLLM of this `max_model_len` does (None: an own one whose length is not set); returns how
-    many positions are served, None where nobody knows. Raises `EngineError` naming the setting where vLLM cannot be
-    followed."""
+    """Fix a model's rotary frequencies as vLLM does with this `max_model_len` (None: our own vLLM without a set length).
+    Returns the number of positions that vLLM serves, None if unknown. Raises `EngineError`, naming the setting, if the model
+    cannot compute the positions as vLLM does."""
     found = growing_positions(folder)
     if found is None:
         return max_model_len or None
@@ -224,7 +227,7 @@ def fix_positions(model: nn.Module, folder: Path, max_model_len: int | None) -> 
 
 
 def _take_long(module: Any, length: int) -> None:
-    """Give a rotary module its frequencies behind this length for every position; nothing happens to other modules."""
+    """Give a longrope module its frequencies for rows longer than `length`, at every position. Other modules are left alone."""
     kinds: dict[str | None, str] | str | None = getattr(module, "rope_type", None)
     for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
         if kind != "longrope":
@@ -235,5 +238,5 @@ def _take_long(module: Any, length: int) -> None:
         buffer = getattr(module, f"{prefix}inv_freq")
         long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, buffer.device, seq_len=length + 1, **which)
         module.register_buffer(f"{prefix}inv_freq", long, persistent=False)
-        module.rope_type = kinds | {layer: "default"} if isinstance(kinds, dict) else "default"  # which never changes
+        module.rope_type = kinds | {layer: "default"} if isinstance(kinds, dict) else "default"  # it never changes
         kinds = module.rope_type

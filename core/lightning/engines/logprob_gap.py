@@ -1,8 +1,8 @@
-"""How far the sampler's logprobs of the same tokens may be from the trainer's, by what both compute in.
+"""Bounds on the difference between the trainer's and the sampler's logprobs of the same tokens, by the dtypes of both.
 
-The invariant: a bound holds for two programs that compute with the same weights, and does not for weights that are one step
-old or for layers in another order; `tests/core/engines/test_real_model.py` holds that on a trained model. It holds for a few
-tokens as for many: what so few may exceed it by, by chance, is allowed for.
+The invariant: two programs that compute with the same weights keep to the bound; weights that are one step old, or layers in
+another order, exceed it; `tests/core/engines/test_real_model.py` checks that on a trained model. The bound is as strict for few
+tokens as for many: an allowance is made for chance among few tokens.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ import numpy as np
 import numpy.typing as npt
 
 CHANCE = 1e-4
-"""How probable it is at most that tokens whose `share` keeps to a bound are found beyond it."""
+"""The highest probability of finding a fault where there is none, because by chance too many tokens exceed the bound."""
 FEW_TOKENS_SIGMAS = 3.0
-"""Standard errors by which the mean of a few tokens may exceed that of many. The gaps of single tokens are spread about as
-widely as their mean is large."""
+"""The number of standard errors by which the mean gap of a few tokens may exceed the bound. The standard deviation of the gaps
+of single tokens is about as large as their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class GapBound:
-    """In nats: the mean of |trainer - sampler| is at most `mean`, and that of a `share` of the tokens at most `most`."""
+    """A bound on the gaps |trainer - sampler|, in nats: their mean is at most `mean`, and a `share` of the tokens has a gap of
+    at most `most`."""
 
     mean: float
     most: float
     share: float
 
     def problem_of(self, gaps: npt.NDArray[np.floating]) -> str:
-        """Which part some tokens' gaps exceed, for messages; nothing where they keep to the bound. NaN never does."""
+        """Return, for messages, how the gaps of some tokens exceed the bound; "" if they keep to it. NaN exceeds every
+        bound."""
         return self._problem(float(np.mean(gaps)), quantile(gaps, self.share), len(gaps)) if len(gaps) else ""
 
     def problem_of_step(self, metrics: Mapping[str, float]) -> str:
-        """The same of what a step reports (`StepResult`); nothing where it compared no token."""
+        """Return, for messages, how the gaps in a step's metrics (`StepResult`) exceed the bound; "" if they keep to it or the
+        step compared no token."""
         mean, tokens = metrics.get("mean_logprob_gap"), int(metrics.get("tokens_compared", 0))
         if mean is None or not tokens:
             return ""
@@ -43,7 +46,8 @@ class GapBound:
         return self._problem(mean, most, tokens)
 
     def _problem(self, mean: float, most: float | None, tokens: int) -> str:
-        """`most` is what a `share` of so many tokens keep to (`quantile`)."""
+        """Return how a mean gap and a `most`, the `quantile` of `share`, of so many tokens exceed the bound; "" if they do
+        not."""
         allowed = self.mean * of_few(tokens)
         if not mean <= allowed:
             return f"{mean:.3g} nats in the mean of {tokens} tokens, more than {allowed:.3g}"
@@ -54,27 +58,27 @@ class GapBound:
 
 
 FLOAT32 = GapBound(mean=1e-3, most=1e-3, share=1.0)
-"""Of 1e-5 to 1e-4 that are usual for a trained model of 30 layers."""
+"""The bound if both compute in float32. Usual gaps of a trained model of 30 layers are 1e-5 to 1e-4."""
 
 BFLOAT16 = GapBound(mean=0.05, most=0.6, share=0.999)
-"""Of 0.03 in the mean and 0.2 to 0.5 at the most, over the tokens of a step of such a model."""
+"""The bound if one computes in bfloat16. In a step of such a model the mean gap is 0.03, and the largest is 0.2 to 0.5."""
 
 
 def bound_for(*dtypes: str) -> GapBound:
-    """The bound of the coarsest of some dtypes: the trainer's and the sampler's."""
+    """Return the bound for the coarsest of some dtypes, such as the trainer's and the sampler's."""
     return FLOAT32 if {*dtypes} <= {"float32", "float64"} else BFLOAT16
 
 
 def of_few(tokens: int) -> float:
-    """How many times its bound the mean of so many tokens may be."""
+    """Return the factor by which the mean gap of so many tokens may exceed its bound: 1 or more."""
     return 1.0 + FEW_TOKENS_SIGMAS / math.sqrt(tokens)
 
 
 def quantile(gaps: npt.NDArray[np.floating], share: float) -> float | None:
-    """What a `share` of all tokens keep to, at the least, as far as these (one or more) can say; NaN where one is, and None
-    where they are so few that all of them may be outliers. It is the lower end of the interval that order statistics give for
-    a quantile (Clopper and Pearson, Biometrika 26, 1934; David and Nagaraja, Order Statistics, 7.1): of 929 tokens the largest
-    gap says nothing of 99.9 %, and the seventh does."""
+    """Return a lower bound, from the gaps of some tokens (one or more), of the gap that a `share` of all tokens do not exceed;
+    NaN if a gap is NaN, and None if the tokens are so few that all may be outliers. It is the lower end of the interval that
+    order statistics give for a quantile (Clopper and Pearson, Biometrika 26, 1934; David and Nagaraja, Order Statistics, 7.1):
+    for 99.9 % and 929 tokens it is the seventh largest gap, since six may be outliers."""
     ordered = np.sort(gaps)
     if np.isnan(ordered[-1]):
         return float(ordered[-1])
@@ -84,8 +88,8 @@ def quantile(gaps: npt.NDArray[np.floating], share: float) -> float | None:
 
 @functools.lru_cache(maxsize=1024)
 def allowed_outliers(tokens: int, share: float) -> int:
-    """How many of so many tokens may be beyond what a `share` of all keep to: with a probability of `CHANCE` at most it are
-    more, by the binomial distribution."""
+    """Return how many of `tokens` tokens may exceed a number that a `share` of all tokens do not exceed: by the binomial
+    distribution, more of them do so with a probability of at most `CHANCE`."""
     rare = 1.0 - share
     if rare <= 0.0:
         return 0
@@ -96,5 +100,5 @@ def allowed_outliers(tokens: int, share: float) -> int:
         + k * math.log(rare) + (tokens - k) * math.log(share)
         for k in counts
     ]  # fmt: skip
-    tail = np.cumsum(np.exp(log)[::-1])[::-1]  # of so many and more
+    tail = np.cumsum(np.exp(log)[::-1])[::-1]  # probability of k or more
     return first + int(np.argmax(np.append(tail[1:], 0.0) <= CHANCE))

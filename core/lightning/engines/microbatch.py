@@ -1,6 +1,6 @@
-"""A micro-batch: the tensors that its loss is computed on, what these tensors held, and what a step adds up over all of them.
+"""Micro-batches: the tensors that a loss is computed on, the digests of their content, and the numbers that a step adds up.
 
-The invariant: what is reported as seen is read back from the very tensors that the loss was computed on, on the device; and
+The invariant: the digests are computed from the tensors on the device that the loss was computed on, read back from there; and
 every number is a sum, a maximum or a quantile over tokens, so micro-batches can be added in any order.
 """
 
@@ -20,8 +20,8 @@ from lightning.losses.terms import mismatch_metrics, value_loss, value_metrics
 
 
 def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:
-    """What a loss function sees of some tokens (N,), and the tensor of their sampler's logprobs; where these are NaN the old
-    logprobs are those that the step began with, or the current ones."""
+    """Return a loss function's batch of some tokens (N,), and the tensor of the sampler's logprobs of them. Where these are
+    NaN, the batch's old logprobs are those that the step began with, or the current ones if these are not known."""
     kind, device = logprobs.dtype, logprobs.device
 
     def tensor(numbers: Numbers) -> torch.Tensor:
@@ -46,7 +46,7 @@ def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -
 
 
 def state_loss(states: States, values: torch.Tensor) -> LossOutput:
-    """The critic's loss of some states (M,) that it values so."""
+    """Return the critic's loss of some states (M,) to which it gives the `values` (M,)."""
     targets, weights = (
         torch.from_numpy(numbers).to(values.device, values.dtype) for numbers in (states.targets, states.weights)
     )
@@ -54,7 +54,7 @@ def state_loss(states: States, values: torch.Tensor) -> LossOutput:
 
 
 class Seen:
-    """What the tensors held that the losses of some tokens were computed on."""
+    """The ids and sampler's logprobs of some tokens as they are in the tensors on the device that losses were computed on."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -62,12 +62,13 @@ class Seen:
         self._sampled = np.full(len(tokens), np.inf, np.float32)
 
     def note(self, chosen: Ints, targets: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Read the tensors of some tokens back."""
+        """Copy the tensors of the `chosen` tokens from the device: their ids and the sampler's logprobs."""
         self._targets[chosen] = targets.cpu().numpy()
         self._sampled[chosen] = sampled.cpu().numpy()
 
     def digests(self, samples: Sequence[Sample]) -> dict[tuple[str, int, int], str]:
-        """The fingerprint of each span. Of a token without a weight, which is in no loss, it has what the row says."""
+        """Return the digest of each span, by rollout, attempt and call. Tokens without a weight are in no loss, so their ids
+        and logprobs are taken from the row."""
         order = row_order(self._tokens)
         starts = np.searchsorted(self._tokens.rows[order], np.arange(len(samples) + 1)).tolist()
         found = {}
@@ -83,14 +84,14 @@ class Seen:
 
 
 class Tally:
-    """Grows by one micro-batch at a time."""
+    """The numbers of a step, added up over its micro-batches."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int, int], str] = {}
         self.tree = False
         """Whether the rows were computed over their prefix tree."""
         self.parts = 0
-        """Micro-batches, or passes over nodes, that had a loss."""
+        """The number of micro-batches, or of passes over nodes of a tree, that had a loss."""
         self._loss = 0.0
         self._weight = 0.0
         self._tokens = self._forward = 0
@@ -101,12 +102,12 @@ class Tally:
         self._values: dict[str, float] = {}
 
     def computed(self, tokens: int, seen: Mapping[tuple[str, int, int], str]) -> None:
-        """Count the tokens that were computed, and what the tensors held of which calls."""
+        """Add the number of tokens that were computed, and the digests of the calls among them."""
         self._forward += tokens
         self.seen.update(seen)
 
     def add(self, batch: TokenBatch, loss: float, metrics: Mapping[str, float]) -> None:
-        """Count a micro-batch: its tokens, its loss and the weighted sums its loss function reported."""
+        """Add a micro-batch: its tokens, its loss and the weighted sums that its loss function returned."""
         with torch.no_grad():
             gap = (batch.logprobs - batch.old_logprobs).abs()
             weight, entropy = torch.stack([batch.weights.sum(), (batch.weights * batch.entropy).sum()]).tolist()
@@ -121,12 +122,12 @@ class Tally:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_values(self, sums: Mapping[str, float]) -> None:
-        """Count some states that the critic valued, by the weighted sums of `value_loss`."""
+        """Add the states of a micro-batch that the critic valued, by the weighted sums of `value_loss`."""
         for name, value in sums.items():
             self._values[name] = self._values.get(name, 0.0) + value
 
     def merge(self, other: Tally) -> None:
-        """Add what another worker counted, of other rows of the same step."""
+        """Add the tally of other rows of the same step, such as another worker's."""
         self.parts += other.parts
         self.tree |= other.tree
         self.computed(other._forward, other.seen)
@@ -141,8 +142,8 @@ class Tally:
         self.add_values(other._values)
 
     def metrics(self) -> dict[str, float]:
-        """The step's numbers so far; weighted sums become weighted means. What nothing was measured of is absent: means where
-        nothing has weight, gaps where no logprob was compared."""
+        """Return the step's metrics so far, weighted sums as weighted means. A metric without measurements is absent: means if
+        no token has weight, gaps if no logprob was compared."""
         gaps = np.concatenate([np.zeros(0, np.float32), *self._gaps])
         means = {name: value / self._weight for name, value in self._sums.items()} if self._weight else {}
         return {
@@ -159,7 +160,7 @@ class Tally:
 
 
 def gap_metrics(gaps: npt.NDArray[np.floating]) -> dict[str, float]:
-    """By how much trainer and sampler differ, of the tokens that were compared (at least one)."""
+    """Return the metrics of the gaps |trainer - sampler| of the compared tokens, of which there is at least one."""
     most = quantile(gaps, 0.999)
     return {
         "max_logprob_gap": float(gaps.max()),

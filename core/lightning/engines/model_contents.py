@@ -1,7 +1,8 @@
-"""The tensors of a model folder beside those that are trained: which are carried over untouched, and how the others are stored.
+"""The tensors of a model folder: which are trained, which are carried over untouched, and how trained weights are stored.
 
-The invariant: what is trained has the folder's own names, shapes and FP8 blocks; where that cannot be done, it is said before
-anything is started. What `transformers` does not load (vision towers, MTP heads, old buffers) stays the folder's own.
+The invariant: trained weights are stored with the folder's own names, shapes and FP8 blocks; a folder where this is impossible
+is refused before anything is started. Tensors that `transformers` does not load (vision towers, MTP heads, old buffers) stay as
+they are in the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALE = "_scale_inv"
-"""What fine-grained FP8 puts behind a tensor's name for the scales of its blocks: a value is the stored one times its scale."""
+"""The suffix that fine-grained FP8 adds to a tensor's name for the scales of its blocks: value = stored value times scale."""
 _FP8_MAX = 448.0
 """The largest finite value of float8_e4m3fn (arXiv 2209.05433)."""
 _BITS = {"F32": 32, "F64": 64, "BF16": 16, "F16": 16}
@@ -33,15 +34,15 @@ UNTRAINABLE = "train the checkpoint in bfloat16 or float32, which publishers off
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A model folder's tensors, by name: those that training replaces, and those that it leaves alone. `fp8` says whether some
-    of the first are FP8."""
+    """The names of a model folder's tensors: `trained` are replaced by training, `carried` are not. `fp8` says whether some of
+    the trained ones are stored in FP8."""
 
     trained: tuple[str, ...]
     carried: tuple[str, ...]
     fp8: bool
 
     def remark(self) -> str:
-        """What may not be expected of such a folder, in words; empty when nothing is."""
+        """Return the limits of training this folder, in words for the user; empty if there are none."""
         said = []
         if self.carried:
             said.append(
@@ -56,11 +57,11 @@ class Contents:
 
 
 def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int | None = None) -> Contents:
-    """Compare what `transformers` makes of a folder, on the device `meta`, with the headers of its files; try these
-    adapters and this length of the policy server (`engines.loading`) on it.
+    """Compare a folder's model, loaded by `transformers` on the device `meta`, with the headers of the folder's files, and try
+    the adapters `lora` and the policy server's `max_model_len` (`engines.loading`) on it; None leaves out the adapters.
 
-    Raises `ConfigError` naming the first tensors for a layout that weights cannot be written back into, and for one that is
-    quantised in a way that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
+    Raises `ConfigError`, naming the first tensors, for a layout that weights cannot be written back into, and for a
+    quantisation that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
     """
     check_model_folder(folder)
     stored = folder_tensors(folder)
@@ -84,7 +85,8 @@ def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int
 
 
 def as_named(stored: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights by the folder's own names: GPT-2's checkpoints leave the trunk's prefix out, which `transformers` writes."""
+    """Return weights by the names in the folder: GPT-2's checkpoints lack the prefix of the trunk that `transformers`
+    writes."""
     known = set(stored)
     named = {}
     for name, value in weights.items():
@@ -94,10 +96,10 @@ def as_named(stored: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any
 
 
 def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The trained weights as the folder stores them: under its names, in `dtype`, or wider where it stores a tensor wider than
-    its others; in the blocks of its FP8 where it has them, together with their scales.
+    """Return the trained weights as the folder stores them: under its names and in `dtype`. A tensor that the folder stores
+    wider than its others keeps its dtype; a tensor in FP8 is put into the folder's blocks, together with their scales.
 
-    Raises `EngineError` for a name that the folder lacks; a tied output layer may be given and need not be there.
+    Raises `EngineError` for a name that the folder lacks, except that of a tied output layer, which is left out.
     """
     stored = folder_tensors(folder)
     main = min((_BITS[spec.dtype] for spec in stored.values() if spec.dtype in _BITS), default=0)
@@ -108,7 +110,7 @@ def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dt
             continue
         if spec is None:
             raise EngineError(
-                f"{name!r} was trained, and {folder} has no tensor of that name to be replaced: report it"
+                f"{name!r} was trained, but {folder} has no tensor of that name to replace: please report this"
             )
         if spec.dtype in FP8:
             scale = dict(tensors_of(folder, [name + SCALE]))[name + SCALE]
@@ -121,8 +123,8 @@ def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dt
 
 
 def in_blocks(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix (R, C) in FP8 and its blocks' scales (r, c), which are these wherever the block's values fit: so a weight that
-    did not change is stored as it was."""
+    """Return a matrix (R, C) in FP8 and the scales (r, c) of its blocks. A block keeps its old scale from `scale` if its values
+    fit, so that a weight that did not change is stored as before."""
     import torch
 
     rows, columns = scale.shape
@@ -134,19 +136,20 @@ def in_blocks(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def with_scales(trained: Iterable[str], stored: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """These names, and those of their scales."""
+    """Return the trained names, and the names of their scales that the folder stores."""
     return tuple(sorted(key for name in trained for key in (name, name + SCALE) if key == name or key in stored))
 
 
 def tied_heads(trained: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """An output layer that the folder stores although it is the embedding, by name, and the embedding that it is."""
+    """Return the output layer that the folder stores although it is tied to the embedding: its name, with the embedding's
+    name."""
     known = set(trained)
     embedding = next((name for name in sorted(known) if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
     return {name: embedding for name in stored if embedding and name not in known and name.endswith("lm_head.weight")}
 
 
 def tensors_of(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a folder, as they are stored."""
+    """Yield the named tensors of a folder as they are stored, each with its name."""
     from safetensors import safe_open
 
     wanted = set(names)
@@ -163,7 +166,7 @@ def _refuse_quantised(folder: Path) -> None:
 
 
 def _refuse_scales(folder: Path, stored: Mapping[str, TensorSpec]) -> None:
-    """Raise `ConfigError` where a matrix in FP8 has no scales for whole blocks: it could not be stored again."""
+    """Raise `ConfigError` for a matrix in FP8 without scales of whole blocks, because it could not be stored again."""
     for name, spec in stored.items():
         scale = stored.get(name + SCALE)
         if spec.dtype not in FP8 or (
@@ -185,7 +188,7 @@ def _some(names: list[str]) -> str:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """Names of tensors by their first words, with how many there are of each."""
+    """Return, for messages, the four most frequent two-part prefixes of the names, each with its count."""
     counts = Counter(".".join(name.split(".")[:2]) for name in names)
     shown = [f"{kind}.* ({count})" for kind, count in counts.most_common(4)]
     return ", ".join(shown) + (", ..." if len(counts) > len(shown) else "")

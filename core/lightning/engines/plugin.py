@@ -1,4 +1,4 @@
-"""The plugin that brings the torch engine; torch is imported when one is made."""
+"""The plugin that registers the torch engine; torch is imported only when an engine is made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
-    """`torch`."""
+    """Register the engine `torch`."""
     register("torch", torch_engine)
 
 
 def torch_engine(config: Config) -> TorchEngine:
-    """A `TorchEngine` by the `engine` section. Raises `MissingExtraError` when torch or transformers is not installed."""
+    """Make a `TorchEngine` by the `engine` section of a configuration. Raises `MissingExtraError` if torch or transformers is
+    not installed."""
     try:
-        import transformers  # noqa: F401 — a missing one must be named now, not in the middle of a run
+        import transformers  # noqa: F401 — if it is missing, say so now and not in the middle of a run
 
         from lightning.engines.loading import served_length
         from lightning.engines.torch.engine import TorchEngine

@@ -1,7 +1,7 @@
-"""What trains: the contract between the trainer's loop and whatever holds the weights.
+"""The interface of an engine, between the trainer's loop and the object that holds and trains the weights.
 
-The invariant: the loss and its gradient depend on rollouts and tokens, never on how they are cut into samples, ordered,
-split into micro-batches or spread over workers. Every normalisation is therefore already inside `Sample.weights`.
+The invariant: the loss and its gradient depend on rollouts and tokens, never on how these are cut into samples, ordered, split
+into micro-batches or spread over workers. Every normalisation is therefore already inside `Sample.weights`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lightning.losses.protocol import Loss
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW, and how many updates a step takes: one for each of `minibatches` parts of the rows, in each of `epochs` passes.
-    A critic has its own rate, `critic_lr`: where a step is given another rate than `lr`, the critic's changes in proportion."""
+    """The settings of AdamW, and of the updates in a step: one for each of `minibatches` parts of the rows, in each of `epochs`
+    passes. `critic_lr` is the critic's learning rate; a step with another rate than `lr` scales it in proportion."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -32,22 +32,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step reports. What was not measured is absent from `metrics`, and never 0: means of no tokens, the gaps where no
-    token has a sampler's logprob, `p999_logprob_gap` where too few have one, the norm and rate of an update that was not taken,
-    what is not finite.
+    """The report of one step. A metric without a measurement is absent from `metrics`, never 0: means of no tokens, gaps if no
+    token has a sampler's logprob, `p999_logprob_gap` if too few have one, norm and rate of an update that was not taken, and
+    values that are not finite.
 
-    Measured, there are at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens` (trained), `tokens_forward`
-    (computed), `tree` (1 where the rows were computed over their prefix tree, else 0), `max_logprob_gap`,
-    `mean_logprob_gap`, `p999_logprob_gap` (|trainer - sampler| before the first update, over unconstrained tokens that have a
-    sampler logprob, `tokens_compared`: at the most, in the mean, and `logprob_gap.quantile`), `updates` (taken), `stepped`
-    (0 when there was none and the weights were left alone) and `skipped_nonfinite` (updates that were left out because a loss
-    or gradient was not finite). They are of the first pass over the rows; `clip_fraction_last` is of the last. Where states
-    were valued:
-    `value_loss`, `value_mean`, `value_target`, `value_explained_variance` (`losses.value.value_metrics`) and
+    `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens` (trained), `tokens_forward` (computed),
+    `tree` (1 if the rows were computed over their prefix tree, else 0), `max_logprob_gap`, `mean_logprob_gap`,
+    `p999_logprob_gap` (the maximum, mean and `logprob_gap.quantile` of |trainer - sampler| before the first update, over the
+    `tokens_compared`: unconstrained tokens with a sampler's logprob), `updates` (taken), `stepped` (0 if no update was taken,
+    so that the weights did not change) and `skipped_nonfinite` (updates that were not taken because a loss or gradient was not
+    finite). These are of the first pass over the rows; `clip_fraction_last` is of the last pass. If a critic valued states,
+    also `value_loss`, `value_mean`, `value_target`, `value_explained_variance` (`losses.terms.value_metrics`) and
     `critic_grad_norm`.
 
-    `seen` maps each span to the SHA-256 (hex) of what was actually in the tensors the loss was computed on for that
-    span: the response ids as little-endian int32 followed by the sampler's logprobs as little-endian float32.
+    `seen` maps each span to the SHA-256 (hex) of the content of the tensors that the loss was computed on for this span: the
+    response ids as little-endian int32 followed by the sampler's logprobs as little-endian float32.
     """
 
     metrics: Mapping[str, float]
@@ -55,45 +54,46 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Holds the trained weights and their optimizer. Methods are synchronous and may take long: call them off the event
-    loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""
+    """The object that holds the trained weights and their optimizer. Methods are synchronous and may take long: call them
+    outside of the event loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""
 
     def open(
         self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
     ) -> None:
-        """Load a `transformers` causal LM folder and make a fresh optimizer; with `critic`, also a head that values states.
+        """Load a `transformers` causal LM folder and make a fresh optimizer; with `critic`, also a critic that values states.
 
-        The folder is also the reference model of losses that compare with one, unless `reference` is another's (a teacher's),
-        whose vocabulary is the same. It is given only where there is one.
+        `reference` is the folder of the reference model for losses that use one, such as a teacher with the same vocabulary.
+        None means that `model` itself, before training, is the reference model.
         """
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Current policy's logprobs, one array of length T per sample (index 0 is NaN: nothing precedes it)."""
+        """Return the current policy's logprobs, one array of length T for each sample. Index 0 is NaN: nothing precedes it."""
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """The critic's value of each call's state, one array of shape (spans,) per sample. Needs `open(critic=True)`."""
+        """Return the critic's value of each call's state, one array of shape (spans,) for each sample. Needs
+        `open(critic=True)`."""
 
     def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
-        """Take a step as `StepDriver` does: one update on the gradient of all samples, clipped, or several on parts of them,
-        all at the rate `lr` (none: the optimizer's).
+        """Take a step as `StepDriver` does: one update on the clipped gradient of all samples, or several updates on parts of
+        them, all at the learning rate `lr` (None: the optimizer's).
 
-        A `StepLoss` is prepared first, reference logprobs are computed where it asks for them, and spans with a
-        `value_weight` add the critic's loss.
+        Before each update a `StepLoss` is prepared, and reference logprobs are computed for a loss that needs them. Spans with
+        a `value_weight` add the critic's loss.
         """
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Add the gradient of these samples to what is there; no update. `stepped` is 0. Raises `NonFiniteError`, and forgets
-        the whole gradient, where a loss is not finite."""
+        """Add the gradient of these samples to the accumulated gradient, without an update; `stepped` is 0. If a loss is not
+        finite, discard the whole gradient and raise `NonFiniteError`."""
 
     def optim_step(self, lr: float | None = None) -> StepResult:
-        """Clip the gradient, update at this rate (none: the optimizer's), and forget it. Raises `EngineError` without a
-        gradient, `NonFiniteError` where it is not finite; the weights are then as before."""
+        """Clip the accumulated gradient, update the weights at the rate `lr` (None: the optimizer's), and discard the gradient.
+        Raises `EngineError` without a gradient and `NonFiniteError` if it is not finite; the weights are then as before."""
 
     def save(self, folder: Path) -> None:
         """Write the whole training state (weights, optimizer, random state) atomically; no pickle."""
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; the next step is bit for bit the one that would have followed."""
+        """Restore the training state that `save` wrote. The next step is bit for bit the step that would have followed then."""
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load (config, tokenizer, safetensors) and return it."""
@@ -102,48 +102,50 @@ class Engine(Protocol):
         """Write the current full weights (Hugging Face names, LoRA merged) as one safetensors file, atomically."""
 
     def close(self) -> None:
-        """Free what the engine holds. Idempotent."""
+        """Free the engine's memory and processes. Further calls do nothing."""
 
 
 @runtime_checkable
 class WritesAdapters(Protocol):
-    """An engine that trains adapters can write these alone, for a policy server that merges them itself."""
+    """An engine that can write its adapters alone, for a policy server that merges them itself."""
 
     def adapters(self, file: Path) -> Path | None:
-        """Write the adapters as one safetensors file, atomically; None where only whole weights will do."""
+        """Write the adapters as one safetensors file, atomically, and return it; None if only whole weights can be written."""
 
 
 @runtime_checkable
 class SendsWeights(Protocol):
-    """An engine whose weights are in another process than the trainer's, which may be on another machine."""
+    """An engine whose weights are in another process than the trainer's, perhaps on another machine."""
 
     def sender(self) -> object:
-        """The process that writes the files of `weights`, as one that sends them, for what plugins register with
-        `register_weight_transfers`. The engine need not be open yet."""
+        """Return a handle of the process that writes the files of `weights`, for the weight transfers that plugins register
+        with `register_weight_transfers`. The engine need not be open yet."""
 
 
 @runtime_checkable
 class ChecksModel(Protocol):
-    """An engine that can say, before anything is started, whether it can train a model folder."""
+    """An engine that can check, before anything is started, whether it can train a model folder."""
 
     def check(self, model: Path) -> str:
-        """What of the folder may not be expected, in words, such as tensors that are not trained; empty when nothing is.
+        """Return the limits of training this folder, in words, such as tensors that are not trained; empty if there are none.
 
-        Reads names and shapes only. Raises `ConfigError` or `EngineError` naming what cannot be trained, and the cure.
+        Reads names and shapes only. Raises `ConfigError` or `EngineError` if the folder cannot be trained, naming why and the
+        cure.
         """
 
 
 @runtime_checkable
 class ChecksTeacher(Protocol):
-    """An engine that can say, before anything is started, whether a teacher can be its reference model."""
+    """An engine that can check, before anything is started, whether a teacher can be its reference model."""
 
     def check_teacher(self, teacher: Path) -> None:
-        """Raises `ConfigError` or `EngineError` naming why it cannot. Of the folder, names and shapes are read only."""
+        """Raise `ConfigError` or `EngineError`, naming the reason, if the teacher's folder cannot be the reference model. Reads
+        names and shapes only."""
 
 
 @runtime_checkable
 class RevivesWorkers(Protocol):
-    """An engine whose lost workers go on from a checkpoint of the last step: one is written after each step, unless
-    `trainer.checkpoint_every` says otherwise."""
+    """An engine that replaces lost workers by new ones, which go on from the checkpoint of the last step. So a checkpoint is
+    written after each step, unless `trainer.checkpoint_every` says otherwise."""
 
     revives_workers: Literal[True]

@@ -1,8 +1,8 @@
-"""Rows before they are tensors: whether they can be trained on, how they are cut, which are computed together, and what is
-asked of them: the tokens whose loss, and the states whose value is wanted.
+"""Preparation of rows before they become tensors: checks, cutting, grouping into micro-batches, and the lists of tokens with a
+loss and of states with a value.
 
-The invariant: nothing here changes what a token is predicted from, nor its share of the loss; and every wanted token and every
-valued state of every row is exactly one entry, in whatever order.
+The invariant: nothing here changes the tokens that a token is predicted from, nor its share of the loss; and every wanted token
+and every valued state of every row is exactly one entry of the lists, in any order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning.errors import DataError
 
 
 def by_call(sample: Sample) -> list[Sample]:
-    """A row cut into one for each of its calls, with weight on that call's response only."""
+    """Cut a row into one row for each of its calls, which ends with the call and has weight on its response only."""
     parts = []
     for span in sample.spans:
         weights = np.zeros(span.stop, np.float32)
@@ -29,28 +29,30 @@ def by_call(sample: Sample) -> list[Sample]:
 
 
 def cut(sample: Sample, length: int) -> Sample:
-    """The beginning of a row, when what follows cannot influence what is wanted. Its calls stay all that they were."""
+    """Return the first `length` tokens of a row, for use if later tokens cannot influence the result. The spans stay unchanged,
+    also those behind the cut."""
     names = ("ids", "weights", "advantages", "logprobs", "versions", "reference", "begun", "prepared")
     arrays = {name: getattr(sample, name) for name in names}
     return replace(sample, **{name: array[:length] for name, array in arrays.items() if array is not None})
 
 
 def is_trained(sample: Sample) -> bool:
-    """Whether a row has a share of the loss, or of the critic's."""
+    """Whether a row has a share of the policy's or the critic's loss."""
     return bool(sample.weights.any()) or any(span.value_weight != 0.0 for span in sample.spans)
 
 
 def trained_length(sample: Sample) -> int:
-    """Tokens of a row up to its last trained one; what follows cannot influence the loss."""
+    """Return the length of a row up to the end of its last trained token or span; later tokens cannot influence the loss."""
     trained = np.flatnonzero(sample.weights)
     stop = max((span.stop for span in sample.spans), default=0)
     return max(int(trained[-1]) + 1 if len(trained) else 0, stop)
 
 
 def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group rows of similar length so that rows times longest row stays within `budget` tokens (one row always fits).
+    """Group rows of similar length into micro-batches, as lists of indices, so that the number of rows times the longest row is
+    at most `budget` tokens. A longer row makes a group of its own.
 
-    Longest first: a shortage of memory shows at once. The order depends on the lengths alone.
+    The longest rows come first, so that a shortage of memory shows at once. The order depends on the lengths alone.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
     batches: list[list[int]] = []
@@ -63,7 +65,7 @@ def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def check(sample: Sample, vocab_size: int) -> None:
-    """Refuse a row that cannot be computed on: raises `DataError` naming its rollout, attempt and call."""
+    """Raise `DataError`, naming rollout, attempt and call, if the engine cannot train on a row."""
     size = len(sample.ids)
     trained = sample.weights != 0
     problem = ""
@@ -98,13 +100,14 @@ def _can_be_valued(span: TokenSpan) -> bool:
 
 
 def _first_call(sample: Sample, place: int) -> str:
-    """The earliest call of a row that has the token at `place` in its prompt or response, for messages."""
+    """Return, for messages, the earliest call of a row that has the token at `place` in its prompt or response; "" if none
+    has."""
     span = min((span for span in sample.spans if place < span.stop), key=lambda span: span.stop, default=None)
     return f", first in call {span.seq}," if span else ""
 
 
 def name(sample: Sample) -> str:
-    """The calls of a row, for messages."""
+    """Return the first call of a row, with the number of its other calls, for messages."""
     spans = [f"rollout {span.rollout} attempt {span.attempt} call {span.seq}" for span in sample.spans]
     return spans[0] + (f" and {len(spans) - 1} more" if len(spans) > 1 else "") if spans else "no call"
 
@@ -117,8 +120,9 @@ Numbers = npt.NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """N wanted tokens: `rows` and `columns` say which token of which row each is. It is predicted from the hidden state at
-    `columns - 1`. `temperatures` is None when all are 1."""
+    """N wanted tokens of some rows, as arrays of shape (N,). Token i stands at index `columns[i]` of row `rows[i]`; the hidden
+    state at `columns[i] - 1` predicts it. `temperatures` is None if all are 1; `reference`, `begun` and `prepared` are None if
+    the rows lack them."""
 
     rows: Ints
     columns: Ints
@@ -138,7 +142,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """M states to value: the hidden state at `columns` of `rows` stands for the prompt of a call that has the target."""
+    """M states to value, as arrays of shape (M,). The hidden state at index `columns[i]` of row `rows[i]` is the state of a
+    call's prompt, whose value should be `targets[i]`."""
 
     rows: Ints
     columns: Ints
@@ -150,12 +155,12 @@ class States:
 
 
 def trained_tokens(samples: Sequence[Sample]) -> Tokens:
-    """The tokens with a weight, in the order of the rows and of the tokens in each."""
+    """Return the tokens with a weight, in the order of the rows and of the tokens in each."""
     return wanted_tokens(samples, [np.flatnonzero(sample.weights) for sample in samples])
 
 
 def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
-    """Some tokens of each row, in the order of the rows and of the tokens in each."""
+    """Return the tokens at these `columns` of each row, in the order of the rows and of the columns."""
 
     def collect(name: str, kind: type[np.generic]) -> npt.NDArray[Any]:
         values = [getattr(sample, name)[own] for sample, own in zip(samples, columns, strict=True)]
@@ -186,7 +191,7 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
 
 
 def states_of(samples: Sequence[Sample], *, every: bool) -> States:
-    """The states before each span that has a share of the value loss, or before `every` span."""
+    """Return the states before the spans: before `every` span, or only before spans with a share of the value loss."""
     spans = [
         (row, span) for row, sample in enumerate(samples) for span in sample.spans if every or span.value_weight != 0.0
     ]
@@ -202,12 +207,12 @@ Entries = TypeVar("Entries", Tokens, States)
 
 
 def reordered(entries: Entries, order: Ints) -> Entries:
-    """The entries in another order, or some of them."""
+    """Return the entries at the indices `order`: all in another order, or some of them."""
     values = {item.name: getattr(entries, item.name) for item in fields(entries)}
     return replace(entries, **{name: value[order] for name, value in values.items() if value is not None})
 
 
 def row_order(entries: Tokens | States) -> Ints:
-    """The order in which entries come by rows, and by tokens in each."""
+    """Return the indices that sort entries by row, and by column within a row."""
     order: Ints = np.lexsort((entries.columns, entries.rows))
     return order

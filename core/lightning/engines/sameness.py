@@ -1,9 +1,9 @@
-"""What every token of a model is tried for when it is loaded: its logprob depends on the tokens before it, and on nothing else.
+"""The test of a model at loading that a token's logprob depends on the tokens before it, and on nothing else.
 
-The invariant: a model that passes computes the same hidden states of a row in the mode of gradients as in that of evaluation,
-alone as beside a longer row that ends at the last place of the context, before as after other rows, and with the attention of
-`transformers`' own reference code (`eager`). Attention that differs from it is replaced by it; everything else is refused by
-the layer's name. The tokens are always the same, and all random states are left as they were.
+The invariant: a model that passes computes the same hidden states of a row in the mode of gradients and in that of evaluation;
+alone and beside a longer row that ends at the last position of the context; before and after other rows; and with the attention
+of `transformers`' reference code (`eager`). Attention that differs is replaced by `eager`; any other difference is refused,
+naming the layer. The test's tokens are always the same, and it leaves all random states as they were.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from lightning.errors import EngineError
 logger = logging.getLogger(__name__)
 
 ROUNDING = {torch.float64: 2e-4, torch.float32: 2e-4, torch.bfloat16: 0.1}
-"""By what a model computes in, how far rounding may move a hidden state, relative to its norm. float64 is no better than
-float32: most norms round to that inside. Measured on 30 layers: 1e-5 in float32, 0.02 in bfloat16."""
+"""By a model's dtype, the largest difference of a hidden state, relative to its norm, that counts as rounding. float64 has the
+bound of float32, since most norms compute in that inside. Measured on 30 layers: 1e-5 in float32, 0.02 in bfloat16."""
 CONTROL_SHARE = 0.25
-"""How much of what another context token changes a difference may be, at the most. Something that is wrong lets a token see one
-token more or fewer, or at another place, so it changes as much as that."""
+"""The largest allowed difference as a share of the change that another token in the context makes (the control). A fault lets a
+token see one token more or fewer, or at another place, so it changes about as much as the control."""
 SHORT, LONG = 8, 12
-"""Tokens of the row that is compared, and of the one beside it, where nothing happens at an edge."""
+"""The lengths in tokens of the compared row and of the longer row beside it, for a model without `EDGES`."""
 EDGES = ("chunk_size", "mamba_chunk_size")
-"""What configurations call the tokens after which a state is handed on; both rows get longer by this, where it is not more
-than `MOST`."""
+"""Names in configurations for the number of tokens after which a layer hands on a state (a chunk). The compared rows are made
+longer by it if it is at most `MOST`."""
 MOST = 512
 TRIES = 16
-"""With random numbers in use, so often is a row computed: a layer may be skipped once in ten times."""
+"""How often a row is computed if layers draw random numbers, since a layer may be skipped in one of ten passes only."""
 
 Computing = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Ids (B, T), and their positions (B, T) where they are not 0 to T - 1, to hidden states or logits (B, T, H)."""
+"""A function from ids (B, T) and positions (B, T), None for 0 to T - 1, to hidden states or logits (B, T, H)."""
 
 
 def moved(states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """(T,) how far each state is from the original one, relative to that one's norm."""
+    """Return the distance of each state from its original, relative to the original's norm, shape (T,)."""
     away, size = ((of.double().square().sum(-1)).sqrt() for of in (states - original, original))
     return away / size
 
@@ -53,8 +53,8 @@ def moved(states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 def refuse_dependence(
     model: nn.Module, compute: Computing, *, dtype: torch.dtype, vocab_size: int, context: int | None, folder: object
 ) -> None:
-    """Try a model that computes in `dtype`, in its mode of gradients afterwards; `context` is how many places vLLM serves,
-    None where nobody knows. Raises `EngineError` naming the layer that breaks the invariant, and the cure."""
+    """Test a model that computes in `dtype`, and leave it in the mode of gradients. `context` is the number of positions that
+    vLLM serves, None if unknown. Raises `EngineError` naming the layer that breaks the invariant, and the cure."""
     base = unwrapped(model)
     device = base.get_input_embeddings().weight.device
     config = base.config.get_text_config()
@@ -75,8 +75,8 @@ def refuse_dependence(
 
 
 def _last_places(base: Any, context: int | None, long: int) -> torch.Tensor | None:
-    """Positions (3, long) of rows from the first place on, but of the second one up to the context's last one; None where the
-    model does not take positions, or nobody knows how many it has."""
+    """Return the positions (3, long) of three rows: from 0 on, but those of the second row end at the context's last position.
+    None if the model does not take positions, or the length of its context is unknown or too short."""
     config, trunk = base.config.get_text_config(), base.get_decoder() or base
     known = context or getattr(config, "max_position_embeddings", None)
     if not isinstance(known, int) or known < long or "position_ids" not in inspect.signature(trunk.forward).parameters:
@@ -86,14 +86,14 @@ def _last_places(base: Any, context: int | None, long: int) -> torch.Tensor | No
 
 
 def _seeded(seed: int) -> list[object]:
-    """Seed all that layers draw from, and return its state."""
+    """Seed the random generators that layers may draw from, and return their states."""
     torch.manual_seed(seed)
     random.seed(seed)
     return _drawn_from()
 
 
 def _drawn_from() -> list[object]:
-    """The states of all random numbers that layers may draw."""
+    """Return the states of all random generators that layers may draw from."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return [random.getstate(), *(state.tolist() for state in (torch.get_rng_state(), *cuda))]
 
@@ -113,39 +113,39 @@ class _Trial:
     model: nn.Module
     compute: Computing
     ids: torch.Tensor
-    """(1, long + 1); the last one stands in for another in the control."""
+    """The test's token ids, shape (1, long + 1). The last one replaces a token of the row in the control."""
     short: int
-    """Tokens of the row that is compared."""
+    """The number of tokens of the compared row."""
     places: torch.Tensor | None
     dtype: torch.dtype
     what: str
     row: torch.Tensor = field(init=False)
-    """States (short, H) of the row by itself."""
+    """The states (short, H) of the row computed alone."""
     between: torch.Tensor = field(init=False)
-    """The same of it above longer ones."""
+    """The states (short, H) of the row computed in one batch with longer rows."""
     control: float = field(default=0.0, init=False)
-    """How far another token in the row moves the states behind it."""
+    """The relative change of later states when another token stands in the row."""
 
     def alone(self) -> torch.Tensor:
         return self.compute(self.ids[:, : self.short], None)[0]
 
     def beside(self) -> torch.Tensor:
-        """States (3, long, H) of the row, padded with zeros as the engine's micro-batches are, of a longer one at the last
-        places, and of the control: the row with another token."""
+        """Return the states (3, long, H) of three rows in one batch: the row, padded with zeros as in the engine's
+        micro-batches; a longer row at the last positions; and the control, the row with another token."""
         rows = torch.cat([self.ids[:, :-1], self.ids[:, 1:].flip(1), self.ids[:, :-1]])
         rows[0, self.short :] = 0
         rows[2, 1] = self.ids[0, -1]
         return self.compute(rows, self.places)
 
     def off(self, states: torch.Tensor, share: float = 1.0) -> float:
-        """How far the last states are from the row's, in the median: a router that rounding tips over moves few. 0: not further
-        than this `share` of what rounding explains."""
+        """Return the median relative distance of the last states from the row's, or 0 if it is at most this `share` of what
+        rounding explains. It is the median because rounding may make a router choose other experts for a few tokens."""
         away = float(moved(states, self.row)[-SHORT:].median())
         return 0.0 if away <= share * min(ROUNDING[self.dtype], CONTROL_SHARE * self.control) else away
 
     def attention(self) -> None:
-        """Compute the row, and take `eager` where the attention in use leaves something out, as `sdpa` does with a cap of the
-        scores."""
+        """Compute the row, and switch the model to `eager` attention if `sdpa` leaves something out, such as a cap of the
+        scores, or gives other states."""
         config = unwrapped(self.model).config.get_text_config()
         used = config._attn_implementation  # noqa: SLF001 — transformers has no other name for it
         self.row = self.alone()
@@ -166,14 +166,14 @@ class _Trial:
             self._above()
 
     def _above(self) -> None:
-        """Compute the row above others, and the control."""
+        """Compute the row in one batch with longer rows, and the control."""
         found = self.beside()
         self.between = found[0, : self.short]
         self.control = float(moved(found[2, : self.short], self.between)[2:].mean())
 
     def neighbours(self) -> bool:
-        """Raises where a row depends on those beside it, or on rows before it; returns whether it is the same to the last bit
-        when it is computed again."""
+        """Raise `EngineError` if a row depends on other rows in its batch or on rows computed before. Return whether computing
+        the row again gives the same states bit for bit."""
         if away := self.off(self.between):
             raise EngineError(
                 f"{self.what} gives a row other hidden states beside a longer row than alone (by {away:.1e} of their norm), "
@@ -190,7 +190,8 @@ class _Trial:
         return torch.equal(again, self.row)
 
     def noise(self, *, repeats: bool) -> None:
-        """Raises where a row depends on chance, or on the mode. Of one that `repeats` rounding explains next to nothing."""
+        """Raise `EngineError` if a row depends on random numbers or on the mode of the model. If computing again `repeats` bit
+        for bit, almost no difference counts as rounding."""
         for seed in range(TRIES):
             before = _seeded(seed)
             away = self.off(self.alone(), 0.01 if repeats else 1.0)
@@ -215,7 +216,8 @@ class _Trial:
             gradient_mode(self.model)
 
     def _first(self, one: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor]) -> str:
-        """The first layer, in the order of computing, whose output for the row differs between two ways to compute it."""
+        """Return the name of the first layer, in the order of computing, whose output for the row differs between two ways of
+        computing it."""
         found = [self._outputs(way) for way in (one, other)]
         for name, states in found[0].items():
             others = found[1].get(name)
@@ -226,7 +228,7 @@ class _Trial:
         return "a place that has no module of its own"
 
     def _outputs(self, way: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What each module gives of the row, by its name and class, in the order of computing."""
+        """Return the output of each module for the row, by the module's name and class, in the order of computing."""
         found: dict[str, torch.Tensor] = {}
 
         def keep(name: str) -> Callable[..., None]:

@@ -1,14 +1,14 @@
-"""What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, mini-batches and
-epochs, updates that are not finite, memory that runs out, and what a step reports.
+"""The part of a step that all engines share: preparing a loss, mini-batches and epochs, skipping updates that are not finite,
+errors for a lack of memory, and the step's report.
 
-The invariant: `prepare` is called once for an update and sees every trained token of it, in the order of the rows and of the
-tokens in each, whatever computes them and however often memory ran out. Which rows an update is taken on depends on the
-seed, the number of steps before and the rows alone, so a step that is taken again takes the same updates. An update that is
-not finite is skipped, counted and said, a bounded number of times in a row; it leaves weights, moments and schedule as they
-were, so the same rows on the same weights are skipped again when a run is resumed.
+The invariant: a loss's `prepare` is called once for an update with every trained token of it, in the order of the rows and of
+the tokens in each, whichever engine computes them and however often memory ran out. The rows of an update depend on the seed,
+the number of steps before and the step's rows alone, so a repeated step takes the same updates. An update that is not finite is
+skipped, counted and logged, a bounded number of times in a row; weights, moments and schedule stay as they were, so a resumed
+run skips the same rows on the same weights again.
 
-A shortage of memory is told from every other failure, wherever in torch or below it memory ran out; and where no smaller
-micro-batch would help it becomes an `EngineError` that says what would.
+A lack of memory is distinguished from other failures, wherever in torch or below it occurs. If smaller micro-batches would not
+help, it becomes an `EngineError` that says what would.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from lightning.losses.protocol import (
 )
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What errors say when memory runs out outside torch's CUDA allocator: in the driver, in a library, on a CPU."""
+"""Parts of error messages when memory runs out outside of torch's CUDA allocator: in the driver, in a library, on a CPU."""
 
 MORE_ROOM = (
     "leave the engine more of the device (a lower policy_server.gpu_memory_utilization, where vLLM is on it), or begin a run "
     "that needs less: LoRA adapters (engine.lora), engine = verl on several GPUs, a smaller model"
 )
-"""What helps where weights, gradients and moments by themselves are too much."""
+"""The cure if weights, gradients and moments alone need too much memory."""
 SMALLER_ROWS = "begin a new run with LoRA adapters (engine.lora) or shorter calls (policy_server.max_model_len)"
-"""What helps where a single row is."""
+"""The cure if a single row needs too much memory."""
 
 
 def ran_out(error: BaseException) -> bool:
@@ -58,7 +58,8 @@ def ran_out(error: BaseException) -> bool:
 
 @contextmanager
 def needing_room(doing: str, cures: str = MORE_ROOM) -> Iterator[None]:
-    """A shortage of memory inside the block becomes an `EngineError` that says what was being done and what helps."""
+    """Turn an error for lack of memory inside the block into an `EngineError` that says what was being done (`doing`) and what
+    helps (`cures`)."""
     try:
         yield
     except RuntimeError as error:
@@ -71,14 +72,15 @@ CURES = "lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.
 
 
 class NonFiniteError(EngineError):
-    """An update cannot be taken: what is not finite, and where."""
+    """An update cannot be taken because a number is not finite; the message says which and where."""
 
 
 logger = logging.getLogger(__name__)
 
 
 def is_prepared(loss: Loss) -> bool:
-    """Whether a loss wants to know something of a step's tokens before the gradient pass."""
+    """Whether a loss needs numbers of an update's tokens before the gradient pass: its own `prepare`'s or reference
+    logprobs."""
     return isinstance(loss, StepLoss) or needs_reference(loss)
 
 
@@ -89,8 +91,8 @@ def prepared(
     current: Callable[[], Numbers],
     reference: Callable[[], Numbers],
 ) -> list[Sample]:
-    """The rows with what the loss wants to know of their trained tokens (N,), which are in the order of the rows; `current` and
-    `reference` read these tokens' logprobs, where they are wanted."""
+    """Return the rows with the numbers that the loss needs of their trained `tokens` (N,), which are in the order of the rows.
+    `current` and `reference` compute these tokens' logprobs (N,) and are called only if the loss needs them."""
     first = reference() if needs_reference(loss) else None
     numbers: Numbers | None = None
     if isinstance(loss, StepLoss) and len(tokens):
@@ -99,28 +101,30 @@ def prepared(
 
 
 class Computer(Protocol):
-    """What a step driver needs of an engine: the numbers before a step, the gradient of some rows, and an update on it."""
+    """The operations of an engine that a step driver calls: preparing rows, computing their gradient, and updating the
+    weights."""
 
     def prepare(self, samples: Sequence[Sample], loss: Loss) -> Sequence[Sample]:
-        """The rows with what the loss wants to know of their tokens (`prepared`)."""
+        """Return the rows with the numbers that the loss needs of their tokens before the gradient pass (`prepared`)."""
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
-        """Add the gradient of these rows. Raises `NonFiniteError` where a loss is not finite; nothing of it is left then."""
+        """Add the gradient of these rows to the accumulated gradient. If a loss is not finite, discard the whole gradient and
+        raise `NonFiniteError`."""
 
     def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
-        """Clip the gradient, update at these rates, and forget it; returns its norms as they were. Raises `NonFiniteError`
-        where one is not finite; weights and moments are then as before."""
+        """Clip the gradient, update at these learning rates, discard the gradient, and return its norms before clipping. Raises
+        `NonFiniteError` if a norm is not finite; weights and moments are then as before."""
 
 
 class StepDriver:
-    """Takes the steps of an engine. `steps` is how many were taken, those that changed nothing not counted."""
+    """The object that takes an engine's steps. `steps` is the number of steps so far that changed the weights."""
 
     def __init__(self, max_nonfinite_steps: int) -> None:
         self._most_nonfinite, self._nonfinite = max_nonfinite_steps, 0
-        """How many updates may be left out in a row, and how many were since the last one that was taken."""
+        """How many updates may be skipped in a row, and how many were skipped since the last one that was taken."""
         self._config, self._seed = OptimizerConfig(), 0
         self._pending: _Updates | None = None
-        """What the gradient at hand is of, where it was made by `forward_backward`."""
+        """The report so far of the accumulated gradient, if `forward_backward` made it; else None."""
         self.steps = 0
 
     def begin(self, config: OptimizerConfig, seed: int) -> None:
@@ -128,12 +132,13 @@ class StepDriver:
         self._config, self._seed, self.steps, self._pending = config, seed, 0, None
 
     def dropped(self) -> None:
-        """The gradient at hand is gone."""
+        """Note that the accumulated gradient was discarded, so that `optim_step` refuses."""
         self._pending = None
 
     def step(self, computer: Computer, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
-        """A step on these rows: `epochs` passes, in each of which every one of `minibatches` parts gets an update at the rate
-        `lr`. Without any weight there is none (`stepped` is 0); one that is not finite is left out (`skipped_nonfinite`).
+        """Take a step on these rows: `epochs` passes, each with an update for every one of `minibatches` parts, at the learning
+        rate `lr` (None: the optimizer's). Rows without any weight give no update (`stepped` is 0), and an update that is not
+        finite is skipped (`skipped_nonfinite`).
 
         Raises `EngineError` when more than `max_nonfinite_steps` updates in a row are not finite.
         """
@@ -146,14 +151,14 @@ class StepDriver:
             if trained:
                 self._take(computer, trained, loss, made)
         except BaseException:
-            self._nonfinite = before  # the step may be taken again, as when workers died of it
+            self._nonfinite = before  # the step may be repeated, for example after workers died
             raise
         self.steps += bool(made.taken)
         return made.result()
 
     def forward_backward(self, computer: Computer, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Add the gradient of these rows, for an update by `optim_step`; returns what all rows since the last update were.
-        Raises what `Computer.accumulate` raises; no gradient is left then."""
+        """Add the gradient of these rows, for an update by `optim_step`, and return the report of all rows since the last
+        update. Raises the errors of `Computer.accumulate`; then no gradient is left."""
         made = self._pending or _Updates(0.0, parts_add_up=True)
         self._pending = None
         trained = [sample for sample in samples if is_trained(sample)]
@@ -163,7 +168,8 @@ class StepDriver:
         return made.result()
 
     def optim_step(self, computer: Computer, lr: float | None = None) -> StepResult:
-        """Update on the gradient at hand, at this rate. Raises `EngineError` without a gradient."""
+        """Update the weights on the accumulated gradient at the rate `lr` (None: the optimizer's). Raises `EngineError` without
+        a gradient."""
         if self._pending is None:
             raise EngineError("there is no gradient to update on: call forward_backward() with trained rows first")
         self._pending = None
@@ -173,7 +179,7 @@ class StepDriver:
         return made.result()
 
     def _rates(self, made: _Updates) -> tuple[float, float]:
-        """The policy's and the critic's."""
+        """Return the learning rates of the policy and of the critic."""
         return made.lr, made.lr * self._config.critic_lr / self._config.lr
 
     def _take(self, computer: Computer, trained: Sequence[Sample], loss: Loss, made: _Updates) -> None:
@@ -198,7 +204,7 @@ class StepDriver:
             self._nonfinite = 0
 
     def _skipped(self, error: NonFiniteError) -> None:
-        """An update was left out. Raises `EngineError` where it is one too many in a row."""
+        """Count and log a skipped update. Raises `EngineError` if too many in a row were skipped."""
         self._nonfinite += 1
         if self._nonfinite > self._most_nonfinite:
             raise EngineError(
@@ -221,7 +227,7 @@ def _ordinal(number: int) -> str:
 
 
 class _Present:
-    """Asks for the current logprobs, as a loss that prepares may."""
+    """Not a real loss: its `prepare` returns the current logprobs, so that an engine's `prepare` computes them."""
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
         return step.logprobs
@@ -231,23 +237,24 @@ class _Present:
 
 
 def _begun(computer: Computer, samples: Sequence[Sample]) -> Sequence[Sample]:
-    """The rows with the policy's own logprobs before the first update, where the sampler gave none for some trained token: to
-    these the ratio of later updates is, which nothing would bound otherwise."""
+    """Return the rows with the policy's own logprobs before the first update (`Sample.begun`), if the sampler gave none for
+    some trained token. The ratio of later updates is taken against these; without them nothing would bound it."""
     if not any(np.isnan(sample.logprobs[sample.weights != 0]).any() for sample in samples):
         return samples
     try:
         found = computer.prepare(samples, _Present())
     except NonFiniteError:
-        return samples  # each update says it, and is counted
+        return samples  # each update reports and counts this itself
     return [replace(sample, begun=sample.prepared, prepared=None) for sample in found]
 
 
 def minibatches(samples: Sequence[Sample], count: int, seed: tuple[int, ...]) -> list[list[Sample]]:
-    """The rows in at most `count` parts, dealt by the seed; in a part they keep their order, so shared prefixes stay together.
+    """Return the rows in at most `count` parts, dealt out at random by the seed. A part keeps the rows' order, so that rows
+    with a common prefix stay together.
 
-    Each part's weights are scaled to the sum that all rows have, and so are those of its states: an update on a part is a mean
-    over it as one on all rows is a mean over all. The expected gradient of a part is then that of all rows where parts weigh
-    alike.
+    The weights of each part's tokens, and those of its states, are scaled to the sum over all rows. So an update on a part is a
+    mean over the part, as an update on all rows is a mean over all. If the parts' weights have equal sums, a part's expected
+    gradient is that of all rows.
     """
     if count == 1 or len(samples) == 1:
         return [[*samples]]
@@ -264,7 +271,7 @@ def minibatches(samples: Sequence[Sample], count: int, seed: tuple[int, ...]) ->
 
 
 def _sums(samples: Sequence[Sample]) -> tuple[float, float]:
-    """All weights of tokens, and of states."""
+    """Return the sums of the absolute weights of all tokens, and of all states."""
     tokens = sum(float(np.abs(sample.weights).sum(dtype=np.float64)) for sample in samples)
     return tokens, sum(abs(span.value_weight) for sample in samples for span in sample.spans)
 
@@ -275,8 +282,8 @@ def _scaled(sample: Sample, tokens: float, states: float) -> Sample:
 
 
 class _Updates:
-    """What a step reports, added up over its updates. The losses of parts add up to that of all rows (`parts_add_up`), or each
-    is a mean as that is."""
+    """The report of a step, added up over its updates at the rate `lr`. With `parts_add_up` the losses of the parts add up to
+    that of all rows; otherwise each is a mean, and so their mean is reported."""
 
     def __init__(self, lr: float, *, parts_add_up: bool = False) -> None:
         self.lr, self._add_up = lr, parts_add_up
@@ -287,19 +294,20 @@ class _Updates:
         self.parts = self.taken = self._skipped = 0
 
     def add(self, tally: Tally, norms: dict[str, float] | None, *, first: bool) -> None:
-        """An update that was taken, or whose rows had no weight (`norms` None)."""
+        """Add an update that was taken, with its gradient's norms, or one whose rows had no weight (`norms` None). `first` says
+        whether it belongs to the first pass over the rows."""
         self._count(tally, first=first)
         if norms is not None:
             self._norms.append(norms)
             self.taken += 1
 
     def skip(self, tally: Tally, *, first: bool) -> None:
-        """One that was not; `tally` is of what had been computed, if all rows were."""
+        """Add an update that was skipped; `tally` is empty unless the gradient of all its rows was computed."""
         self._count(tally, first=first)
         self._skipped += 1
 
     def passed(self) -> None:
-        """A pass over the rows has ended."""
+        """End a pass over the rows: note the mean `clip_fraction` of its updates."""
         self._last = {"clip_fraction_last": float(np.mean(self._clipped))} if self._clipped else {}
         self._clipped = []
 
@@ -316,8 +324,8 @@ class _Updates:
             self._tally, self.parts = merged, self.parts + 1
 
     def result(self) -> StepResult:
-        """The metrics are those of the first pass; how far trainer and sampler are apart is known before the first update. Of
-        what is not finite, and of updates where none was taken, nothing is known."""
+        """Return the step's report: the metrics of the first pass, and the gaps of trainer and sampler before the first update.
+        If an update was skipped, metrics that are not finite are left out; norms and rate are absent if none was taken."""
         found = self._tally.metrics()
         if not self._add_up:
             before = (self._first or Tally()).metrics()
@@ -341,9 +349,11 @@ class _Updates:
 def _numbers_of(
     loss: StepLoss, samples: Sequence[Sample], tokens: Tokens, logprobs: Numbers, reference: Numbers | None
 ) -> Numbers:
-    """What a loss says of each trained token (N,), in the order of the rows; `tokens`, `logprobs` and `reference` are so.
+    """Call a loss's `prepare` and return its number for each trained token (N,). `tokens`, `logprobs`, `reference` and the
+    result are in the order of the rows.
 
-    Raises `EngineError`, naming the loss, when that is not one number for each, and `NonFiniteError` when one is not finite.
+    Raises `EngineError`, naming the loss, if it does not give one number for each token, and `NonFiniteError` if one is not
+    finite.
     """
     missing, began = np.isnan(tokens.sampled), logprobs if tokens.begun is None else tokens.begun
     calls, spans = _calls_of(samples, tokens)
@@ -376,7 +386,8 @@ def _numbers_of(
 def _with_numbers(
     samples: Sequence[Sample], tokens: Tokens, reference: Numbers | None, prepared: Numbers | None
 ) -> list[Sample]:
-    """The rows with what is known of their trained tokens (N,), in the order of the rows; NaN stands for all others."""
+    """Return the rows with `reference` and `prepared` set from arrays (N,) over their trained tokens, which are in the order of
+    the rows; other tokens get NaN. None leaves a field unset."""
     starts = np.searchsorted(tokens.rows, np.arange(len(samples) + 1)).tolist()
 
     def spread(numbers: Numbers | None, row: int) -> Numbers | None:
@@ -394,7 +405,8 @@ def _with_numbers(
 
 
 def _calls_of(samples: Sequence[Sample], tokens: Tokens) -> tuple[npt.NDArray[np.int64], tuple[TokenSpan, ...]]:
-    """For each token which of the rows' spans it lies in, and these."""
+    """Return, for each token, the index of the span that it lies in, and all spans of the rows. Raises `DataError` for a token
+    outside of all spans."""
     starts = np.searchsorted(tokens.rows, np.arange(len(samples) + 1)).tolist()
     calls = np.full(len(tokens), -1, np.int64)
     spans: list[TokenSpan] = []

@@ -170,10 +170,9 @@ class Call:
     @property
     def wants_packed(self) -> bool:
         """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
-        plan = self.sent.plan
-        body = plan.body
+        body = self.sent.plan.body
         others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
-        return not (plan.keep_logprobs or others)
+        return not (self.sent.plan.keep_logprobs or others)
 
 
 # the answer -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ from lightning.gateway.dialects import (
     Capture,
     Dialect,
     Plan,
-    Tokenize,
     Translator,
     apply_sampling,
     call_seed,
@@ -53,7 +52,6 @@ from lightning.gateway.dialects import (
 from lightning.gateway.http import (
     JSON_TYPE,
     SHORTER,
-    Body,
     ClientGoneError,
     RefusalError,
     UpstreamError,
@@ -173,16 +171,16 @@ class CallEndpoint:
         """Number the call and make the policy server's request of the agent's. Raises `RefusalError`."""
         request_id = f"{call.id_mark}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
-        plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture.id))
+        plan, translator = await beside(request.scope, partial(self._translate, call, request, capture.id))
         plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture)
-        ticket = self._recorder.begin(*call.attempt, plan.choices, call.caller)
-        call.sent = Sent(plan, translator, ticket, live)
+        call.sent = Sent(plan, translator, self._recorder.begin(*call.attempt, plan.choices, call.caller), live)
         await self._line.sending(call, plan.body)
-        await beside(request.scope, partial(_note_sampling, plan, capture))
+        await beside(request.scope, partial(_note_sampling, plan, capture), reads_texts=False)
 
-    def _translate(self, call: Call, body: Body, answer_id: str) -> tuple[Plan, Translator | None]:
-        body, translator = self._dialect.translate(body, call.before, answer_id)
+    def _translate(self, call: Call, request: Request, answer_id: str) -> tuple[Plan, Translator | None]:
+        self._line.reading(call, request)
+        body, translator = self._dialect.translate(request.body, call.before, answer_id)
         apply_sampling(body, self._config.override_sampling, call.claims.sampling)
         return self._dialect.plan(body), translator
 
@@ -196,7 +194,8 @@ class CallEndpoint:
         )
         try:
             with watch:
-                await call.dialect.fit(call.sent.plan.body, call.policy, self._tokenize(call))
+                tokenize = partial(self._forwarder.tokenize, call.policy, call.sent.ticket.rollout)
+                await call.dialect.fit(call.sent.plan.body, call.policy, tokenize)
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
                 await self._forwarder.settle(call.policy, call.sent.live)
@@ -208,8 +207,9 @@ class CallEndpoint:
             await self._deliver(call, answer, watch, send)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
-            gone = isinstance(error, UpstreamGoneError)
-            call.sent.live.unserved = gone or await self._forwarder.is_gone(call.policy, call.sent.live)
+            call.sent.live.unserved = isinstance(error, UpstreamGoneError) or await self._forwarder.is_gone(
+                call.policy, call.sent.live
+            )
             await self._record_failure(call, CallStatus.ERROR)
             message = f"The policy server broke off: {error}. The call was not trained on; send it again."
             raise RefusalError(502, "upstream_failed", message) from error
@@ -220,13 +220,12 @@ class CallEndpoint:
     # answered ------------------------------------------------------------------------------------------------------
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
-        plan = call.sent.plan
         response = await self._send(call)
         try:
             refusal = await read_answer(response) if response.status == 400 else None
             if refusal is not None and (roomier := await self._send_for_less(call, response, refusal)) is not None:
                 response, refusal = roomier, None
-            if response.status == 200 and plan.stream:
+            if response.status == 200 and call.sent.plan.stream:
                 tail = await pass_on(call, response, send)
                 return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
             return read_whole(call, response, await read_answer(response, SHORTER) if refusal is None else refusal)
@@ -235,9 +234,6 @@ class CallEndpoint:
         finally:
             response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
             call.readers.clear()  # they may hold the call, which is to be gone with its answer
-
-    def _tokenize(self, call: Call) -> Tokenize:
-        return partial(self._forwarder.tokenize, call.policy, call.sent.ticket.rollout)
 
     async def _send(self, call: Call) -> aiohttp.ClientResponse:
         headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers

@@ -306,11 +306,6 @@ class RequestBody:
         self._most_values = most_values
         self._held = self._values = self._bytes = self.packed = 0
 
-    @property
-    def is_large(self) -> bool:
-        """Whether working on it takes long."""
-        return self._bytes > LONG or self._values > MANY
-
     def is_no_call(self) -> None:
         """Its route says so before it reads it: it may have more values than a model call."""
         self._most_values *= OTHERS_VALUES
@@ -369,15 +364,17 @@ class RequestBody:
         """The request has been answered."""
         self.give(self._held)
 
-    async def work(self, do: Callable[[], T]) -> T:
-        """Do something that takes long beside the event loop (`Holder.work`)."""
-        return await self._holder.work(do)
+    async def work(self, do: Callable[[], T], *, reads_texts: bool) -> T:
+        """Do something with it: here when that is short, else beside the event loop (`Holder.work`). What reads no texts reads
+        names at most, a sixteenth as long."""
+        long = LONG if reads_texts else 16 * LONG
+        return await self._holder.work(do) if self._values > MANY or self._bytes > long else do()
 
 
-async def beside(scope: Scope, do: Callable[[], T]) -> T:
-    """Do something with a body that was read: here when that is short, else beside the event loop."""
+async def beside(scope: Scope, do: Callable[[], T], *, reads_texts: bool = True) -> T:
+    """Do something with a body that was read: here when that is short, else beside the event loop (`RequestBody.work`)."""
     body: RequestBody | None = scope.get(KEY)
-    return do() if body is None or not body.is_large else await body.work(do)
+    return do() if body is None else await body.work(do, reads_texts=reads_texts)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:

@@ -6,6 +6,7 @@ silently. The order of two stages that stand at the same point is said by one of
 depends on what was installed first.
 
     admitted   the agent's request, unchanged: answer it, refuse it, say whose it is
+    reading    the request is about to be made the policy server's: keep what is needed of it
     sending    the policy server's request: change it
     settled    the answer is read and its tokens' versions are known: refuse it, add extras
     kept       the call is durable: remember it
@@ -25,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,6 +53,7 @@ it did, and the change log says what to change in a stage."""
 FAILED: Final = "stage_failed"
 """The code of the refusal of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
+"""Those that are awaited."""
 KEYS: Final = {"branch": "a branch", "session": "many conversations"}
 """What a key may be of besides an attempt, by the field of `Claims` that says so, for people."""
 NO_STAGE: Final = "no_stage"
@@ -91,6 +93,10 @@ class CallStage(named.Stage):
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
         ends the call; nothing is recorded. None goes on."""
 
+    def reading(self, call: Call, request: Request) -> None:
+        """The call will be sent. Read what the agent has sent, and change nothing: of a large request this is done in a thread,
+        together with what the gateway itself does with it."""
+
     async def sending(self, call: Call, body: Body) -> None:
         """The call is about to be sent: change the policy server's `body` in place."""
 
@@ -126,8 +132,8 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "ended", "elsewhere", "planned", "told"),
-    ordered=(*POINTS, "ended", "elsewhere"),
+    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "told"),
+    ordered=(*POINTS, "reading", "ended", "elsewhere"),
     setting="gateway.stage_order",
     settings=GatewayConfig.model_fields,
     of_stages=("providers", "record_requests"),
@@ -147,7 +153,9 @@ class Line(named.StageLine[CallStage]):
         super().__init__(stages, order)
         for each in self.stages:
             _check_keys(each)
-        self._standing = {point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in POINTS}
+        self._standing = {
+            point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in (*POINTS, "reading")
+        }
         self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
 
     def why_not(self, kind: str) -> str:
@@ -191,6 +199,11 @@ class Line(named.StageLine[CallStage]):
             if getattr(call.claims, kind) and (why := self.why_not(kind)):
                 raise RefusalError(501, NO_STAGE, f"This key is of {KEYS[kind]}, and {why}.", [NO_RETRY])
         return await self._ask("admitted", call, request)
+
+    def reading(self, call: Call, request: Request) -> None:
+        """See `CallStage.reading`."""
+        for each, read in self._of(call, "reading"):
+            _StageReader(each, call, partial(read, call), "reading")(request)
 
     async def sending(self, call: Call, body: Body) -> None:
         """See `CallStage.sending`."""
@@ -299,22 +312,23 @@ NO_LINE: Final = Line(())
 
 @dataclass(frozen=True, slots=True)
 class _StageReader:
-    """Reads a stream for a stage."""
+    """Reads a request or a stream for a stage."""
 
     stage: NamedStage
     call: Call
-    read: Callable[[Body], None]
+    read: Callable[[Any], object]
+    point: str = "a reader"
 
-    def __call__(self, chunk: Body) -> None:
+    def __call__(self, said: object) -> None:
         try:
-            self.read(chunk)
+            self.read(said)
         except UpstreamError:  # the chunk is not shaped like one
             raise
         except RefusalError:
             self.call.stopped_by = self.stage.name
             raise
         except Exception as error:
-            raise _failed(self.stage, "a reader", self.call, error) from error
+            raise _failed(self.stage, self.point, self.call, error) from error
 
 
 def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:

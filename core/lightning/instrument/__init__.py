@@ -1,4 +1,4 @@
-"""What runs inside the agent's process: who is calling, which tool ran, which step was rewarded.
+"""Instrumentation of the agent's process: it names the callers of the model and reports tool runs, step rewards and states.
 
 The invariant: nothing here can break an agent, and outside a rollout everything here does nothing.
 """

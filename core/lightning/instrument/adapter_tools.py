@@ -1,10 +1,10 @@
-"""What adapters need of a framework: whether its version is one that they were made for, what an exception of it is, methods of
-it replaced where it has no hook, one attachment for all installations, the hooks themselves; and, where the framework does not
-say so itself, which agents, tools and model calls are under way.
+"""Tools for writing an adapter of a framework: a check of the framework's version, a table of exceptions, replacing methods
+that have no hook, one attachment for all installations, the adapter's hooks; and scopes, which track the running agents, tools
+and model calls of a framework that does not track them itself.
 
-The invariant: nothing of the framework is imported here, and what was replaced can be put back. A scope is seen by the code
-that runs inside it, in its thread or task and in threads that are started there; by no other, and by none once it has ended.
-So a name never outlives the code that it was given for.
+The invariant: nothing of the framework is imported here, and every replacement can be undone. A scope is visible to the code
+that runs inside it, in its thread or task and in threads that are started there; to no other code, and to none once it has
+ended. So a name never outlives the code that it was given for.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ Emit: TypeAlias = Callable[[Any], None]
 
 
 def check_supported(supported: Mapping[str, tuple[str, str]]) -> None:
-    """Raise `PluginError`, with the command that cures it, for an installed distribution outside its range.
+    """Raise `PluginError`, with the command that cures it, if an installed distribution is outside its range of versions.
 
-    `supported` is distribution -> (first version that works, first that is not known to), such as `("1.2", "2")`. Only the
-    numbers of a release count: `2.0rc1` is 2.0. What is not installed, or has no metadata, is not checked.
+    `supported` maps a distribution to the first version that works and the first that is not known to work, such as
+    `("1.2", "2")`. Only the numbers of a release count: `2.0rc1` is 2.0. A distribution that is not installed, or has no
+    metadata, is not checked.
     """
     for distribution, (low, high) in supported.items():
         try:
@@ -52,7 +53,7 @@ def check_supported(supported: Mapping[str, tuple[str, str]]) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`1.10.0rc1` as (1, 10); zeros at the end do not count, so that 2 equals 2.0."""
+    """Return the numbers of a version, `1.10.0rc1` as (1, 10); zeros at the end are dropped, so that 2 equals 2.0."""
     release = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
     numbers = [int(part) for part in release[1].split(".")] if release else []
     while numbers and numbers[-1] == 0:
@@ -61,7 +62,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
-    """The table's word for the type of an error, or for the nearest type that it is derived from; None where it has none.
+    """Return the table's entry for the type of an error, or for its nearest base type; None if the table has neither.
 
     Types are written as the package and the class: `openai.LengthFinishReasonError`, whichever module of the package has it.
     """
@@ -70,12 +71,11 @@ def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
 
 
 def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
-    """Put `instead`, under the method's name and with its description, in the place of a class's method, or of a module's
-    function; returns the undo. It is called with that method, and then with what the method would have been called with.
+    """Replace a class's method, or a module's function, by `instead`; return the undo. `instead` is called with the original
+    method, followed by the arguments of the call. The replacement keeps the method's name and docstring.
 
-    A method is given as its class binds it: what another library has put there may need that to find its instance. So `instead`
-    gets a class method with its class. The method is a coroutine function, or one of an asynchronous generator, where `instead`
-    is.
+    The original is passed as the class binds it, so a class method is bound to its class: a wrapper by another library may need
+    that. The replacement is a coroutine function or an asynchronous generator function if `instead` is one.
     """
     inherited, original = name not in vars(owner), vars(owner).get(name)
     found = getattr(owner, name)
@@ -104,7 +104,7 @@ def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., A
 
     def undo() -> None:
         if vars(owner)[name] is not ours:
-            return  # somebody else stands before it now
+            return  # another library has replaced the method since
         if inherited:
             delattr(owner, name)
         else:
@@ -114,20 +114,21 @@ def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., A
 
 
 class ReplacedMethods:
-    """Methods that were replaced, each once however often it is asked for. Safe to use from any thread."""
+    """A collection of replaced methods. A method is replaced once, even if it is asked for several times. Safe to use from any
+    thread."""
 
     def __init__(self) -> None:
         self._undos: dict[tuple[object, str], Callable[[], None]] = {}
         self._lock = threading.Lock()
 
     def replace(self, owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
-        """See `replace_method`."""
+        """Replace a method as `replace_method` does; do nothing if it was replaced here already."""
         with self._lock:
             if (owner, name) not in self._undos:
                 self._undos[owner, name] = replace_method(owner, name, instead)
 
     def put_back(self) -> None:
-        """Put back all of them."""
+        """Restore all replaced methods."""
         with self._lock:
             while self._undos:
                 self._undos.popitem()[1]()
@@ -137,8 +138,8 @@ class ReplacedMethods:
 
 
 class Attachment(Generic[User]):
-    """What is attached to a library once, for all of its users: `attach` is called for the first one and returns the undo,
-    which is called with the last. The `lock` is held meanwhile."""
+    """An attachment to a library that all of its users share: `attach` is called when the first user comes and returns the
+    undo, which is called when the last user goes. The `lock` is held during both calls."""
 
     def __init__(self, attach: Callable[[], Callable[[], None]]) -> None:
         self._attach = attach
@@ -147,7 +148,8 @@ class Attachment(Generic[User]):
         self.lock = threading.RLock()
 
     def add(self, user: User) -> Callable[[], None]:
-        """Attach for one more; returns the undo, of which only the first call counts."""
+        """Add a user, and attach if it is the first; return the function that removes the user, of which only the first call
+        counts."""
         with self.lock:
             self.users.append(user)
             try:
@@ -169,8 +171,8 @@ class Attachment(Generic[User]):
 
 
 class Installations(Attachment[Emit]):
-    """The installations of an adapter: `add` is what `lightning_install` returns. The newest of them hears of what happens, so
-    that each run of a tool is reported once; without any, `otherwise` does."""
+    """The installations of an adapter, each an `emit` function; `lightning_install` returns `add(emit)`. Reports go to the
+    newest installation alone, so that each run of a tool is reported once; without an installation they go to `otherwise`."""
 
     def __init__(self, attach: Callable[[], Callable[[], None]], otherwise: Emit | None = None) -> None:
         super().__init__(attach)
@@ -180,7 +182,7 @@ class Installations(Attachment[Emit]):
         return bool(self.users)
 
     def tell(self, report: ToolEvent | StepState) -> None:
-        """Report a tool's run, or a state."""
+        """Report a tool run or a state to the newest installation, or to `otherwise` if there is none."""
         emit = self.users[-1] if self.users else self._otherwise
         if emit is not None:
             emit(report)
@@ -189,7 +191,8 @@ class Installations(Attachment[Emit]):
     def reported(
         self, run: ToolEvent, error_text: Callable[[Exception], str] = repr
     ) -> Iterator[Callable[[object], None]]:
-        """Report a tool's run that the block makes: its output is what the function is given that the block gets."""
+        """Report the tool run that the block makes, when the block ends. The block gets a function and calls it with the tool's
+        output. An exception reports an error, with the text by `error_text`, and goes on."""
         outputs: list[object] = []
         try:
             yield outputs.append
@@ -205,8 +208,9 @@ class Installations(Attachment[Emit]):
 class FrameworkAdapter:
     """The hooks of a framework's adapter, for its entry point: `"acme.acme" = "lightning_acme:adapter"`.
 
-    `supported` is what `check_supported` takes, and `identify` says who is calling. `policy_fault` tells of exceptions that are
-    the model's own fault; by default no exception of the framework's is.
+    `supported` is the argument of `check_supported`, and `identify` returns the caller of the model, None if unknown.
+    `policy_fault` returns, for an exception that is the model's own fault, its cause (`lightning.runner.outcomes.CAUSES`), else
+    None; by default always None.
     """
 
     supported: Mapping[str, tuple[str, str]]
@@ -216,23 +220,23 @@ class FrameworkAdapter:
 
     @hookimpl
     def lightning_install(self, emit: Emit) -> Callable[[], None]:
-        """Attach to the framework. Raises `PluginError` for versions out of range."""
+        """Attach to the framework and return the undo. Raises `PluginError` if the framework's version is out of range."""
         check_supported(self.supported)
         return self.installations.add(emit)
 
-    @hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
+    @hookimpl(tryfirst=True)  # before the adapter that names callers by OpenTelemetry's spans
     def lightning_identify(self) -> Caller | None:
-        """Who is calling, if the framework knows."""
+        """Return the caller of the model, or None if the framework does not know it."""
         return self.identify()
 
     @hookimpl
     def lightning_policy_fault(self, error: BaseException) -> str | None:
-        """What an exception of the framework's tells of the model."""
+        """Return the cause of a fault of the model that an exception of the framework stands for, or None."""
         return self.policy_fault(error)
 
 
 def in_words(value: object) -> str:
-    """A value as its class writes it; the name of a class that cannot."""
+    """Return `str` of a value, or the name of its class if that raises."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001 — isolates the user's class
@@ -245,7 +249,8 @@ Kind = Literal["agent", "tool", "call"]
 
 
 class ActiveScope:
-    """An agent, a tool or a model call that is under way. `subject` is the framework's own object, if the adapter keeps it."""
+    """A running agent, tool or model call. `around` is the scope that it runs in, None for an outermost one; `subject` is the
+    framework's own object, if the adapter gives it."""
 
     def __init__(self, kind: Kind, name: str, subject: object, around: ActiveScope | None) -> None:
         self.kind, self.name, self.subject, self.around = kind, name, subject, around
@@ -257,12 +262,12 @@ class ActiveScope:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The names from the outermost to its own, and behind them the `lightning.component`s entered since it began."""
+        """The names from the outermost scope to this one, followed by the `lightning.component`s entered since it began."""
         now, known = component_path(), len(self._components)
         return self._path + (now[known:] if now[:known] == self._components else ())
 
     def outwards(self) -> Iterator[ActiveScope]:
-        """It, and what is around it."""
+        """Yield this scope, the scope around it, and so on outwards."""
         scope: ActiveScope | None = self
         while scope is not None:
             yield scope
@@ -270,15 +275,15 @@ class ActiveScope:
 
 
 class Scopes:
-    """The scopes of one framework's adapter.
+    """The running agents, tools and model calls of one framework, as its adapter reports them.
 
         scopes = Scopes("acme")
 
         with scopes.inside("agent", "writer"):      # also around an await
             ...
-        scopes.caller()                             # what `lightning_identify` returns
+        scopes.caller()                             # for `lightning_identify`
 
-    A name that a scope repeats stands in the path once; a scope without a name, and a model call, do not stand in it.
+    A scope with the same name as the one around it adds nothing to the path; nor does a scope without a name, or a model call.
     """
 
     def __init__(self, framework: str) -> None:
@@ -286,7 +291,8 @@ class Scopes:
         self._innermost: ContextVar[ActiveScope | None] = ContextVar(f"lightning_{framework}", default=None)
 
     def here(self) -> ActiveScope | None:
-        """The innermost scope that this code runs in; in a thread, that of the code which started it."""
+        """Return the innermost scope that this code runs in; in a thread without one, the scope of the code that started the
+        thread. None if there is none."""
         scope, around = self._innermost.get(), starter_here()
         while scope is None and around is not None:
             scope, around = around.context.get(self._innermost), around.context.get(starter)
@@ -307,7 +313,8 @@ class Scopes:
     def each(
         self, items: Generator[T, None, object], kind: Kind, name: str = "", subject: object = None
     ) -> Generator[T, None, object]:
-        """The items of a generator, each made inside a new scope, which whoever iterates does not see between them."""
+        """Return a generator of the same items. `items` runs inside one new scope, but the code that iterates, between two
+        items, does not."""
         return self._each(items, ActiveScope(kind, name, subject, self.here()))
 
     def _each(self, items: Generator[T, None, object], scope: ActiveScope) -> Generator[T, None, object]:
@@ -326,7 +333,7 @@ class Scopes:
 
     @contextmanager
     def _seen(self, scope: ActiveScope) -> Iterator[None]:
-        # What was there, not what is around: a pool's thread serves other rollouts when this one's work is done.
+        # Restore the former value, not `scope.around`: a pool's thread serves other rollouts when this work is done.
         before = self._innermost.get()
         self._innermost.set(scope)
         try:
@@ -335,9 +342,9 @@ class Scopes:
             self._innermost.set(before)
 
     def caller(self, scope: ActiveScope | None = None) -> Caller | None:
-        """Who calls from a scope, by default from here; None where no agent is under way.
+        """Return the caller of a model call from a scope (None: the innermost scope here); None if no agent is running.
 
-        Only a model call has a span id: code of an agent or a tool may run another framework's agents.
+        Only the scope of a model call gives a span id, because code of an agent or a tool may run another framework's agents.
         """
         scope = scope or self.here()
         path = scope.path if scope else ()

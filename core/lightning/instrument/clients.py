@@ -1,8 +1,8 @@
-"""The tap on HTTP clients: httpx, httpx2, aiohttp, and the standard library's `http.client`, by which requests, urllib3 and
-urllib send. An adapter asks here as well, for a client that only its framework has.
+"""The tap on HTTP clients (httpx, httpx2, aiohttp, and the standard library's `http.client`, which requests, urllib3 and urllib
+use): it marks the requests that go to a rollout's gateway. For a client of its own, an adapter calls `mark_request`.
 
-The invariant: as that of `marking`; after the last undo the libraries are exactly as they were. None of them is imported here;
-one that is imported later is tapped when it is. Requests of httpx alone are rerouted.
+The invariant: that of `marking` holds, and after the last undo the libraries are exactly as they were. No client is imported
+here; a client that is imported later is tapped at its import. Only requests of httpx are rerouted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Headers = Iterable[tuple[str, str]]
 
 
 class PlainUrl:
-    """A URL as the standard library reads it."""
+    """A URL parsed by the standard library, with the attributes that `marking` reads (`providers.Url`)."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -50,24 +50,25 @@ def _host(name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MarkedRequest:
-    """A request about to be sent. `added` are the headers that it needs besides its own."""
+    """A request about to be sent. `added` are the headers that must be added to it."""
 
     added: Mapping[str, str]
     _sent: Sent | None
 
     def answered(self, status: int, headers: Headers) -> None:
-        """Tell that it was answered, once the head of the reply is there: rewards and tool runs then follow this call."""
+        """Note that the reply's status and headers have arrived, so that later rewards and tool runs belong to this call."""
         if self._sent is not None:
             had = {name.lower(): value for name, value in headers}
             answered(self._sent, cast("HttpxResponse", SimpleNamespace(status_code=status, headers=had)))
 
 
 def mark_request(url: str, headers: Headers) -> MarkedRequest:
-    """Say what a request with these headers has to carry, asked in the thread or task that is about to send it."""
+    """Return the headers to add to a request with these `headers`. Must be called in the thread or task that sends the
+    request."""
     had = {name.lower(): value for name, value in headers}
     try:
         request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
-    except ValueError:  # no URL, as the client itself will say
+    except ValueError:  # not a URL; the client itself will raise
         return MarkedRequest({}, None)
     sent = mark(cast("HttpxRequest", request))
     return MarkedRequest({name: value for name, value in request.headers.items() if had.get(name) != value}, sent)
@@ -89,11 +90,11 @@ def _endheaders(original: Callable[..., None], connection: HTTPConnection, *args
 
 
 def _mark_connection(connection: Any) -> None:
-    """Add our headers behind those that wait to be sent, which `http.client` keeps as lines."""
+    """Add our headers to a request whose headers are not sent yet; `http.client` keeps these as lines of bytes."""
     try:
         first, *lines = [line.decode("latin-1") for line in connection._buffer]  # noqa: SLF001 — there is no other way
         target = first.split(" ")[1]
-        if not target.startswith("http"):  # else it goes by a proxy
+        if not target.startswith("http"):  # with a proxy the line has the whole URL
             host = f"[{connection.host}]" if ":" in connection.host else connection.host
             scheme = "https" if connection.default_port == 443 else "http"
             target = f"{scheme}://{host}:{connection.port}{target}"
@@ -168,16 +169,16 @@ async def _send_async(
 
 
 TAPS: Final = {"httpx": _tap_httpx, "httpx2": _tap_httpx, "http.client": _tap_http_client, "aiohttp": _tap_aiohttp}
-"""The clients' modules, and what taps them."""
+"""The function that taps each client, by the client's module."""
 
 
 def _attach() -> Callable[[], None]:
-    """Tap what is imported, and what will be; returns the undo."""
+    """Tap the clients that are imported already, and others at their import; return the undo."""
     replaced = ReplacedMethods()
 
     def found(tap: Callable[[ModuleType, ReplacedMethods], None], module: ModuleType) -> None:
         with _tap.lock:
-            if _tap.users:  # else the import has taken longer than the last of them
+            if _tap.users:  # the last user may be gone before an import ends
                 tap(module, replaced)
 
     undos = ExitStack()
@@ -189,7 +190,7 @@ def _attach() -> Callable[[], None]:
 
 
 _tap = Attachment[tuple[str, ...]](_attach)
-"""The users are the hosts whose calls each of them reroutes."""
+"""The one attachment to the clients. Each user of it is the tuple of hosts that it reroutes."""
 
 
 def _hosts() -> list[str]:
@@ -199,9 +200,9 @@ def _hosts() -> list[str]:
 def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
     """Tap HTTP clients, now or when they are imported, and carry names into threads; return the undo.
 
-    The clients are httpx, httpx2, aiohttp, and what uses the standard library's `http.client`: requests, urllib3, urllib.
+    The clients are httpx, httpx2, aiohttp, and users of the standard library's `http.client`: requests, urllib3, urllib.
 
     Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
-    called any number of times and from any thread; the tap goes when every call has been undone.
+    called any number of times and from any thread; the tap is removed when every call has been undone.
     """
     return _tap.add((NOWHERE, *(host_of(name) for name in reroute)))

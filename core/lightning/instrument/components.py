@@ -1,9 +1,9 @@
-"""Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools; and who is calling now.
+"""Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools; and the current caller.
 
-The invariant: a wrapped function behaves as before (same result, same exceptions, sync stays sync, streams stay streams)
-and a name never leaks to code outside the block or decorated function, not even between the items of a generator, nor from one
-that is never closed, or is closed in another task. Who is calling is asked first of what a user's own code registered, then of
-the adapters: nobody who is asked can cost the agent its call, and whoever raises is left out of this answer and named once.
+The invariant: a wrapped function behaves as before (same result, same exceptions, sync stays sync, streams stay streams), and a
+name never leaks to code outside the block or decorated function: not between the items of a generator, and not from a generator
+that is never closed, or is closed in another task. For the current caller, functions that users registered are asked first,
+then the adapters. None of them can make the agent's call fail: one that raises is skipped and logged once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ R = TypeVar("R")
 
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _MANAGERS = frozenset({"__enter__", "__aenter__", "__exit__", "__aexit__", "enter_context", "enter_async_context"})
-"""Methods in which a context manager enters and leaves others."""
+"""Names of methods by which a context manager, such as `ExitStack`, enters and leaves other context managers."""
 
 
 class Room:
-    """A component that was entered. One that a generator entered is there for what runs inside the generator, and for the tasks
-    that it starts, but not for whoever iterates it: both have one context."""
+    """An entered component. If a generator entered it, it holds for the code inside the generator and for tasks that this
+    starts, but not for the code that iterates the generator, although both share one context."""
 
     __slots__ = ("_flow", "generator", "name", "owner")
 
@@ -45,17 +45,17 @@ class Room:
         self._flow = 0 if generator is None else flow_ident()
 
     def is_around(self) -> bool:
-        """Whether the code that asks runs inside."""
+        """Whether the calling code runs inside this component."""
         if not self._flow or self._flow != flow_ident():
             return True
         return (
             self.generator is not None and self.generator.f_back is not None
-        )  # nobody calls one that waits at a `yield`
+        )  # a generator that waits at a `yield` has no calling frame
 
 
 def _generator_of(frame: FrameType | None) -> FrameType | None:
-    """The generator whose `with` block this is; None where it is a function's, or a context manager's that a generator makes,
-    which is there between its two items."""
+    """Return the frame of the generator that entered a `with` block from `frame`; None if a plain function entered it, or the
+    generator of a `@contextmanager`, whose component holds while its `with` block runs."""
     while frame is not None:
         managed = frame.f_code.co_name in _MANAGERS
         if frame.f_code.co_flags & _GENERATORS:
@@ -69,7 +69,7 @@ def _generator_of(frame: FrameType | None) -> FrameType | None:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that it was called from."""
+    """Yield a frame, the frame that called it, and so on."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -83,18 +83,19 @@ _prompts: dict[str, str | None] = {}
 
 
 def declared_prompts() -> dict[str, str | None]:
-    """The prompts that components of this process were made with, by name; None where they differ under one name."""
+    """Return the prompts that components of this process were made with, by the component's name; None for a name with several
+    different prompts."""
     return dict(_prompts)
 
 
 def component_path() -> tuple[str, ...]:
-    """The names of the components this code runs in, outermost first; empty outside any."""
+    """Return the names of the components that this code runs in, outermost first; empty outside of any."""
     starter, here = starter_here(), tuple(room.name for room in _path.get() if room.is_around())
     return here if starter is None else starter.components + here
 
 
 def only_around() -> AbstractContextManager[object]:
-    """A task that is started in the block has the components that are around here: not those of a generator that waits."""
+    """Return a context in which started tasks inherit the components around this code, and not those of a waiting generator."""
     rooms = _path.get()
     around = tuple(room for room in rooms if room.is_around())
     return _nothing if len(around) == len(rooms) else _Scope(around)
@@ -106,8 +107,8 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
     Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with a slash,
     since slashes separate the names of a path in `train_agents`.
 
-    `prompt` makes a prompt template part of the component: the agent reads it back from `.prompt`, which in a rollout is the
-    template under trial (`runner.prompts`, or the optimizer's), and the given one everywhere else.
+    `prompt` gives the component a prompt template. The agent must read the template from `.prompt`: in a rollout that is the
+    template to try (of `runner.prompts`, or of a prompt optimizer), elsewhere the given one.
     """
 
     def __init__(self, name: str, prompt: str | None = None) -> None:
@@ -115,13 +116,13 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
             name, "component({!r}): a name is a non-empty string without '/'; nest two components instead"
         )
         self._prompt = prompt
-        self._rooms: list[Room] = []  # of generators: they may be closed in another context than they were entered in
+        self._rooms: list[Room] = []  # of generators, which may be closed in another context than they began in
         if prompt is not None:
             _prompts[self.name] = prompt if _prompts.get(self.name, prompt) == prompt else None
 
     @property
     def prompt(self) -> str:
-        """The prompt template to use here and now. Raises `DataError` when the component was made without one."""
+        """The prompt template to use in the current rollout. Raises `DataError` if the component was made without one."""
         if self._prompt is None:
             raise DataError(
                 f"component({self.name!r}) has no prompt: give it one, component({self.name!r}, prompt=...)"
@@ -150,8 +151,9 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
             room.generator = None
 
     def _left(self, frame: FrameType, path: tuple[Room, ...]) -> Room | None:
-        """The room that is left. Not always the last one: a generator may be closed inside a block that its consumer opened.
-        Nor is it always left where it was entered: an `ExitStack` may be closed by hand, or by whoever was given it."""
+        """Return the room that `__exit__`, called from `frame`, leaves; None if there is none. It need not be the last one,
+        since a generator may be closed inside a block that its consumer opened. And it may be left by other code than entered
+        it, since an `ExitStack` may be closed by hand or handed on."""
         generator = _generator_of(frame)
         if generator is not None:
             for room in reversed(self._rooms):
@@ -164,23 +166,24 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
         return next((room for room in reversed(self._rooms) if room.generator in callers), None)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Run every call of `function` in this component."""
+        """Return the function wrapped so that every call of it runs in this component."""
         return _wrap(function, lambda _: _Scope(_path_in(Room(self.name))))
 
 
 def _path_in(room: Room) -> tuple[Room, ...]:
-    """The path inside a component that begins here. Its calls are told from those of components beside it from now on."""
+    """Return the path inside a component that is entered here. Also open a flow of calls for it, so that its last call is
+    distinguished from those of components beside it."""
     attempt = calling_attempt()
     if attempt is not None:
         attempt.calls.open()
     path = _path.get()
     around = [each for each in path if each.is_around()]
-    waiting = [each for each in path if each not in around and each.generator is not None]  # it goes on inside this one
+    waiting = [each for each in path if each not in around and each.generator is not None]  # these may go on inside it
     return (*around, room, *waiting)
 
 
 class _Scope:
-    """One call of a wrapped function: entered while, and only while, the wrapped code is on the stack."""
+    """One call of a wrapped function. It is entered only while the wrapped code runs, not while a generator waits."""
 
     def __init__(self, path: tuple[Room, ...]) -> None:
         self.path = path
@@ -196,17 +199,18 @@ class _Scope:
         _path.set(self._before)
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """What the call gives; a generator has not begun, a coroutine is not awaited."""
+        """Call the function and return its result: for a generator function a generator that has not begun, for a coroutine
+        function a coroutine that is not awaited."""
         return function(*args, **kwargs)
 
     def wait(self) -> None:
-        """Wait until the call may begin."""
+        """Block until the call may begin."""
 
     async def wait_here(self) -> None:
-        """The same, on an event loop."""
+        """Wait on the event loop until the call may begin."""
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
-        """The call has returned `output`, or raised."""
+        """Note the end of the call: it returned `output`, or raised `error`."""
 
 
 class _ToolScope(_Scope):
@@ -215,7 +219,7 @@ class _ToolScope(_Scope):
         super().__init__((*path, Room(name)) if component_path() else path)
         self.name, self.caller, self.arguments = name, caller, arguments
         self._session = current_attempt()
-        # Now, not at its end: the calls that it makes itself are not what it runs for.
+        # Now, not at its end: the tool may make model calls itself, and none of these asked for it.
         agent = caller.name if caller else ""
         self._asked_by = self._session.calls.last(agent) if self._session else ""
         self._slot = tool_slot(name)
@@ -271,11 +275,11 @@ def tool(*, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def tool(
     function: Callable[P, R] | None = None, /, *, name: str = ""
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Report every run of a function as a `ToolEvent`: `ok`, or `error` when it raises (the exception goes on).
+    """Decorator that reports every run of a function as a `ToolEvent`: `ok`, or `error` if it raises (the exception goes on).
 
-    Works on functions, coroutines, generators and async generators; a stream that its consumer leaves early is
-    `unknown`. Model calls that a tool makes inside a component are named `component/tool`. Outside a rollout the
-    function just runs. Raises `DataError` for a name with a slash.
+    Works on functions, coroutines, generators and async generators; a stream that its consumer leaves early is `unknown`.
+    Model calls that a tool makes inside a component are named `component/tool`. Outside a rollout the function runs as without
+    the decorator. `name` defaults to the function's name. Raises `DataError` for a name with a slash.
     """
     if function is None:
         return functools.partial(_tool, _checked(name, _WRONG_TOOL) if name else "")
@@ -313,7 +317,8 @@ def _wrap(function: Callable[P, R], open_scope: Callable[[_Call], _Scope]) -> Ca
 
 
 def _target(function: Callable[P, R]) -> Callable[P, R]:
-    """What says of which kind a function is."""
+    """Return the object whose kind (coroutine function, generator function, ...) a callable has: the callable itself, or its
+    class's `__call__`."""
     if inspect.isroutine(function) or isinstance(function, functools.partial):
         return function
     return getattr(function, "__call__", function)  # noqa: B004 — an object is as async as its __call__
@@ -377,7 +382,7 @@ def _wrap_generator(
                     with scope:
                         generator.close()
                     raise
-                except BaseException as thrown:  # noqa: BLE001 — what a consumer throws in belongs to the generator
+                except BaseException as thrown:  # noqa: BLE001 — an exception thrown in by the consumer is for the generator
                     step = functools.partial(generator.throw, thrown)
         except BaseException as error:
             scope.ended(error=error)
@@ -410,7 +415,7 @@ def _wrap_async_generator(
                     with scope:
                         await generator.aclose()
                     raise
-                except BaseException as thrown:  # noqa: BLE001 — what a consumer throws in belongs to the generator
+                except BaseException as thrown:  # noqa: BLE001 — an exception thrown in by the consumer is for the generator
                     step = functools.partial(generator.athrow, thrown)
         except BaseException as error:
             scope.ended(error=error)
@@ -420,13 +425,13 @@ def _wrap_async_generator(
 
 
 class _Items(list[object]):
-    """The head of a stream, for the event's output. `cut` says that more came."""
+    """The first items of a stream, for the event's output. `cut` says that there were more."""
 
     cut = False
 
 
 def _keep(items: _Items, item: object) -> None:
-    """Remember the head alone: an item may be of any size."""
+    """Add an item of a stream, or set `cut` if there are `MAX_TEXT` already."""
     if len(items) < MAX_TEXT:
         items.append(item)
     else:
@@ -437,10 +442,11 @@ _asked: tuple[Callable[[], Caller | None], ...] = ()
 
 
 def ask(identify: Callable[[], Caller | None]) -> None:
-    """Ask `identify` before every adapter, as `lightning_identify` is asked; again: does nothing.
+    """Register a function that is asked for the current caller before all adapters. Registering it again does nothing.
 
-    For a handler that users register with their framework by hand, which has to work where its adapter is not installed or
-    is disabled. It stays for the life of the process, so it answers None unless such a handler sees the running call.
+    This is for a handler that users register with their framework by hand, and that must work even if its adapter is not
+    installed or is disabled. `identify` stays registered for the life of the process, so it must return None unless such a
+    handler sees the running call.
     """
     global _asked
     if identify not in _asked:
@@ -448,9 +454,10 @@ def ask(identify: Callable[[], Caller | None]) -> None:
 
 
 def current_caller() -> Caller | None:
-    """Who makes the call that this thread or task is about to send; None when nobody knows.
+    """Return the caller of a model call that this thread or task is about to send; None if unknown.
 
-    Where no framework knows in this thread, whoever started it is calling, with the components entered since.
+    If no framework names a caller in this thread, it is the caller in the code that started the thread, with the components
+    entered since.
     """
     caller, starter = _caller_here(), starter_here()
     if starter is None or is_framework(caller):
@@ -464,7 +471,7 @@ def current_caller() -> Caller | None:
 
 
 def is_framework(caller: Caller | None) -> bool:
-    """Whether a framework's adapter has named a caller: `raw` answers where nobody else does."""
+    """Whether a framework's adapter named the caller. A caller by `raw`, the adapter that answers if no other does, is not."""
     from lightning.plugins.attached_adapters import failed_adapter
 
     return caller is not None and caller.framework not in ("", "raw") and not failed_adapter(caller)
@@ -476,7 +483,7 @@ def _caller_here() -> Caller | None:
             if (caller := identify()) is not None:
                 return caller
         except Exception as error:  # noqa: BLE001 — isolates what a user registered
-            log_once(f"asked {identify!r}", "%r was asked who is calling and failed: %r (said once)", identify, error)
+            log_once(f"asked {identify!r}", "%r failed to name the current caller: %r (logged once)", identify, error)
     from lightning.plugins import plugins
 
     return plugins().identify()

@@ -1,19 +1,19 @@
-"""The rollout that this code runs for: its model, its token, its trace, and what it has reported so far.
+"""The rollout that the current code runs for: its model, its token, its trace, and its reports so far.
 
-The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
-no more reports. Context variables follow tasks, `asyncio.to_thread` and forks, and `threads` carries ours into threads
-and pools. A thread that begins behind its back (C code starts it, or nothing is installed) has no context: there a report
-belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
-bare thread that was already busy when the rollout began (left behind by an earlier one, or a consumer of its own queue that
-the agent's module keeps) reports to nobody; give it a copied context, or a task of its own. An idle thread of a pool counts
-as new, since what it will run has yet to be submitted.
+The invariant: a report reaches the rollout in whose context it was made, or none, and never another rollout; a rollout that has
+ended takes no more reports. Context variables follow tasks, `asyncio.to_thread` and forks, and `threads` carries ours into
+threads and pools. A thread that starts without this (by C code, or before anything is installed) has no context: its reports
+belong to the only active rollout of the process, and to none if several are active. To never mix rollouts, a thread without
+context that was already busy when the rollout began (left by an earlier rollout, or a consumer of a queue that the agent's
+module keeps) reports to none; give it a copied context, or a task of its own. An idle thread of a pool counts as new, since its
+next work is yet to be submitted.
 
-A model call of a thread without context is told by its key. Where one rollout runs at a time in a process that ends with one
-that hangs, the call belongs to the active one whatever its key: a client that is kept between rollouts has an old one.
+A model call of a thread without context is assigned by its key. But in a process that runs one rollout at a time, and ends with
+a rollout that hangs, the call belongs to the active rollout whatever its key, since a client kept between rollouts has an old
+key.
 
-Everybody who holds the attempt's token computes the ids of its trace alike. Whoever knows a trace id can say something about
-that attempt and can do nothing else; it does not lead back to the token, so it may travel in the `traceparent` header to
-services that must not call the model.
+The ids of an attempt's trace are computed from its token. A trace id allows its holder to report about the attempt and nothing
+else; the token cannot be computed from it, so the `traceparent` header may carry it to services that must not call the model.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
 
 
 def trace_id_of(token: str) -> str:
-    """The trace id (32 hexadecimal digits) of the attempt with this token: the first half of its SHA-256."""
+    """Return the trace id (32 hexadecimal digits) of the attempt with this token: the first half of the token's SHA-256."""
     return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
 def root_span_id(trace_id: str) -> str:
-    """The span id (16 hexadecimal digits) of the attempt itself, the parent of whatever happens in it."""
+    """Return the id (16 hexadecimal digits) of an attempt's root span, the parent of all spans in the attempt."""
     return hashlib.sha256(bytes.fromhex(trace_id)).hexdigest()[:16]
 
 
 def traceparent_of(token: str) -> str:
-    """The W3C `traceparent` header under which the services of an attempt work: version 00, sampled."""
+    """Return the W3C `traceparent` header (version 00, sampled) that puts the spans of other services under an attempt."""
     trace_id = trace_id_of(token)
     return f"00-{trace_id}-{root_span_id(trace_id)}-01"
 
@@ -59,11 +59,12 @@ def traceparent_of(token: str) -> str:
 logger = logging.getLogger(__name__)
 
 MAX_REPORTS = 10_000
-"""Tool events, step rewards, states, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
+"""The largest number of tool events, and of step rewards, states and labels, of a rollout: an agent in an endless loop must not
+fill the memory."""
 MAX_REPORTED_TEXT = 8 * 1024 * 1024
-"""Characters of each of these kept per rollout: they travel in one message, together with the reward."""
+"""The largest number of characters of each of these in a rollout: they are sent in one message, together with the reward."""
 LONGEST_LABEL = 8192
-"""Characters of a label, its response id included: the gateway reads no longer caller either."""
+"""The largest number of characters of a label with its response id: the gateway has the same limit for a caller."""
 
 _current: ContextVar[ActiveAttempt | None] = ContextVar("lightning_session", default=None)
 _active: list[ActiveAttempt] = []
@@ -73,7 +74,8 @@ _said_in_fork = mmap.mmap(-1, 1)  # shared by all processes that are forked from
 
 
 def _unlock() -> None:
-    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
+    """Make a new lock in a process that was just forked: the thread that held the old one does not exist there to release
+    it."""
     global _lock
     _lock = threading.RLock()
 
@@ -83,13 +85,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class ActiveAttempt:
-    """One attempt of a rollout as seen from inside the agent's process. Made by `activate`; safe to use from any thread."""
+    """One attempt of a rollout inside the agent's process: it collects the reports. `activate` makes it and explains `alone`.
+    Safe to use from any thread."""
 
     def __init__(self, llm: LLM, *, alone: bool = False) -> None:
         self.llm, self.alone = llm, alone
         self.gateway = Address(llm.base_url)
         self.calls = Trail()
-        """The model calls that the tap has seen answered."""
+        """The model calls of which the tap has seen the reply."""
         self.traceparent = traceparent_of(llm.api_key) if llm.api_key else ""
         """The W3C header that lets another service's spans join this attempt; empty without a key."""
         self._tool_events: dict[tuple[str, ...], ToolEvent] = {}
@@ -99,37 +102,38 @@ class ActiveAttempt:
         self._sizes: dict[str, int] = {}
         self._unasked = set(llm.prompts)
         self.strangers: dict[int, threading.Thread] = {}
-        """The threads that have been disowned, by ident."""
+        """The threads whose reports are refused (`disown`), by ident."""
         self._process = os.getpid()
         self.open = True
-        """Whether it still takes reports."""
+        """Whether the attempt still takes reports."""
 
     @property
     def tool_events(self) -> tuple[ToolEvent, ...]:
-        """The tools that ran, in the order in which they ended. One run is one event, whoever reported it and how often."""
+        """The tool runs, in the order in which they ended. Several reports of one run are merged into one event."""
         return tuple(self._tool_events.values())
 
     @property
     def step_rewards(self) -> tuple[StepReward, ...]:
-        """The rewards given on the way, in order."""
+        """The step rewards given so far, in order."""
         return tuple(self._step_rewards)
 
     @property
     def step_states(self) -> tuple[StepState, ...]:
-        """The states told on the way, in order."""
+        """The states reported so far, in order."""
         return tuple(self._step_states)
 
     @property
     def labels(self) -> Mapping[str, Caller]:
-        """Who made which calls, by response id."""
+        """The callers that the agent gave to calls by `lightning.label`, by response id."""
         return dict(self._labels)
 
     def serves(self, url: Url) -> bool:
-        """Whether a URL belongs to the gateway of this rollout."""
+        """Whether a URL is one of this rollout's gateway."""
         return self.gateway.covers(type(url), place_of(url))
 
     def add_tool_event(self, event: ToolEvent) -> None:
-        """Keep a tool event, its texts and arguments clipped, with its agent's last call and the time if it has none."""
+        """Add a tool event, its texts and arguments shortened. An event without a response id or time gets its agent's last
+        call and the current time."""
         agent = event.caller.name if event.caller else ""
         kept = ToolEvent(
             name=text_of(event.name),
@@ -163,7 +167,8 @@ class ActiveAttempt:
                 self._sizes["tool events"] += size_of(before)
 
     def add_step_reward(self, reward: StepReward) -> None:
-        """Keep a step reward, with the last call and the time if it has none. Raises `DataError` when it is no number."""
+        """Add a step reward. A reward without a response id or time gets the last call and the current time. Raises `DataError`
+        if its value is no number."""
         kept = StepReward(
             value=number(reward.value, "a step reward"),
             name=text_of(reward.name),
@@ -175,7 +180,7 @@ class ActiveAttempt:
                 self._step_rewards.append(kept)
 
     def add_state(self, state: StepState) -> None:
-        """Keep a state, for the next call of the flow that tells it."""
+        """Add a state. A state without a response id gets that of the next call by this thread or task, or what it starts."""
         kept = replace(
             state,
             values=state_of(state.values),
@@ -196,19 +201,19 @@ class ActiveAttempt:
             self.calls.await_next(before)
 
     def add_label(self, response_id: str, caller: Caller) -> None:
-        """Keep the name of the caller of one model call; a later one for the same call replaces it."""
+        """Add a name for the caller of one model call; a later name for the same call replaces it."""
         with _lock:
             count = 0 if response_id in self._labels else len(self._labels)
             if self._takes("labels", count, len(response_id) + size_of(caller)):
                 self._labels[response_id] = caller
 
     def prompt(self, name: str, default: str) -> str:
-        """The prompt template of a component in this rollout."""
+        """Return the prompt template of a component in this rollout: `default` unless the rollout replaces it."""
         self._unasked.discard(name)
         return self.llm.prompts.get(name, default)
 
     def close(self) -> None:
-        """Take no more reports."""
+        """Refuse reports from now on, and log the rollout's prompts that no component asked for."""
         self.open = False
         for name in sorted(self._unasked):
             log_once(
@@ -220,16 +225,17 @@ class ActiveAttempt:
             )
 
     def knows(self, thread: int) -> bool:
-        """Whether a thread without a context, given by its ident, may be the rollout's: it is not one of `disown`."""
+        """Whether a thread without a context, given by its ident, may belong to the rollout: it was not disowned."""
         stranger = self.strangers.get(thread)
-        return stranger is None or not stranger.is_alive()  # an ident is given again when its thread has ended
+        return stranger is None or not stranger.is_alive()  # a new thread may get the ident of one that has ended
 
     def disown(self, threads: Mapping[int, threading.Thread]) -> None:
-        """Take no reports from these threads."""
+        """Refuse reports from these threads, by ident, from now on."""
         self.strangers.update(threads)
 
     def _takes(self, what: str, count: int, size: int) -> bool:
-        """Whether there is room for one more, of `size` characters, beside the `count` that are kept."""
+        """Whether a report of the kind `what`, of `size` characters, is taken beside the `count` that are kept; then its size
+        is counted. A refusal is logged once."""
         total = self._sizes.get(what, 0) + size
         if self._process != os.getpid():
             _say_in_fork(what)
@@ -247,19 +253,19 @@ class ActiveAttempt:
 
 
 def _say_in_fork(what: str) -> None:
-    """Say once, in whichever process, that reports do not come back from a forked one."""
+    """Warn, once in all forked processes together, that reports made in a forked process are lost."""
     if not _said_in_fork[0]:
         _said_in_fork[0] = 1
         logger.warning(
-            "%s reported in a process that the agent forked (multiprocessing, os.fork) were dropped, since nothing brings them "
-            "back to the rollout: report them in the agent's own process, from what the forked one returns",
+            "%s reported in a process that the agent forked (multiprocessing, os.fork) were dropped, since they cannot reach "
+            "the rollout: return them from the forked process, and report them in the agent's own process",
             what,
         )
 
 
 def _may_be_one(one: ToolEvent, other: ToolEvent) -> bool:
-    """Whether two reports under one call id may be of one run: some policy servers give their ids again. A run has one status
-    in the end, and no framework tells it twice."""
+    """Whether two reports with one call id may be of the same run; some policy servers use an id for several calls.
+    They are not if both have a final status and the statuses differ or one framework reported both, or if arguments differ."""
     if "unknown" not in (one.status, other.status):
         tellers = {event.caller.framework if event.caller else "" for event in (one, other)}
         if one.status != other.status or (len(tellers) == 1 and "" not in tellers):
@@ -268,7 +274,8 @@ def _may_be_one(one: ToolEvent, other: ToolEvent) -> bool:
 
 
 def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:
-    """What two reports say of one tool run: the later one counts, but for what only the earlier one knows."""
+    """Merge two reports of one tool run: the later report counts, unless its status is unknown, and missing fields come from
+    the other."""
     known, other = (before, after) if after.status == "unknown" else (after, before)
     return replace(
         known,
@@ -283,9 +290,9 @@ def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:
 
 @contextmanager
 def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
-    """Make an attempt the current one for the code inside the block, and collect what it reports.
+    """Make an attempt the current one for the code inside the block, and yield the attempt, which collects the reports.
 
-    `alone`: no other attempt runs in this process, nor goes on in it after its end.
+    `alone` says that no other attempt runs in this process at the same time, and that no ended attempt still runs code in it.
     """
     attempt = ActiveAttempt(llm, alone=alone)
     attempt.disown(_busy_threads())
@@ -304,7 +311,8 @@ def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
 
 
 def _leave_behind(ended: ActiveAttempt) -> None:
-    """What a rollout has left running may be anybody's that ran beside it, so it is nobody's."""
+    """Make all active attempts disown the busy threads without context that an ended attempt may have left: such a thread may
+    belong to any attempt that ran at the same time."""
     if _active:
         before = ended.strangers
         left = {ident: thread for ident, thread in _busy_threads().items() if before.get(ident) is not thread}
@@ -313,7 +321,7 @@ def _leave_behind(ended: ActiveAttempt) -> None:
 
 
 def _busy_threads() -> dict[int, threading.Thread]:
-    """The other threads that are in the middle of something, by ident; a pool's thread that waits for work is not."""
+    """Return the other threads of the process, by ident, but threads of a pool that wait for work."""
     waiting = getattr(getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None), "__code__", None)
     frames = _frames()
     here = threading.get_ident()
@@ -327,10 +335,10 @@ def _busy_threads() -> dict[int, threading.Thread]:
 
 
 def _frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread.
+    """Return the innermost frame of each thread, by ident.
 
-    Early releases of Python 3.11 lock up for ever when garbage is collected inside the call (CPython's gh-106883): it holds a
-    lock that a thread which begins or ends waits for, and a finaliser lets that thread run.
+    Garbage collection is off during the call: in early releases of Python 3.11 it can cause a deadlock there (CPython's
+    gh-106883), since the call holds a lock that starting and ending threads need, and a finaliser may let such a thread run.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -342,27 +350,29 @@ def _frames() -> dict[int, FrameType]:
 
 
 def current_attempt() -> ActiveAttempt | None:
-    """The rollout this code runs for; in a thread that lost its context, the process's only active one.
+    """Return the rollout that this code runs for; in a thread without context, the only active rollout of the process.
 
-    None in such a thread when it was busy before that rollout began: what it reports belongs to an earlier one.
+    None if there is none. Also None, with a log line, in a thread without context that was busy before the rollout began, since
+    its reports may belong to an earlier rollout.
     """
     attempt, stranger = _find()
     if stranger:
         log_once(
             "stranger",
-            "a thread that was busy before this rollout began reports to nobody, since it may belong to an earlier one: "
-            "start it in the rollout, or run its work in contextvars.copy_context()",
+            "reports of a thread that was busy before this rollout began are dropped, since they may belong to an earlier "
+            "rollout: start the thread in the rollout, or run its work in contextvars.copy_context()",
         )
     return attempt
 
 
 def calling_attempt() -> ActiveAttempt | None:
-    """The same for a model call, which a thread that may belong to another rollout makes without losing anything."""
+    """Return the rollout of a model call: as `current_attempt`, but without a log line if there is none, because nothing is
+    lost then."""
     return _find()[0]
 
 
 def attempt_in_context() -> ActiveAttempt | None:
-    """The rollout of this very context, else the one in which this thread was started, while that goes on."""
+    """Return the rollout of the current context, else the rollout in which this thread was started, if that still runs."""
     attempt = _current.get()
     if attempt is None and (starter := starter_here()) is not None:
         attempt = starter.attempt
@@ -370,7 +380,8 @@ def attempt_in_context() -> ActiveAttempt | None:
 
 
 def _find() -> tuple[ActiveAttempt | None, bool]:
-    """The rollout this code runs for, and whether there is none because this thread may belong to an earlier one."""
+    """Return the rollout that this code runs for, and whether it is None because this thread may belong to an earlier
+    rollout."""
     attempt = attempt_in_context()
     if attempt is not None:
         return attempt, False
@@ -382,14 +393,15 @@ def _find() -> tuple[ActiveAttempt | None, bool]:
 
 
 def attempt_of(key: str) -> ActiveAttempt | None:
-    """The one active rollout with this key; None without a key."""
+    """Return the active rollout with this key; None if there is none or more than one, or the key is empty."""
     with _lock:
         found = [attempt for attempt in _active if attempt.llm.api_key == key] if key else []
     return found[0] if len(found) == 1 else None
 
 
 def certain_attempt() -> ActiveAttempt | None:
-    """The rollout of this very context, or of a thread that lost it where no call can be another's; else None."""
+    """Return the rollout of the current context; in a thread without context, the rollout that runs alone in the process. Else
+    None."""
     attempt = calling_attempt()
     return attempt if attempt is None or attempt.alone else attempt_in_context()
 
@@ -400,7 +412,7 @@ def active() -> bool:
 
 
 def is_gateway(url: Url) -> bool:
-    """Whether a URL belongs to the gateway of a rollout that is active in this process."""
+    """Whether a URL is one of the gateway of a rollout that is active in this process."""
     attempts = tuple(_active)
     if not attempts:
         return False
@@ -409,7 +421,7 @@ def is_gateway(url: Url) -> bool:
 
 
 def emit(event: ToolEvent | StepState) -> None:
-    """Hand a tool event or a state to the current rollout; adapters get this function. Outside a rollout it does nothing."""
+    """Add a tool event or a state to the current rollout. Adapters get this function. Outside a rollout it does nothing."""
     attempt = current_attempt()
     if attempt is None:
         return
@@ -420,10 +432,10 @@ def emit(event: ToolEvent | StepState) -> None:
 
 
 def state(**variables: object) -> None:
-    """Tell the state that the next model call is made in, in the agent's own words: `lightning.state(board=board, turn=3)`.
+    """Record the agent's state before its next model call, as named values: `lightning.state(board=board, turn=3)`.
 
-    It is recorded with the id of the next call that this thread or asyncio task makes, or what it starts: a `StepState` of at
-    most 4 KB of JSON. Values that JSON cannot say are kept in words. Training does not look at it.
+    The state belongs to the next call that this thread or asyncio task makes, or that is made by a thread or task it starts. It
+    is kept as a `StepState` of at most 4 KB of JSON; values that JSON cannot hold are kept as text. Training does not use it.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it.
     """
@@ -435,15 +447,15 @@ def state(**variables: object) -> None:
 
 
 def reward(value: float, name: str = "reward", response_id: str = "") -> None:
-    """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
+    """Give a reward in the middle of a rollout, for the call `response_id` or, if that is empty, for the last model call.
 
-    The last call is that of this thread or asyncio task and of what it started; while these have made none, of what started
-    it. A thread that began without a context (one that C code starts) counts as started by the agent itself;
-    where its call is the last, tasks and threads beside it go by the time of the reward. Calls of clients that the tap
-    does not know are not seen: where an agent uses both, give the id of the reply.
+    The reward goes to the last call of this thread or asyncio task and of those that it started; if these made no call, to the
+    last call of the thread or task that started this one. A thread without a context (one that C code starts) counts as started
+    by the agent itself; if it made the last call, rewards of other tasks and threads go to a call by their time. Calls of
+    clients that the tap does not know are not seen: in an agent with both kinds, give the id of the reply.
 
-    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
-    `value` is not a finite number between -1e12 and 1e12.
+    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` if `value`
+    is not a finite number between -1e12 and 1e12.
     """
     what = f"the reward of lightning.reward(name={text_of(name)!r})"
     checked = number(value, what, "give a finite number")
@@ -455,15 +467,16 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
 
 
 def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
-    """Name the agent that made a model call, after the fact: for clients that neither an adapter nor the tap sees.
+    """Name the agent that made a model call, after the call: for clients that neither an adapter nor the tap sees.
 
     `response_id` is the `id` of the model's reply (also its header `x-request-id`); all choices of the reply get the name.
-    `path` runs outermost to innermost, as `train_agents` matches it. A label wins over whatever the call was named when it
-    was made, and the last label of a call wins. An id that no call of this rollout has is ignored, with a line in the log.
+    `path` are the names from the outermost to the innermost, as `train_agents` matches them. A label replaces the name that the
+    call had, and a later label replaces an earlier one. An id that no call of this rollout has is ignored, with a line in the
+    log.
 
-    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` unless
-    all are non-empty strings, at most 8192 characters together, and the names are without slashes, which separate the names
-    of a path in `train_agents`.
+    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` unless all
+    are non-empty strings of at most 8192 characters together, and no name has a slash, which separates the names of a path in
+    `train_agents`.
     """
     listed = isinstance(path, Sequence) and not isinstance(path, str)
     names = tuple(path) if listed else ()
@@ -487,7 +500,7 @@ def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
 
 
 def log_once(key: str, message: str, *arguments: object) -> None:
-    """Warn the first time; what runs for every call of every agent must not flood the log."""
+    """Log a warning, but only the first time for a `key`: code that runs for every model call must not flood the log."""
     with _lock:
         first = _said.first(key)
     if first:

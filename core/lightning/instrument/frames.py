@@ -1,9 +1,9 @@
-"""Which of the user's functions are running right now, outermost first; or which had started what runs.
+"""The names of the user's functions that are running, outermost first, from the stack of frames.
 
-The invariant: the answer does not depend on how the agent is run (main thread, thread, task, worker process): functions
-of installed packages, of the standard library and of lightning are left out; whatever called lightning's runner, or runs
-the event loop that the runner's tasks live in, is not part of the agent. A task or thread in which no function of the user's
-runs, such as `asyncio.gather(client.create())`, is that of the functions which started it.
+The invariant: the result does not depend on how the agent is run (main thread, thread, task, worker process). Functions of
+installed packages, of the standard library and of lightning are left out; so are the callers of lightning's runner, and of the
+event loop that runs its tasks. In a task or thread where no function of the user runs, such as
+`asyncio.gather(client.create())`, the result are the functions that started it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import lightning
 from lightning.instrument.last_call import known_as
 
 MAX_DEPTH = 32
-"""Names kept of a deep recursion, the innermost ones: the path travels in a header."""
+"""The largest number of names, of which the innermost are kept: the path is sent in a header."""
 MOST_SEEN = 4096
-"""Functions, and files, of which it is known what they are."""
+"""The size of the caches of functions, and of files, whose origin is known."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ def _folder(file: str | None) -> str:
 
 _LIGHTNING = _folder(lightning.__file__)
 _ASKING = (_folder(__file__), _LIGHTNING + "plugins/")
-"""What stands between the agent and the question who is calling."""
+"""The parts of lightning whose frames stand between the agent's code and `user_functions`."""
 _LOOP = (asyncio.Runner.run.__code__, asyncio.BaseEventLoop.run_forever.__code__)
 _LIBRARIES = tuple(
     str(Path(path).resolve()) + "/"
@@ -75,7 +75,8 @@ def _origin(filename: str) -> _Origin:
 
 
 def _plain(qualified: str) -> str:
-    """`Writer.draft` as it is; `make.<locals>.agent` as `agent`; nothing for `<lambda>`, `<genexpr>` and `<module>`."""
+    """Return the name to use for a qualified name: `Writer.draft` as it is, `make.<locals>.agent` as `agent`, and "" for
+    `<lambda>`, `<genexpr>` and `<module>`."""
     name = qualified.rpartition("<locals>.")[2]
     return "" if "<" in name else name
 
@@ -86,31 +87,30 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _started_by: ContextVar[tuple[int, tuple[str, ...]]] = ContextVar("lightning_started_by", default=(0, ()))
-"""The thread that started this task, and its functions."""
+"""The ident of the thread that started this task, and the user's functions that ran there."""
 
 
 def user_functions(above: int = 1) -> tuple[str, ...]:
-    """Qualified names of the user's functions on the stack, outermost first; without any, those that started this task or
-    thread. At most `MAX_DEPTH` innermost ones. `above` is the first frame to look at: 1 is the caller's."""
+    """Return the qualified names of the user's functions on the stack, outermost first; if there are none, of those that
+    started this task or thread. At most the `MAX_DEPTH` innermost. `above` is the number of innermost frames to skip: 1 skips
+    this function's."""
     names = _on_stack(sys._getframe(above))  # noqa: SLF001 — the one way to the stack that builds no list of all frames
     if names:
         return names
     thread, functions = _started_by.get()
-    here = (
-        threading.get_ident()
-    )  # `asyncio.to_thread` takes the context of a task along, into a thread that was started later
+    here = threading.get_ident()  # `asyncio.to_thread` copies a task's context into another thread
     return functions if thread == here else _thread.started_by or functions
 
 
 def start_task(start: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Start a task: what runs in it has been started by the user's functions that run now."""
+    """Call `start`, which starts a task, and note the user's functions that run now as those that started the task."""
     with known_as(_started_by, (threading.get_ident(), user_functions())):
         return start(*args, **kwargs)
 
 
 @contextmanager
 def thread_started_by(functions: tuple[str, ...]) -> Iterator[None]:
-    """What runs in the block, in this thread, has been started by these functions."""
+    """Inside the block, these functions count as those that started this thread."""
     before, _thread.started_by = _thread.started_by, functions
     try:
         yield
@@ -119,8 +119,8 @@ def thread_started_by(functions: tuple[str, ...]) -> Iterator[None]:
 
 
 def _on_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """Below an event loop stands either an agent that runs a loop of its own, and below that the runner; or whoever runs the
-    program, in which case nobody below the loop is calling."""
+    """Return the names of the user's functions from `frame` outwards, up to lightning's runner. If the stack ends without a
+    runner, the frames outside of an event loop are those of the program, and only the frames inside the loop count."""
     names: list[str] = []
     above_loop: int | None = None
     while frame is not None and len(names) < MAX_DEPTH:
@@ -137,11 +137,13 @@ def _on_stack(frame: FrameType | None) -> tuple[str, ...]:
 
 
 _seen: dict[int, tuple[CodeType, _Name]] = {}
-"""What frames of a code are called, by the id of the code, which is kept so that no other gets it. Hashes of codes are slow."""
+"""The name of each code object's frames, by the object's id (its hash is slow). The object is kept, so that no other one gets
+its id."""
 
 
 def _look(code: CodeType) -> tuple[CodeType, _Name]:
-    """The name of a user's function, empty without a name and for a library's; or what else a frame of this code says."""
+    """Return a code object with its name: that of a user's function ("" for a lambda and for a library's function), or a mark
+    for lightning's own code or an event loop. The result is cached in `_seen`."""
     origin = _origin(code.co_filename)
     name: _Name = _plain(code.co_qualname) if origin is _Origin.USER else ""
     if origin is _Origin.LIGHTNING:

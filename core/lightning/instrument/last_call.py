@@ -1,13 +1,13 @@
-"""Which model call was the last one, as the code that asks sees it; and who started the thread that runs here.
+"""The last model call before the current code, and the code that started the current thread.
 
-The invariant: no clock is asked, since the agent's and the gateway's may differ. A call is known by the id that the gateway
-gave its reply, and a flow (a thread, or an asyncio task) by what it has made: its own calls and those of the flows that it
-started. Only while there are none of these it sees what the flow around it sees, so flows side by side take no calls from each
-other. Nobody can say who started a thread that was given no context. The agent itself started it in any case, directly or not,
-so the agent's own flow sees what it calls; another one that may have started it names no call rather than a wrong one.
+The invariant: no clock is used, since the agent's and the gateway's may differ. A call is identified by the id that the gateway
+gave its reply. A flow (a thread or an asyncio task) sees its own calls and those of the flows that it started. Only while it
+has none of these, it sees the calls that the flow around it sees; so flows side by side do not see each other's calls. The
+starter of a thread without context is unknown. But the agent itself started it, directly or not, so the agent's own flow sees
+its calls; for another flow, which may have started it, there is no last call rather than a wrong one.
 
-A thread knows its starter only while the rollout that it was started in goes on; one that is started by what a rollout has left
-behind knows that for good, and is nobody's.
+A thread knows its starter only while the rollout that it was started in goes on. A thread that was started by code which an
+ended rollout had left running knows its starter for good, and belongs to no rollout.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ T = TypeVar("T")
 
 
 class Starter(NamedTuple):
-    """The code that started a thread, or gave work to a pool's."""
+    """The code that started a thread, or submitted work to a thread of a pool: its context, rollout and components."""
 
     context: Context
-    """A copy: what was set there by then."""
+    """A copy of the context at that time."""
     attempt: ActiveAttempt
     components: tuple[str, ...]
     left_behind: bool = False
-    """Whether the rollout had ended by then."""
+    """Whether the rollout had ended at that time."""
 
 
 starter: ContextVar[Starter | None] = ContextVar("lightning_starter", default=None)
 
 
 def starter_here() -> Starter | None:
-    """Who started this thread; None without a starter, and where the rollout has ended since."""
+    """Return the starter of this thread; None if it is unknown, or if its rollout has ended since."""
     found = starter.get()
     return found if found is not None and (found.attempt.open or found.left_behind) else None
 
 
 DEEPEST = 64
-"""Flows inside one another; deeper ones stand beside the one that started them. Tasks that each start the next and end must not
-make an ever longer chain."""
+"""The largest depth of flows inside one another; a deeper flow is put beside the flow that started it. Without it, tasks that
+each start the next and end would make an ever longer chain."""
 MOST_AGENTS = 1000
-"""Agents whose last call a flow knows; the one that has not called for longest is forgotten."""
+"""The largest number of agents whose last call a flow keeps; the agent that has not called for longest is dropped."""
 MOST_AWAITING = 1000
-"""States of a flow that wait for its next call."""
+"""The largest number of states of a flow that wait for its next call."""
 NOBODY = 0
-"""No thread and no task."""
+"""The ident of a flow that is no thread and no task."""
 
 
 class AnsweredCall(NamedTuple):
-    """An answered call; its number says how many of the rollout had been answered by then."""
+    """An answered call: its number in the order in which the rollout's calls were answered, from 1, and its response id."""
 
     number: int
     response_id: str
@@ -67,7 +67,8 @@ class AnsweredCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """A thread or task of one rollout, with the last call of each agent, the latest at the end."""
+    """A thread or task of one rollout. `around` is the flow that started it; `last` holds the last call of each agent, the
+    latest call at the end; `awaiting` are functions to be called with the id of the next call."""
 
     trail: Trail
     ident: int
@@ -77,7 +78,7 @@ class Flow:
     awaiting: list[Callable[[str], None]] = field(default_factory=list)
 
     def outwards(self) -> Iterator[Flow]:
-        """This flow, the one that started it, and so on."""
+        """Yield this flow, the flow that started it, and so on outwards."""
         flow: Flow | None = self
         while flow is not None:
             yield flow
@@ -89,7 +90,8 @@ _lock = threading.RLock()  # a finalizer that reports may run while it is held
 
 
 def _unlock() -> None:
-    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
+    """Make a new lock in a process that was just forked: the thread that held the old one does not exist there to release
+    it."""
     global _lock
     _lock = threading.RLock()
 
@@ -100,7 +102,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def known_as(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """In the block, the variable has this value."""
+    """Inside the block, the context variable has this value."""
     token = variable.set(value)
     try:
         yield
@@ -109,31 +111,32 @@ def known_as(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def started_in(context: Context) -> AbstractContextManager[None]:
-    """What the block makes, in another thread, is made by what the flow of `context` has started."""
+    """Inside the block, which runs in another thread, the code counts as started by the flow of `context`."""
     return known_as(_here, context.get(_here))
 
 
 class Trail:
     """The answered calls of one rollout. Safe to use from any thread.
 
-    The agent's own flow is the one that makes it, or the last that said `begin`.
+    The agent's own flow is the thread or task that makes the trail, or that called `begin` last.
     """
 
     def __init__(self) -> None:
         self._first = Flow(self, flow_ident())
-        self._adrift = Flow(self, NOBODY, self._first, 1)  # around all flows that were given no context
+        self._adrift = Flow(self, NOBODY, self._first, 1)  # around all flows without a context
         self._answered = 0
 
     def given(self) -> AbstractContextManager[None]:
-        """What is started in this context, inside the block, is told from what is started without."""
+        """Inside the block, this context has the agent's own flow, so flows that are started here know which flow started
+        them."""
         return known_as(_here, self._first)
 
     def begin(self) -> None:
-        """This thread or task is the agent's own: whatever the rollout calls is called by it, or by what it started."""
+        """Make this thread or task the agent's own flow, which sees all calls of the rollout."""
         self._first.ident = flow_ident()
 
     def open(self) -> Flow:
-        """The flow that this code runs in; what it makes from now on is told from what others make."""
+        """Return the flow of this thread or task; make one if there is none, so that its calls are kept apart from now on."""
         flow, ident = _here.get(), flow_ident()
         if flow is None or flow.trail is not self:
             flow = self._first if self._first.ident == ident else self._adrift
@@ -144,14 +147,14 @@ class Trail:
         return flow
 
     def await_next(self, told: Callable[[str], None]) -> None:
-        """Tell `told` the id of the next call that this flow makes, or what it starts."""
+        """Call `told` with the id of the next call that this flow, or a flow that it starts, makes."""
         with _lock:
             flow = self.open()
             if len(flow.awaiting) < MOST_AWAITING:
                 flow.awaiting.append(told)
 
     def add(self, response_id: str, agent: str) -> None:
-        """A call that this flow made for `agent` has been answered."""
+        """Add an answered call that this flow made for `agent`."""
         with _lock:
             self._answered += 1
             for flow in self.open().outwards():
@@ -164,9 +167,9 @@ class Trail:
                     del flow.last[next(iter(flow.last))]
 
     def last(self, agent: str = "") -> str:
-        """The id of the last call that this flow sees: this agent's if there is one, else anyone's.
+        """Return the id of the last call that this flow sees: of this agent if there is one, else of any agent.
 
-        Empty when there is none, and when a later one may be this flow's as well, made in a thread without a context.
+        Empty if there is none, or if a thread without a context, which this flow may have started, made a later call.
         """
         with _lock:
             here = self.open()
@@ -187,7 +190,7 @@ def _latest(calls: dict[str, AnsweredCall]) -> AnsweredCall | None:
 
 
 def flow_ident() -> int:
-    """What tells the running flow from all others that are alive."""
+    """Return a number that identifies the current thread or task among all that are alive."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop here

@@ -1,13 +1,13 @@
-"""What a request of an agent's says: which rollout and which agent it comes from; and which call a reply belongs to, so that
-what is reported after it follows that call. `clients` asks here for each request that an HTTP client sends.
+"""Marking of an agent's requests with the rollout and the agent that they come from; and noting of replies, so that later
+reports belong to their call. `clients` calls this for each request that an HTTP client sends.
 
-The invariant: only requests to the gateway of an active rollout are touched, and those whose host was listed
-(`runner.reroute`); nothing here can make a request fail. A call to a well-known provider that stays what it is gets a line in
-the log, because what it says is neither recorded nor trained.
+The invariant: only requests to the gateway of an active rollout are changed, and requests to listed hosts (`runner.reroute`);
+nothing here can make a request fail. A call to a well-known provider that is not rerouted is logged, because it is neither
+recorded nor trained.
 
-A framework that has no adapter here is noted with the calls that it makes: they belong to whatever code of the user's is around
-them, and nobody would notice that its agents have no names. Only the stack is looked at, and only where such a framework is
-imported.
+A call by a framework without an adapter is marked with the framework's name. Such calls are named by the user's code around
+them, and it would go unnoticed that the framework's agents have no names. Only the stack is read for this, and only if such a
+framework is imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning.instrument.providers import Url, elsewhere, is_policys
 from lightning.types import CALLER_HEADER, ROLLOUT_HEADER, UNNAMED, Caller
 
 NO_ADAPTER: Final = "no-adapter:"
-"""What `Caller.framework` begins with, before the framework's module, in a call that a framework without adapter makes."""
+"""The prefix of `Caller.framework`, before the framework's module, for a call by a framework without an adapter."""
 FRAMEWORKS: Final = (
     "agent_framework",
     "agno",
@@ -54,14 +54,15 @@ FRAMEWORKS: Final = (
 
 
 def attached_adapters() -> set[str]:
-    """The adapters that are attached to their frameworks: each reports the tools of its framework itself."""
+    """Return the names of the adapters that are attached to their frameworks; each reports its framework's tools itself."""
     from lightning.plugins import plugins
 
     return plugins().attached()
 
 
 def without_adapter() -> str:
-    """The framework without adapter whose code makes the running call; empty where there is none."""
+    """Return the module of a framework without adapter whose code is on the stack of the current call; empty if there is
+    none."""
     imported = tuple(name for name in FRAMEWORKS if name in sys.modules)
     if not imported:
         return ""
@@ -81,18 +82,18 @@ def without_adapter() -> str:
 
 
 def framework_without_adapter(framework: str) -> str:
-    """What `Caller.framework` says of it; empty for any other caller."""
+    """Return the framework without adapter that a value of `Caller.framework` names; empty for any other value."""
     return framework.removeprefix(NO_ADAPTER) if framework.startswith(NO_ADAPTER) else ""
 
 
 TRACE_HEADER = "traceparent"
 ID_HEADER = "x-request-id"
 FAILED = 400
-"""From this status on a reply is a refusal or a failure, and no call that a reward could belong to."""
+"""From this status on a reply is a refusal or a failure, to which no reward can belong."""
 
 
 class HttpxResponse(Protocol):
-    """What httpx's and httpx2's responses have in common."""
+    """The attributes of httpx's and httpx2's responses that are used here."""
 
     status_code: int
 
@@ -102,7 +103,7 @@ class HttpxResponse(Protocol):
 
 
 def encode_caller(caller: Caller) -> str:
-    """A caller as compact ASCII JSON, without its empty fields, as it stands in `x-lightning-caller`."""
+    """Return a caller as compact ASCII JSON, without its empty fields, for the header `x-lightning-caller`."""
     fields: dict[str, str | Sequence[str]] = {"agent": caller.agent}
     if caller.path:
         fields["path"] = caller.path
@@ -113,7 +114,7 @@ def encode_caller(caller: Caller) -> str:
 
 
 def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
-    """What a request of `caller` to a gateway at `url`, sent from here and now, has to carry."""
+    """Return the headers that mark a request of `caller` to a gateway at `url`, sent by the current code."""
     headers = {}
     attempt = certain_attempt()
     if attempt is not None and attempt.serves(url):
@@ -126,17 +127,17 @@ def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
 
 
 Sent: TypeAlias = tuple[ActiveAttempt, str]
-"""The rollout that a call is made in, and the agent that makes it."""
+"""The rollout in which a call is made, and the name of the agent that makes it."""
 
 
 _named_by: set[str] = set()
-"""The frameworks whose adapters have named a call of this process."""
+"""The frameworks whose adapters have named a call of this process so far."""
 
 
 def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | None:
-    """Write on a request whose it is; None unless it is a call of a rollout's that is known here.
+    """Add the headers of its rollout and agent to a request, and return both; None unless it is a call of a known rollout.
 
-    Requests to `hosts` are brought to the gateway, where a library's requests can be.
+    `hosts` are the hosts whose requests are sent to the gateway instead; None for a library whose requests cannot be rerouted.
     """
     try:
         if hosts is not None:
@@ -147,19 +148,19 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         _say_if_nameless(caller)
         caller = _noted(caller)
         headers = headers_for(request.url, caller)
-        said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
+        said = request.headers.get(TRACE_HEADER)  # an instrumented client sends the span that it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
         attempt = certain_attempt() or attempt_of(_key(request)) or calling_attempt()
         if attempt is None or not attempt.serves(request.url):
             return None
-    except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
+    except Exception as error:  # noqa: BLE001 — a request must go out even if it cannot be marked
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
     return attempt, caller.name if caller is not None else UNNAMED.name
 
 
 def _noted(caller: Caller | None) -> Caller | None:
-    """The caller with a note of the framework that makes the call, where that has no adapter to name its agents."""
+    """Return the caller, with the framework's name if a framework without an adapter makes the call."""
     if is_framework(caller) or component_path() or (caller is not None and caller.framework not in ("", "raw")):
         return caller
     if not (framework := without_adapter()):
@@ -173,41 +174,43 @@ def _say_if_nameless(caller: Caller | None) -> None:
     elif caller is None and _named_by:
         log_once(
             "nameless",
-            "a model call comes without an agent's name, although this process has calls that %s names. It belongs to the "
-            "agent 'agent'. The framework does not know the code that made it: put `with lightning.component(\"NAME\")` there",
+            "a model call has no agent's name, although %s names other calls of this process. It counts as a call of the agent "
+            "'agent', because the framework did not make it: put `with lightning.component(\"NAME\")` around that call",
             " and ".join(sorted(_named_by)),
         )
 
 
 def _key(request: HttpxRequest) -> str:
-    """By which the gateway tells whose call it is, when the context does not say so."""
+    """Return the API key of a request, by which the gateway finds the rollout if the context does not tell it."""
     return request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
 
 
 def answered(sent: Sent, reply: HttpxResponse) -> None:
-    """Keep which call was answered, or has begun to be, if it is a stream."""
+    """Note a reply as the last call of its rollout and agent, unless it is a failure. A stream counts from its beginning."""
     try:
         response_id = reply.headers.get(ID_HEADER)
         if response_id and reply.status_code < FAILED:
             attempt, agent = sent
             attempt.calls.add(response_id, agent)
-    except Exception as error:  # noqa: BLE001 — an answer must come in even if nobody can say which it is
-        log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
+    except Exception as error:  # noqa: BLE001 — a reply must come in even if it cannot be noted
+        log_once(
+            "reply", "the id of a model's reply is unknown, so rewards and tool runs go to calls by time: %r", error
+        )
 
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
-"""Hosts of the model APIs that the gateway speaks; other providers' are recognized only when they are listed."""
+"""Hosts of the model APIs that the gateway speaks; calls to other providers are noticed only if their host is listed."""
 VERSION = "/v1/"
 AZURE = re.compile(r"/openai/(?:deployments/[^/]+/|v1/)?(.*)")
-"""The path of Azure's clients, which may name the deployment where others have a version."""
+"""The path of Azure's clients, which may have the deployment's name in the place of the version."""
 
 
 AZURE_ORIGIN = "openai.azure_auth_origin"
-"""By which Azure's client notices that a request goes to another host than it meant, and takes the key off."""
+"""A request extension by which Azure's client notices that a request goes to another host than its own, and removes the key."""
 
 
 class HttpxRequest(Protocol):
-    """What httpx's and httpx2's requests have in common."""
+    """The attributes of httpx's and httpx2's requests that are used here."""
 
     url: Url
 
@@ -217,12 +220,13 @@ class HttpxRequest(Protocol):
 
 
 def host_of(name: str) -> str:
-    """A host as `runner.reroute` lists it, `api.openai.com`, from that or from a URL of it."""
+    """Return the host, such as `api.openai.com`, of a name or URL in `runner.reroute`."""
     return urlsplit(name if "//" in name else f"//{name}").hostname or name
 
 
 def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
-    """Send a request for one of `hosts` to the rollout's gateway, with its key; return whether it was one."""
+    """Change a request to one of `hosts` so that it goes to the rollout's gateway with the rollout's key, or if it is no call
+    of the policy to its provider. Return whether it was changed. Log calls to well-known providers that are not."""
     url = str(request.url)
     host = urlsplit(url).hostname or ""
     listed = host in hosts
@@ -241,8 +245,8 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
     if not listed:
         log_once(
             f"elsewhere {host}",
-            "an agent calls %s itself: what is said there is not recorded, and nothing is learned from it. Give its client "
-            "llm.base_url and llm.api_key, or set runner.reroute to ['%s'] to have such calls brought to the policy",
+            "an agent calls %s itself: such calls are neither recorded nor trained on. Give its client llm.base_url and "
+            "llm.api_key, or set runner.reroute to ['%s'] to send such calls to the policy",
             host,
             host,
         )
@@ -257,7 +261,8 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
 
 
 def _below_version(url: str) -> str:
-    """The path below `/v1/`, with its query; of Azure's URLs what follows the deployment. Empty where there is neither."""
+    """Return the part of a URL's path below `/v1/`, with its query; for Azure's URLs, the part after the deployment. Empty if
+    there is none."""
     path = _path(url)
     azure = AZURE.search(path)
     return path.partition(VERSION)[2] if azure is None else azure[1]
@@ -268,9 +273,10 @@ def _path(url: str) -> str:
 
 
 def send_elsewhere(request: HttpxRequest) -> bool:
-    """Send a request that is not the policy's to where it would have gone without us; return whether it was one that can.
+    """Change a request that is no call of the policy so that it goes where it would have gone without lightning, with the
+    process's own key. Return whether it was changed.
 
-    The gateway answers the others: it knows more providers, or says what is missing.
+    Without such a key the request stays as it is: the gateway may know a provider for it, or answers what is missing.
     """
     url = str(request.url)
     route = _below_version(url)
@@ -290,7 +296,7 @@ def send_elsewhere(request: HttpxRequest) -> bool:
     getattr(request, "extensions", {}).pop(AZURE_ORIGIN, None)
     log_once(
         f"route {route.partition('/')[0]}",
-        "%s is no call of the policy's: it goes to %s with the process's own key",
+        "%s is not a call to the policy: it is sent to %s with the process's own key",
         route.partition("?")[0],
         url.partition("?")[0],
     )

@@ -1,7 +1,7 @@
-"""Runs of `lightning.tool` that are answered from a record instead of being made, for replay.
+"""Replay of `lightning.tool` runs: they are answered from a record instead of being made.
 
-The invariant: a tool that is answered returns, yields or raises as its kind of function does; nothing of its body runs. It
-concerns the rollout that it was asked for and no other, in whatever thread or task that rollout's code runs.
+The invariant: a replayed tool returns, yields or raises as its kind of function does, and none of its body runs. Only the
+rollout for which replay was asked is concerned, in every thread and task that its code runs in.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from lightning.errors import DataError
 from lightning.types import Json, ToolEvent
 
 Find = Callable[[str, Json, object], ToolEvent | None]
-"""From a tool's name, arguments and function to the recorded run that answers; None lets the tool run. It may raise instead,
-which is then what the tool raises."""
+"""A function from a tool's name, arguments and function to the recorded run to replay; None lets the tool run. An exception
+that it raises is raised by the tool."""
 
 PATIENCE = 60.0
-"""Seconds within which a tool that was cancelled when it was recorded has to be cancelled again."""
+"""The time limit in seconds for a tool that was cancelled when it was recorded to be cancelled again in a replay."""
 
 _finds: dict[str, Find] = {}
 
 
 @contextmanager
 def answer_tools(api_key: str, find: Find) -> Iterator[None]:
-    """Inside the block, the runs of `lightning.tool` in the rollout with this key are answered with what `find` gives."""
+    """Inside the block, runs of `lightning.tool` in the rollout with this key are answered by the recorded runs that `find`
+    returns."""
     _finds[api_key] = find
     try:
         yield
@@ -39,22 +40,23 @@ def answer_tools(api_key: str, find: Find) -> Iterator[None]:
 
 
 def recorded_run(api_key: str, name: str, arguments: Json, function: object) -> ToolEvent | None:
-    """The recorded run that answers this one; None where the tool is to run."""
+    """Return the recorded run that answers a run of a tool; None if the tool is to run."""
     find = _finds.get(api_key) if _finds else None
     return None if find is None else find(name, arguments, function)
 
 
 class RecordedRuns:
-    """Recorded runs of tools, each given once: in their order for equal arguments."""
+    """Recorded runs of tools, each of which is given once; runs with equal arguments are given in their order. `answered` are
+    those given so far."""
 
     def __init__(self, events: Sequence[ToolEvent]) -> None:
-        # A framework that runs a `lightning.tool` tells of it as well, under the call's id and without the whole result.
+        # A framework that runs a `lightning.tool` reports the run, too, with a call id and without the whole result.
         self._left = [event for event in events if not event.call_id]
         self._lock = threading.Lock()
         self.answered: list[ToolEvent] = []
 
     def take(self, name: str, arguments: Json, function: object) -> ToolEvent | None:
-        """The first run of this tool with these arguments that has not been given; None without one."""
+        """Return the first run of this tool with these arguments that was not given yet; None if there is none."""
         wanted = (name, json.dumps(arguments, sort_keys=True))
         with self._lock:
             for event in self._left:
@@ -67,13 +69,15 @@ class RecordedRuns:
 
 
 def can_answer(event: ToolEvent, function: object) -> bool:
-    """Whether a recorded run says all that a function of this kind gave: not what it yielded before it raised."""
+    """Whether a recorded run holds all that is needed to replay a function of this kind. Items that a generator yielded before
+    it raised are not recorded."""
     streams = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     return not event.incomplete and event.status in ("ok", "error") and not (streams and event.status == "error")
 
 
 def replayed(event: ToolEvent, function: object) -> object:
-    """What calling `function` gives when its run is answered: a value, a coroutine, a generator or an async generator."""
+    """Return the result of calling `function` when its run is replayed: a value, a coroutine, a generator or an async
+    generator. A plain function whose recorded run failed raises."""
     if inspect.isasyncgenfunction(function):
         return _async_items(event)
     if inspect.isgeneratorfunction(function):
@@ -91,7 +95,7 @@ def _value(event: ToolEvent) -> object:
 
 async def _awaited(event: ToolEvent) -> object:
     if event.status == "error" and event.error.startswith("CancelledError"):
-        await asyncio.sleep(PATIENCE)  # whoever lost patience then does so again
+        await asyncio.sleep(PATIENCE)  # the caller that cancelled it then does so again
         raise DataError(f"the tool {event.name} was cancelled when it was recorded, and is not now")
     return _value(event)
 
@@ -99,7 +103,7 @@ async def _awaited(event: ToolEvent) -> object:
 def _items(event: ToolEvent) -> Generator[object, None, object]:
     value = _value(event)
     if not isinstance(value, list):
-        return value  # what the generator returned
+        return value  # the generator's return value; it yielded nothing
     yield from value
     return None
 
@@ -111,7 +115,8 @@ async def _async_items(event: ToolEvent) -> AsyncIterator[object]:
 
 
 def _error(said: str) -> Exception:
-    """The exception of a text like `KeyError: 'k'`: Python's own class where it is one that takes a message."""
+    """Return the exception of a text like `KeyError: 'k'`: of the built-in class if that takes a message, else
+    `RuntimeError`."""
     name, _, message = said.partition(": ")
     kind = getattr(builtins, name, None)
     if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, UnicodeError | ExceptionGroup):

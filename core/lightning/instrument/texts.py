@@ -1,7 +1,7 @@
-"""Values of the user's code as bounded text, JSON and numbers, for reports and rewards.
+"""Conversion of values from the user's code to bounded text, JSON and numbers, for reports and rewards.
 
-The invariant: no object of the user, however odd (its `__repr__` raises, its `__float__` raises, it contains itself, it is
-a gigabyte), gets an exception or more than `MAX_TEXT` characters through here; only `number` raises, and only `DataError`.
+The invariant: no object of the user, however odd (its `__repr__` or `__float__` raises, it contains itself, it is a gigabyte),
+causes an exception here, but for the `DataError` of `number`, or a text beyond the limits below.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from lightning.errors import DataError
 from lightning.types import Caller, Json, StepReward, StepState, ToolEvent
 
 MAX_TEXT = 4096
-"""Characters kept of a name, of a tool's output, of its error and of an argument."""
+"""The largest number of characters of a name, of a tool's output, of its error, and of one argument."""
 
 MAX_RESULT = 1024 * 1024
-"""Characters of the JSON of what a tool returned that are kept."""
+"""The largest number of characters of the JSON of a tool's returned value; longer JSON is not kept."""
 MAX_STATE = 4096
-"""Characters of the JSON of a state that are kept."""
+"""The largest number of characters of the JSON of a state."""
 
 MAX_REWARD = 1e12
-"""The largest reward, either way. Gradients are float32 (up to 3.4e38) and their norm is a sum of squares, so what is made of
-rewards must stay far below 1e19: sums over a rollout's calls, and times the gradients of a model's logprobs."""
+"""The largest absolute reward. Gradients are float32 (up to 3.4e38) and their norm is a sum of squares, so sums of rewards over
+a rollout's calls, times the gradients of a model's logprobs, must stay far below 1e19."""
 
 CURE = "return the reward as a finite number, or as a dict of them such as {'reward': 1.0, 'format': 0.5}"
 
 
 def number(value: object, what: str, cure: str = CURE) -> float:
-    """A Python, numpy or 0-d tensor number as a float. Raises `DataError` for anything else, NaN and beyond `MAX_REWARD`."""
+    """Return a Python, numpy or 0-d tensor number as a float. Raises `DataError`, naming `what` it is and the `cure`, for any
+    other type, for NaN and for a number beyond ±`MAX_REWARD`."""
     if isinstance(value, str | bytes | bytearray) or not hasattr(type(value), "__float__"):
         raise DataError(f"{what} is {_short(value)}, not a number: {cure}")
     try:
@@ -46,12 +47,13 @@ def number(value: object, what: str, cure: str = CURE) -> float:
 
 
 def clip(text: str) -> str:
-    """At most `MAX_TEXT` characters of a text."""
+    """Return a text, shortened to `MAX_TEXT` characters."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 def text_of(value: object) -> str:
-    """A value in words: itself if it is a text, the whole of a list of texts, else its `repr`; nothing for None."""
+    """Return a value as a text of at most `MAX_TEXT` characters: a text itself, the items of a list of texts joined, "" for
+    None, else the value's `repr`."""
     if value is None:
         return ""
     try:
@@ -63,7 +65,7 @@ def text_of(value: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`KeyError: 'k'`; only the name of an exception that cannot be put in words."""
+    """Return an exception as `KeyError: 'k'`; only the name of its class if its `str` raises."""
     name = type(error).__name__
     try:
         return clip(f"{name}: {error}")
@@ -72,7 +74,7 @@ def error_text(error: BaseException) -> str:
 
 
 def json_of(value: object) -> Json:
-    """A copy of a value as JSON; the text of what is too long or what JSON cannot say."""
+    """Return a copy of a value as JSON; as text (`text_of`) if it is too long or not JSON."""
     try:
         text = json.dumps(value, allow_nan=False)
     except Exception:  # noqa: BLE001 — isolates the user's classes
@@ -81,7 +83,8 @@ def json_of(value: object) -> Json:
 
 
 def result_of(value: object) -> tuple[str, bool]:
-    """What a tool returned as JSON text, and whether that is incomplete. Of a text that `text_of` keeps whole there is none."""
+    """Return a tool's returned value as JSON text, and whether that is incomplete: not JSON, changed by JSON, or too long. A
+    text that `text_of` keeps whole gives "" and False."""
     if isinstance(value, str) and type(value) is str and len(value) <= MAX_TEXT:
         return "", False
     try:
@@ -93,10 +96,11 @@ def result_of(value: object) -> tuple[str, bool]:
 
 
 def state_of(values: object) -> Json:
-    """A state as JSON: values that JSON cannot say in words, and one text, cut, where all are too long."""
+    """Return a state as JSON, with text in the place of values that JSON cannot hold; if it is longer than `MAX_STATE`, one
+    shortened text."""
     text = ""
     try:
-        for part in _STATES.iterencode(values):  # no more of a large state than is kept
+        for part in _STATES.iterencode(values):  # piece by piece, so that a large state is not encoded whole
             text += part
             if len(text) > MAX_STATE:
                 return text[: MAX_STATE - 1] + "…"
@@ -109,7 +113,7 @@ _STATES = json.JSONEncoder(default=text_of)
 
 
 def arguments_of(value: object) -> Json:
-    """A tool's arguments as JSON; each one that has a name is bounded by itself."""
+    """Return a tool's arguments as JSON. Each named argument is shortened by itself."""
     if not isinstance(value, Mapping):
         return json_of(value)
     try:
@@ -119,7 +123,7 @@ def arguments_of(value: object) -> Json:
 
 
 def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
-    """The parameters of a function; None where Python does not know them."""
+    """Return the signature of a function; None if Python cannot determine it."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -127,7 +131,8 @@ def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
 
 
 def named_arguments(signature: inspect.Signature | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Json:
-    """A call's arguments by name, as JSON. Those that do not fit the signature have their places for names."""
+    """Return a call's arguments by name, as JSON, without `self`. If they do not fit the signature, positional arguments are
+    named by their index."""
     named: dict[str, object] = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
     if signature is not None:
         with suppress(TypeError):
@@ -137,7 +142,7 @@ def named_arguments(signature: inspect.Signature | None, args: tuple[object, ...
 
 
 def caller_of(caller: Caller) -> Caller:
-    """A caller of bounded texts."""
+    """Return a caller with its texts shortened to `MAX_TEXT` characters each."""
     return Caller(
         agent=text_of(caller.agent),
         path=tuple(text_of(name) for name in caller.path),
@@ -148,7 +153,7 @@ def caller_of(caller: Caller) -> Caller:
 
 
 def size_of(report: ToolEvent | StepReward | StepState | Caller) -> int:
-    """About how many characters a report takes up in a message."""
+    """Return about how many characters a report takes in a message."""
     match report:
         case ToolEvent():
             texts = (report.name, report.status, report.call_id, report.output, report.error, report.response_id)
@@ -164,7 +169,7 @@ def size_of(report: ToolEvent | StepReward | StepState | Caller) -> int:
 
 
 def _short(value: object) -> str:
-    """A value in a message."""
+    """Return the type and the text of a value, at most 200 characters, for messages."""
     if value is None:
         return "None"
     text = f"{type(value).__name__} {text_of(value)}" if not isinstance(value, str) else f"str {value[:200]!r}"

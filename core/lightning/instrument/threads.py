@@ -1,9 +1,10 @@
-"""Threads and tasks know who started them: `threading.Thread`, `ThreadPoolExecutor.submit`, and with it `loop.run_in_executor`;
-`loop.create_task`, and with it `asyncio.gather`, `wait_for` and task groups.
+"""Carries the current rollout and the agents' names into new threads and tasks: by `threading.Thread`,
+`ThreadPoolExecutor.submit` (so `loop.run_in_executor`), and `loop.create_task` (so `asyncio.gather`, `wait_for` and task
+groups).
 
-The invariant: of a thread's context only lightning's own variables are set, so the user's and the framework's are what they
-would be without us. Outside a rollout a thread and a pool's work begin as ever, and the undo puts the very functions back. The
-starter's context is kept aside: who called there is asked only where a model call in the thread has no framework's name.
+The invariant: only lightning's own variables are set in a thread's context, so those of the user and the framework are as
+without lightning. Outside a rollout threads and a pool's work start as usual, and the undo restores the original functions. The
+starter's context is kept aside: its caller is determined only if a model call in the thread has no name by a framework.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ R = TypeVar("R")
 
 
 def _carried(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, to be run in another thread with the names of here; itself outside a rollout."""
+    """Return a function that runs `function` in another thread with the rollout and names of the current code; outside a
+    rollout the function itself."""
     attempt = attempt_in_context()
     if attempt is None:
         return function
@@ -44,7 +46,7 @@ def _carried(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _start(original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
-    # A pool's thread serves whoever gives it work.
+    # A pool's thread gets rollout and names with each work that is submitted, not when it starts.
     pool = getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None)
     if getattr(thread, "_target", None) is not pool and not thread.ident:
         function = _carried(thread.run)
@@ -77,11 +79,11 @@ def _create_task(original: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs)
 
 
 def carry_names() -> Callable[[], None]:
-    """Carry the rollout and the names into threads and tasks that begin from now on; returns the undo."""
+    """Carry the rollout and the names into threads and tasks that start from now on; return the undo."""
     replaced = ReplacedMethods()
     replaced.replace(threading.Thread, "start", _start)
     replaced.replace(ThreadPoolExecutor, "submit", _submit)
     replaced.replace(asyncio.BaseEventLoop, "create_task", _create_task)
-    if (uvloop := sys.modules.get("uvloop")) is not None:  # on which agents run beside the trainer
+    if (uvloop := sys.modules.get("uvloop")) is not None:  # the event loop of agents in the trainer's process
         replaced.replace(uvloop.Loop, "create_task", _create_task)
     return replaced.put_back

@@ -1,6 +1,6 @@
-"""Where the runs of tools wait for their turn, in whatever a plugin's stage puts here (`runner.tool_limits`).
+"""Limits on concurrent runs of a tool (`runner.tool_limits`): runs wait for a slot, if a plugin's stage has set slots.
 
-The invariant: without such a stage nobody waits, and nothing of a framework is replaced.
+The invariant: without such a stage no run waits, and no method of a framework is replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 
 class ToolSlot(Protocol):
-    """The turn of one run of a tool: entering it waits. What was entered either way may be left by `__exit__`."""
+    """The slot of one run of a tool: entering waits until it is free. Also a slot entered by `async with` may be left by
+    `__exit__`."""
 
     def __enter__(self) -> object: ...
     def __exit__(
@@ -25,20 +26,20 @@ class ToolSlot(Protocol):
 
 
 class ToolSlots(Protocol):
-    """What a stage has the runs of tools wait for."""
+    """The slots of all tools, set by a plugin's stage."""
 
     def slot(self, name: str) -> ToolSlot:
-        """The turn of a run of this tool."""
+        """Return the slot for a run of this tool."""
 
     def hold(self, module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str]) -> Callable[[], None]:
-        """See `hold_slots`."""
+        """Make a framework's methods wait for a slot, as `hold_slots` says; return the undo."""
 
 
 _slots: ToolSlots | None = None
 
 
 def set_slots(slots: ToolSlots) -> Callable[[], None]:
-    """Have runs of tools wait for these from now on; returns the undo. Adapters are installed after it."""
+    """Make runs of tools wait for these slots from now on; return the undo. Must be called before adapters are installed."""
     global _slots
     before, _slots = _slots, slots
 
@@ -50,7 +51,8 @@ def set_slots(slots: ToolSlots) -> Callable[[], None]:
 
 
 def tool_slot(name: str) -> ToolSlot:
-    """The turn of a run of this tool, which waits for it and has it in the block: `with tool_slot(name):`, or `async with`."""
+    """Return the slot for a run of this tool, to be held while it runs: `with tool_slot(name):`, or `async with`. Without slots
+    it does nothing."""
     return nullcontext() if _slots is None else _slots.slot(name)
 
 
@@ -61,9 +63,9 @@ def _own_name(tool: Any, *_: Any, **__: Any) -> str:
 def hold_slots(
     module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str] = _own_name
 ) -> Callable[[], None]:
-    """Have the methods of a framework that run its tools wait for a slot; returns the undo. For adapters.
+    """Make the methods of a framework that run its tools wait for a slot; return the undo. For adapters.
 
-    `owner` is the class in `module`, or empty for functions of the module. `name_of` gets a call's arguments and says which
-    tool it runs: by default its first one, by its `name`. Nothing is replaced where no tool waits.
+    `owner` is the class in `module`, or empty for functions of the module. `name_of` gets a call's arguments and returns the
+    name of the tool: by default the attribute `name` of the first argument. Without slots nothing is replaced.
     """
     return (lambda: None) if _slots is None else _slots.hold(module, owner, methods, name_of)

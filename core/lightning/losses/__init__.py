@@ -1,1 +1,1 @@
-"""Pure tensor functions: per-token losses."""
+"""The losses that an engine minimises: pure tensor functions of a micro-batch's tokens."""

@@ -1,5 +1,5 @@
-"""What policy gradient losses do about tokens on which the trainer and the sampler disagree: one correction, composed of a
-bound on ratios, a weight and a mask.
+"""The correction that policy gradient losses apply to tokens whose probability differs between trainer and sampler: bounds on
+ratios, a weight and a mask.
 
 The invariant: with rho = p_trainer / p_sampler of a token, or of its whole call, no token weighs more than `high` allows.
 """
@@ -27,32 +27,32 @@ BOUNDS: Mapping[CorrectionKind, tuple[float, float]] = {
     "icepop": (0.5, 5.0),
     "none": (0.0, math.inf),
 }
-"""`low` and `high` of each kind. IcePop's are those of Ring-1T (arXiv 2510.18855), which the default shares."""
+"""The default `low` and `high` of each kind. Those of `icepop` and `mask` are from Ring-1T (arXiv 2510.18855)."""
 
 MASKED = -1e4
-"""What stands for the log ratio of a masked token where only one finite number can be said of it; no log ratio is as small."""
+"""The number that marks a masked token in an array of log ratios, which must be finite; every real log ratio is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How the mismatch of trainer and sampler is bounded. rho is p_trainer / p_sampler of a `level`: a `token`, a whole call
-    (`sequence`: the product over its trained tokens) or the call's mean (`geometric`: its root, so that long calls are not
-    judged by their length). c is the weight of a token, without a gradient.
+    """How a loss bounds the mismatch of trainer and sampler. rho is p_trainer / p_sampler of a `level`: of a `token`, of a
+    whole call (`sequence`: the product over its trained tokens) or of the call's mean (`geometric`: the product's n-th root for
+    n tokens, so that length does not matter). c is the weight of a token's surrogate J, without a gradient.
 
-    `mask` (the default): the surrogate's own ratio is against the sampler, and c = 1 where `low` <= rho <= `high`, else 0.
-    `none`: c = 1. With the other three J's ratio is against the trainer at the step's start, and c corrects for the sampler
-    (the decoupled objective of arXiv 2505.24298):
+    `mask` (the default): J's own ratio is against the sampler, and c = 1 where `low` <= rho <= `high`, else 0.
+    `none`: J's own ratio is against the sampler, and c = 1. With the other three, J's ratio is against the trainer at the
+    step's start, and c corrects for the sampler (the decoupled objective of arXiv 2505.24298):
     `tis`: c = min(rho, `high`), truncated importance sampling (https://fengyao.notion.site/off-policy-rl).
     `mis`: c = rho where rho <= `high`, else 0: masked importance sampling, of tokens or of whole sequences
     (https://richardli.xyz/rl-collapse, "When Speed Kills Stability").
     `icepop`: c = rho where `low` <= rho <= `high`, else 0 (IcePop, https://ringtech.notion.site/icepop; arXiv 2510.18855).
 
-    `dual_clip` bounds what PPO's clip leaves open, a negative advantage at a large ratio: J = max(PPO's J, `dual_clip` * A)
-    (Ye et al., arXiv 1912.09729, which has 3), so such a token has no gradient. None leaves it open. It is for the
-    surrogate `clip`; a `cispo` weight is bounded by itself.
+    `dual_clip` bounds a negative advantage at a large ratio, which PPO's clip does not: J = max(PPO's J, `dual_clip` * A)
+    (Ye et al., arXiv 1912.09729, with 3), so such a token has no gradient. None means no such bound. It only acts on the
+    surrogate `clip`, since the weight of `cispo` is bounded anyway.
 
-    `low` and `high` are `BOUNDS` of the kind where they are None; the object then holds these. A token whose sampler gave no
-    logprob has rho = 1.
+    `low` and `high` of None are replaced by `BOUNDS` of the kind (they stay None with `none`). A token for which the sampler
+    gave no logprob has rho = 1.
     """
 
     kind: CorrectionKind = "mask"
@@ -87,7 +87,7 @@ class Correction:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Between which rho is taken as it is."""
+        """The lower and upper bound of rho; within them the kind neither masks nor truncates."""
         low, high = BOUNDS[self.kind]
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
@@ -98,28 +98,29 @@ class Correction:
 
     @property
     def masks(self) -> bool:
-        """Whether what is out of bounds is masked."""
+        """Whether tokens with rho out of bounds are masked (rather than truncated or kept)."""
         return self.kind in ("mask", "mis", "icepop")
 
     def outside(self, log_rho: Any) -> Any:
-        """Where log rho, an array or a tensor, is out of bounds; what is no number is inside, so that it is not hidden."""
+        """Return where log rho, an array or a tensor, is out of bounds. NaN counts as inside, so that it is not hidden."""
         low, high = self.bounds
         return (log_rho < (math.log(low) if low else -math.inf)) | (log_rho > math.log(high))
 
     def log_ratios(self, step: StepTokens) -> npt.NDArray[np.float64]:
-        """log rho of each token's level, shape (N,)."""
+        """Return log rho at each token, shape (N,): of the token, or of its call if `level` says so."""
         difference = step.logprobs.astype(np.float64) - step.old_logprobs
         return difference if self.level == "token" else of_calls(step, difference, mean=self.level == "geometric")
 
 
 NO_CORRECTION = Correction("none", dual_clip=None)
-"""Ratios as they are: of losses of one's own."""
+"""No bound on ratios: the correction of a user's own loss."""
 
 
 def of_calls(
     step: StepTokens, numbers: npt.NDArray[np.float64], *, mean: bool, kept: npt.NDArray[np.bool_] | None = None
 ) -> npt.NDArray[np.float64]:
-    """The sum or mean of some numbers (N,) over each token's call, of the `kept` ones only, at each of its tokens, (N,)."""
+    """Return, at each token, the sum (or with `mean` the mean) of `numbers` over the tokens of its call; all have shape (N,).
+    Only `kept` tokens are added; None keeps all."""
     kept = np.ones(len(numbers), bool) if kept is None else kept
     sums = np.bincount(step.calls[kept], numbers[kept], len(step.spans))
     counts = np.maximum(np.bincount(step.calls[kept], minlength=len(step.spans)), 1) if mean else 1

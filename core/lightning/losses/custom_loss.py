@@ -1,6 +1,6 @@
-"""A loss that a user gives: a whole `Loss`, or a function of one loss for each token.
+"""A user's own loss: a whole `Loss`, or a function that returns one loss for each token.
 
-The invariant: the two are told apart by what they return, so that wherever a loss can be given, either can.
+The invariant: every place that takes a loss takes either form, because they are told apart by what they return.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_whole(loss: object) -> bool:
-    """Whether something says of itself that it is a whole `Loss`. One that does not may still be."""
+    """Whether a function is annotated to return a `LossOutput`, so that it is a whole `Loss`. False does not rule that out."""
     try:
         return inspect.signature(loss).return_annotation in (LossOutput, "LossOutput")  # type: ignore[arg-type]
     except (TypeError, ValueError):  # not callable, or built in
@@ -29,7 +29,7 @@ def is_whole(loss: object) -> bool:
 
 
 def check_callable(loss: object, where: str) -> None:
-    """Raises `ConfigError` for what cannot be a loss."""
+    """Raise `ConfigError`, naming `where`, for a class and for an object that cannot be called."""
     if isinstance(loss, type) or not callable(loss):
         what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_callable(loss: object, where: str) -> None:
 
 
 def as_loss(given: Loss | OwnLoss, where: str) -> Loss:
-    """What an engine minimises when a user gives this. Raises `ConfigError`, naming `where`, for what is no loss."""
+    """Return a user's loss, of either form, as a `Loss`. Raises `ConfigError`, naming `where`, if it cannot be a loss."""
     check_callable(given, where)
     if isinstance(given, GivenLoss) or is_whole(given):
         return given  # type: ignore[return-value]
@@ -48,7 +48,8 @@ def as_loss(given: Loss | OwnLoss, where: str) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class GivenLoss:
-    """The loss `given`; of one loss for each token, the weighted sum and the metrics of `ClippedPolicyGradient`."""
+    """A user's loss `given`. If it returns one loss for each token, these are added up by weight, with the metrics of
+    `ClippedPolicyGradient`."""
 
     given: Loss | OwnLoss
 
@@ -58,7 +59,8 @@ class GivenLoss:
         return needs_reference(self.given)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss and its metrics. Raises `ConfigError` for what is neither a `LossOutput` nor one loss for each token."""
+        """Return the loss and its metrics. Raises `ConfigError` if `given` returns neither a `LossOutput` nor one loss for each
+        token."""
         said = said_by(self.given, batch)
         if isinstance(said, LossOutput):
             return said
@@ -70,14 +72,14 @@ class GivenLoss:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGivenLoss(GivenLoss):
-    """A given loss that has a method `prepare`."""
+    """A user's loss that has a method `prepare`."""
 
     @property
     def preparer(self) -> object:
-        """Whose `prepare` it is, for messages."""
+        """The object whose `prepare` is called, for messages."""
         return self.given
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """What `given` says of each of the step's tokens."""
+        """Return the numbers that `given.prepare` gives for the step's tokens, shape (N,)."""
         loss: Any = self.given
         return np.asarray(loss.prepare(step))

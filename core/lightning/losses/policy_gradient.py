@@ -1,8 +1,8 @@
 """The policy gradient losses, composed of pure functions of tokens: a clipped surrogate, a KL penalty, an entropy bonus and
 importance weights.
 
-The invariant: the result is a sum over tokens of `weights * something`; a token whose sampler gave no logprob is treated as
-on-policy when a step begins (its ratio is 1, with a gradient), and changes nothing for the others.
+The invariant: the result is a sum over tokens of `weights * something`. A token without a sampler's logprob is treated as
+on-policy when a step begins (its ratio is 1, with a gradient), and does not change the terms of other tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from lightning.losses.terms import (
 OwnLoss: TypeAlias = Callable[[TokenBatch], torch.Tensor]
 """A user's loss: a pure function from tokens to one loss for each, shape (N,), differentiable in `logprobs`.
 
-It may have `needs_reference = True` (then `TokenBatch.reference` is there) and a method `prepare` as of `StepLoss`."""
+Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, and a method `prepare` like
+`StepLoss`'s."""
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
@@ -42,21 +43,22 @@ Parts: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyGradient:
-    """What every policy gradient here minimises:
+    """The policy gradient loss, which minimises
 
         sum_t w_t * ( -c_t * J_t  +  kl_coefficient * KL_t  -  entropy_coefficient * H_t )
 
-    J_t is the surrogate of token t: `clip` (PPO, DAPO), `cispo`, or minus a function of one's own. Its ratio is
-    exp(logprob_t - old_logprob_t), with the policy that sampled the token as the old one: a batch is trained on once, so
-    PPO's ratio is that of trainer and sampler, and all that it differs from 1 by is mismatch and age.
+    J_t is the surrogate of token t: `clip` (PPO, DAPO), `cispo`, or minus a user's own function. Its ratio is
+    exp(logprob_t - old_logprob_t), where the old policy is the one that sampled the token. If a batch is trained on once, this
+    ratio is that of trainer and sampler, and differs from 1 only by their mismatch and the sampler's age.
 
-    `correction` bounds what that ratio can do, and c_t is its weight (`lightning.losses.correction.Correction`). By default a
-    token whose ratio is implausible is masked (c_t = 0), and so is, by dual clipping, what PPO leaves open: a negative
-    advantage at a large ratio. With the decoupled kinds (`tis`, `mis`, `icepop`) the old policy is the trainer at the step's
-    start, which is the current policy: J's ratio is 1, nothing is clipped, and no further forward pass is needed.
+    `correction` bounds the effect of that ratio, and c_t is its weight (`lightning.losses.correction.Correction`). By default a
+    token whose ratio is implausible is masked (c_t = 0), and dual clipping removes the gradient of a token with a negative
+    advantage at a large ratio, which PPO does not bound. With the decoupled kinds (`tis`, `mis`, `icepop`) the old policy is
+    the trainer at the step's start, which is the current policy: J's ratio is 1, nothing is clipped, and no further forward
+    pass is needed.
 
-    KL_t is the `kl_estimator` of KL(pi || reference), and asks the engine for a reference model, as a surrogate of one's own
-    does that has `needs_reference = True`. Neither KL nor entropy is weighted by c_t.
+    KL_t is the `kl_estimator` of KL(pi || reference). A `kl_coefficient` above 0, or a user's surrogate that has
+    `needs_reference = True`, makes the engine open a reference model. Neither KL nor entropy is weighted by c_t.
     """
 
     clip_low: float = 0.2
@@ -85,26 +87,27 @@ class ClippedPolicyGradient:
             )
         if self.correction.level != "token" and not isinstance(self, (CallCorrected, SequencePolicyGradient)):
             raise ConfigError(
-                f"a correction of the level {self.correction.level!r} has to prepare for a step, which CallCorrected does, and "
-                "which no loss can that has a `prepare` of its own: there, correct tokens"
+                f"a correction of the level {self.correction.level!r} needs a `prepare`, which CallCorrected has. A loss "
+                "with a `prepare` of its own can only be corrected by tokens: set level = 'token'"
             )
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference model's logprobs are asked for."""
+        """Whether the loss needs the reference model's logprobs."""
         return self.kl_coefficient != 0.0 or needs_reference(self.surrogate)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss and, as weighted sums, `clip_fraction`, `dual_clip_fraction`, `masked_share`, `correction_weight` (c),
-        `approx_kl` (k3 of the sampler's policy to the current one), `rho` and `rho_squared` (of tokens, of which the engine
-        makes `ess`), `entropy`, `ratio` and `old_logprob_share` (tokens that have a sampler logprob); `ratio_max` is a
-        maximum. With a KL penalty also `reference_kl`, and with truncation `truncated_share`."""
+        """Return the loss with its metrics: as weighted sums `clip_fraction`, `dual_clip_fraction`, `masked_share`,
+        `correction_weight` (c), `approx_kl` (k3 of the sampler's policy to the current one), `rho` and `rho_squared` (of single
+        tokens; the engine makes `ess` from them), `entropy`, `ratio` and `old_logprob_share` (the share of tokens with a
+        sampler's logprob), and `ratio_max` as a maximum. With a KL penalty also `reference_kl`, with the correction `tis` also
+        `truncated_share`."""
         current, weights, correction = batch.logprobs.detach(), batch.weights, self.correction
         old = torch.where(batch.old_logprobs.isnan(), current, batch.old_logprobs)
         sampled = current - old
         log_rho = self._log_rho(batch, sampled)
         masked = self._masked(batch, log_rho)
-        # Masked tokens are on-policy tokens to all that follows: 0 times what is not finite would be no number.
+        # From here masked tokens are computed as on-policy tokens: c = 0 times a value that is not finite would be NaN.
         kept = replace(batch, logprobs=torch.where(masked, old, batch.logprobs))
         token = kept.logprobs - old
         if correction.decoupled:
@@ -115,7 +118,7 @@ class ClippedPolicyGradient:
         weight = torch.where(masked, 0.0, importance_weight(log_rho, correction))
         loss = weight * surrogate
         ratio = torch.where(masked, clamped(sampled).exp(), clamped(log_ratio.detach()).exp())
-        # To the metrics a token without a sampler's logprob stands as if both agreed, whatever its ratio is to.
+        # The metrics count a token without a sampler's logprob as if both agreed, whatever its ratio is taken against.
         compared = torch.where(batch.has_old, sampled, 0.0)
         rho = clamped(compared).exp()
         seen = {
@@ -146,22 +149,22 @@ class ClippedPolicyGradient:
         return LossOutput((weights * loss).sum(), dict(zip([*seen, "ratio_max"], values, strict=True)))
 
     def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
-        """The log ratio (N,) of trainer and sampler that is corrected; `sampled` is that of each token by itself."""
+        """Return the log ratio (N,) of trainer and sampler to correct: here that of single tokens, `sampled`."""
         return sampled
 
     def _masked(self, batch: TokenBatch, log_rho: torch.Tensor) -> torch.Tensor:
-        """Which tokens (N,) have no part in the surrogate."""
+        """Return which tokens (N,) are masked, so that their surrogate is 0."""
         if not self.correction.masks:
             return batch.has_old.new_zeros(batch.has_old.shape)
         outside: torch.Tensor = self.correction.outside(log_rho)
         return outside
 
     def _log_ratio(self, batch: TokenBatch, token: torch.Tensor) -> torch.Tensor:
-        """The log ratio (N,) that is clipped; `token` is that of each token by itself."""
+        """Return the log ratio (N,) to clip: here that of single tokens, `token`."""
         return token
 
     def _surrogate_loss(self, batch: TokenBatch, log_ratio: torch.Tensor) -> Parts:
-        """Minus the surrogate (N,), and which tokens are clipped, and which bounded by dual clipping."""
+        """Return minus the surrogate, which tokens are clipped, and which are bounded by dual clipping; each has shape (N,)."""
         bounds, none = (self.clip_low, self.clip_high), batch.has_old.new_zeros(batch.has_old.shape)
         if self.surrogate == "clip":
             objective, is_clipped = clip_surrogate(log_ratio, batch.advantages, *bounds)
@@ -177,10 +180,10 @@ class ClippedPolicyGradient:
 
 @dataclass(frozen=True, slots=True)
 class CallCorrected(ClippedPolicyGradient):
-    """With a correction by whole calls: `level` "sequence" or "geometric"."""
+    """The policy gradient loss with a correction of whole calls: of the `level` "sequence" or "geometric"."""
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """log rho of each token's call, shape (N,), in float64."""
+        """Return log rho of each token's call, shape (N,), in float64."""
         return self.correction.log_ratios(step)
 
     def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
@@ -189,27 +192,27 @@ class CallCorrected(ClippedPolicyGradient):
 
 @dataclass(frozen=True, slots=True)
 class SequencePolicyGradient(ClippedPolicyGradient):
-    """GSPO (arXiv 2507.18071): the ratio belongs to a whole call, and is clipped for all of its tokens or for none.
+    """GSPO (arXiv 2507.18071): all tokens of a call have one ratio, so either all of them are clipped or none.
 
     s = exp(mean over the call's tokens of logprob_t - old_logprob_t) (equation 7), and token t has the ratio
-    s_t = sg[s] * pi_t / sg[pi_t] (GSPO-token, equations 13 and 14), whose value is s, and whose gradient, with one advantage
-    for the whole call, is GSPO's. So each token may also have an advantage of its own. Masked tokens are left out of the mean,
-    so that one that is implausible does not move its call.
+    s_t = sg[s] * pi_t / sg[pi_t] (GSPO-token, equations 13 and 14). Its value is s; with one advantage for the whole call its
+    gradient is GSPO's; but each token may also have an advantage of its own. Masked tokens are left out of the mean, so that an
+    implausible token does not change the ratio of its call.
 
-    A call whose sampler gave no logprobs has the ratio 1. Bounds are much narrower than those of tokens: the paper has
-    3e-4 and 4e-4.
+    A call for which the sampler gave no logprobs has the ratio 1. Clip bounds are much narrower than those of single tokens:
+    the paper has 3e-4 and 4e-4.
     """
 
     def __post_init__(self) -> None:
         super(SequencePolicyGradient, self).__post_init__()
         if self.correction.decoupled:
             raise ConfigError(
-                f"a correction of the kind {self.correction.kind!r} takes no ratio of calls, for it is 1 where the old policy "
-                "is the trainer: give ClippedPolicyGradient or CallCorrected"
+                f"a correction of the kind {self.correction.kind!r} cannot be used with ratios of whole calls, which would "
+                "all be 1, since its old policy is the trainer: use ClippedPolicyGradient or CallCorrected"
             )
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """The log of s at each of the call's tokens, shape (N,), in float64; `MASKED` where a token is masked."""
+        """Return log s of each token's call, shape (N,), in float64; `MASKED` where a token is masked."""
         difference = step.logprobs.astype(np.float64) - step.old_logprobs
         masked = np.zeros(len(difference), bool)
         if self.correction.masks:
@@ -225,15 +228,17 @@ class SequencePolicyGradient(ClippedPolicyGradient):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPolicyGradient(ClippedPolicyGradient):
-    """With a surrogate of one's own that has a method `prepare`: it finds what that said in `TokenBatch.prepared`."""
+    """The policy gradient loss with a user's surrogate that has a method `prepare`, whose numbers the surrogate then finds in
+    `TokenBatch.prepared`."""
 
     @property
     def preparer(self) -> object:
-        """Whose `prepare` it is, for messages."""
+        """The user's object whose `prepare` is called, for messages."""
         return self.surrogate.func if isinstance(self.surrogate, partial) else self.surrogate
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """The surrogate's numbers. Where the correction is decoupled its old logprobs are the current ones here too."""
+        """Return the numbers of the surrogate's `prepare`, shape (N,). With a decoupled correction its `old_logprobs` are the
+        current ones, as in the loss itself."""
         surrogate: Any = self.surrogate
         return np.asarray(
             surrogate.prepare(replace(step, old_logprobs=step.logprobs) if self.correction.decoupled else step)
@@ -242,12 +247,13 @@ class PreparedPolicyGradient(ClippedPolicyGradient):
 
 def _prepared(batch: TokenBatch) -> torch.Tensor:
     if batch.prepared is None:
-        raise EngineError("a ratio of whole calls has to be prepared for the step, and the engine did not do that")
+        raise EngineError("ratios of whole calls must be prepared before the update, and the engine did not do that")
     return batch.prepared
 
 
 def checked(values: object, function: object, batch: TokenBatch) -> torch.Tensor:
-    """What a function of one's own returned. Raises `ConfigError`, naming it, unless it is one loss for each token."""
+    """Return the values that a user's function returned. Raises `ConfigError`, naming the function, unless they are one loss
+    for each token."""
     if not isinstance(values, torch.Tensor) or values.shape != batch.logprobs.shape:
         what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"{values!r}"
         raise ConfigError(

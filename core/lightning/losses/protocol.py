@@ -1,6 +1,6 @@
-"""What a loss function sees and returns.
+"""The interface of a loss function: its tokens, its output, and its optional `prepare`.
 
-The invariant: a loss is a sum over tokens of `weights * something`, so that how tokens are split over calls changes nothing.
+The invariant: a loss is a sum over tokens of `weights * something`, so splitting tokens over micro-batches does not change it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
-"""How log pi(a|s) - log pi_ref(a|s) of a sampled token estimates KL(pi || pi_ref) (http://joschu.net/blog/kl-approx.html),
-with d that difference: `k1` d · `k2` d² / 2 · `k3` exp(-d) - 1 + d.
+"""The estimator of KL(pi || pi_ref) from d = log pi(a|s) - log pi_ref(a|s) of a sampled token
+(http://joschu.net/blog/kl-approx.html): `k1` d · `k2` d² / 2 · `k3` exp(-d) - 1 + d.
 
-As a *loss term* what counts is the gradient. Of `k2` it is d · grad log pi, whose expectation under pi is the gradient of
-KL(pi || pi_ref): right. Of k1 it would be grad log pi, whose expectation is 0: no penalty at all; so `k1` has its own value
-here and k2's gradient. Of `k3` it is (1 - exp(-d)) · grad log pi, whose expectation is the gradient of the *other* direction,
-KL(pi_ref || pi): what GRPO (arXiv 2402.03300, equation 4) trains. The two agree to first order in d.
+In a loss only the gradient matters. That of `k2` is d · grad log pi, whose expectation under pi is the gradient of
+KL(pi || pi_ref), as wanted. That of k1 would be grad log pi, whose expectation is 0, so it would penalise nothing; `k1` here
+has its own value and k2's gradient. That of `k3` is (1 - exp(-d)) · grad log pi, whose expectation is the gradient of the
+*other* direction, KL(pi_ref || pi), which GRPO (arXiv 2402.03300, equation 4) trains. They agree to first order in d.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The trained tokens of one micro-batch, flat, as torch tensors of shape (N,): what a loss function sees."""
+    """The trained tokens of one micro-batch, flat, as torch tensors of shape (N,): the argument of a loss function."""
 
     logprobs: torch.Tensor
     """Current policy's logprobs of the sampled tokens; the gradient flows through it."""
     old_logprobs: torch.Tensor
-    """Logprobs the ratio is taken against (the sampler's where known, else those that the step began with, and at its
-    first update the current ones, detached)."""
+    """Logprobs that the ratio is taken against: the sampler's if it gave one, else the trainer's at the start of the step,
+    which at the step's first update are the current ones, detached."""
     advantages: torch.Tensor
     weights: torch.Tensor
     entropy: torch.Tensor
@@ -52,24 +52,24 @@ class TokenBatch:
     reference: torch.Tensor | None = None
     """Logprobs under the reference model, without a gradient; only for a loss that `needs_reference`."""
     prepared: torch.Tensor | None = None
-    """What the loss's own `prepare` said of each token; only for a `StepLoss`."""
+    """The number that the loss's own `prepare` gave for each token; only for a `StepLoss`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """All N trained tokens of one optimizer step before its update, as numpy arrays of shape (N,), in the order of the rows
-    and of the tokens in each: what a loss needs that looks at whole calls, rollouts or pairs of them."""
+    """All N trained tokens of one update before it is made, as numpy arrays of shape (N,), in the order of the rows and of the
+    tokens in each row: the argument of `StepLoss.prepare`, for losses over whole calls, rollouts or pairs of rollouts."""
 
     logprobs: npt.NDArray[np.floating]
     """The current policy's; float32, or float64 where the model computes in it."""
     old_logprobs: npt.NDArray[np.floating]
-    """The sampler's, where it gave one, else those that the step began with."""
+    """The sampler's if it gave one, else the trainer's at the start of the step."""
     advantages: FloatArray
     weights: FloatArray
     versions: IntArray
     reference: npt.NDArray[np.floating] | None
     calls: npt.NDArray[np.int64]
-    """Which of `spans` each token belongs to."""
+    """The index in `spans` of the call that each token belongs to."""
     spans: tuple[TokenSpan, ...]
 
 
@@ -83,25 +83,25 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A pure function from tokens to a loss. It must be a sum over tokens of `weights * something`, so that splitting
-    the tokens over calls changes nothing."""
+    """A pure function from tokens to a loss. The loss must be a sum over tokens of `weights * something`, so that splitting the
+    tokens over micro-batches does not change it."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss of some of a step's tokens, and its metrics."""
+        """Return the loss of one micro-batch's tokens with its metrics."""
 
 
 @runtime_checkable
 class StepLoss(Loss, Protocol):
-    """A loss of more than single tokens (a call's mean ratio, a pair of rollouts).
+    """A loss that depends on more than single tokens (a call's mean ratio, a pair of rollouts).
 
-    Calls may lie in several micro-batches, and be cut anywhere. So such a loss is taken apart: `prepare` sees every token of
-    an update, without gradients, and says one number for each; `__call__` is a sum over tokens again, and finds these numbers
-    in `TokenBatch.prepared`. Costs one more forward pass. An update is on all rows of a step, or on whole rows of a mini-batch
-    (`engine.minibatches`); a loss that compares rows has `whole_step = True`, and is refused with mini-batches.
+    One micro-batch need not hold all tokens of a call. So such a loss has two parts: `prepare` gets every token of an update,
+    without gradients, and returns one number for each; `__call__` is a sum over tokens again, and finds these numbers in
+    `TokenBatch.prepared`. This costs one more forward pass. An update is on all rows of a step, or on the whole rows of a
+    mini-batch (`engine.minibatches`). A loss that compares rows has `whole_step = True`, and is refused with mini-batches.
     """
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """One number for each token, shape (N,)."""
+        """Return one number for each token, shape (N,)."""
 
 
 def needs_reference(loss: object) -> bool:
@@ -110,8 +110,8 @@ def needs_reference(loss: object) -> bool:
 
 
 def check_updates(loss: object, *, several: bool, parts: bool) -> None:
-    """Raise `ConfigError` for a loss that would silently be another one with `several` updates in a step, or on `parts` of its
-    rows."""
+    """Raise `ConfigError` for a loss that would silently compute something else with `several` updates in a step (a decoupled
+    correction), or on `parts` of the step's rows (a loss with `whole_step = True`)."""
     if parts and getattr(loss, "whole_step", False):
         raise ConfigError(
             f"{name_of(loss)} compares the rows of a whole step, which mini-batches would separate: set "
@@ -120,20 +120,21 @@ def check_updates(loss: object, *, several: bool, parts: bool) -> None:
     correction = getattr(loss, "correction", None)
     if several and getattr(correction, "decoupled", False):
         raise ConfigError(
-            f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy from "
-            "where it began, and with several updates in a step nobody keeps that: take one, with engine.minibatches = 1 "
-            "and engine.epochs = 1, or set correction = 'mask'"
+            f"a correction of the kind {getattr(correction, 'kind', '')!r} needs the policy's logprobs at the start of the "
+            "step, which are not kept over several updates in a step: take one update, with engine.minibatches = 1 and "
+            "engine.epochs = 1, or set correction = 'mask'"
         )
 
 
 def name_of(function: object) -> str:
-    """What a user's function, or object that is called like one, is called in messages."""
+    """Return the name of a user's function, or of the class of a callable object, for messages."""
     inner = function.func if isinstance(function, partial) else function
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def said_by(function: Callable[[TokenBatch], object], batch: TokenBatch) -> object:
-    """What a user's function returns. Raises `ConfigError` when it fails on numbers that it did not ask for."""
+    """Call a user's loss function and return its result. Raises `ConfigError` if the function fails because it uses a field of
+    the batch that it did not ask for (`reference`, `prepared`)."""
     try:
         return function(batch)
     except (TypeError, AttributeError) as error:
@@ -141,7 +142,7 @@ def said_by(function: Callable[[TokenBatch], object], batch: TokenBatch) -> obje
         if not (missing and "NoneType" in str(error)):
             raise
         raise ConfigError(
-            f"the loss {name_of(function)} failed on something that is None ({error}): tokens.reference is there for a loss "
-            "with needs_reference = True (@from_loss(needs_reference=True) says so of a function), and tokens.prepared for "
-            "one with a method prepare"
+            f"the loss {name_of(function)} failed on a value that is None ({error}): tokens.reference is set only for a loss "
+            "with needs_reference = True (for a function: @from_loss(needs_reference=True)), and tokens.prepared only for a "
+            "loss with a method prepare"
         ) from error

@@ -1,7 +1,7 @@
-"""Attaches adapters to their frameworks and asks them who is calling.
+"""Attaches adapters to their frameworks and asks them which agent is calling the model.
 
-The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter. A call
-that nobody could name because of that says so in its transition.
+The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter. If a call has
+no caller's name because of that, its transition says so.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from lightning.types import UNNAMED, Caller, StepState, ToolEvent
 logger = logging.getLogger(__name__)
 
 FAILED = "adapter-failed:"
-"""What `Caller.framework` begins with, before the adapter's name, in a call that an adapter's fault left without its name."""
+"""The beginning of `Caller.framework`, before the adapter's name, in a call whose caller is unknown because the adapter
+failed."""
 
 
 def failed_adapter(caller: Caller) -> str:
-    """The adapter whose fault left a call without its name; empty for any other call."""
+    """Return the adapter whose failure left a call without its caller's name; "" for any other call."""
     return caller.framework.removeprefix(FAILED) if caller.framework.startswith(FAILED) else ""
 
 
 class Identifier(NamedTuple):
-    """One adapter's `lightning_identify`. `fallback` (pluggy's `trylast`) names whatever no framework's adapter did."""
+    """One adapter's `lightning_identify`. A `fallback` (pluggy's `trylast`) names callers that no framework's adapter named."""
 
     name: str
     ask: Callable[[], object]
@@ -38,7 +39,7 @@ class Identifier(NamedTuple):
 
 
 class Installation:
-    """One call of `install_adapters`: who is meant, and all that must be undone."""
+    """One call of `install_adapters`: the adapters it is for (`names`, None: all), and what must be undone."""
 
     def __init__(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> None:
         self.emit, self.names = emit, names
@@ -51,19 +52,19 @@ class Installation:
         return self.names is None or name in self.names
 
     def asks(self, name: str) -> bool:
-        """Whether the adapter is asked who is calling."""
+        """Whether the adapter may be asked who is calling: it was asked for, and its installation has not failed."""
         return self.wants(name) and name not in self.failed
 
 
 class Adapters:
-    """The installations of this process."""
+    """All installations of adapters in this process, and the adapters to ask who is calling."""
 
     def __init__(self, manager: pluggy.PluginManager, infos: Mapping[str, PluginInfo]) -> None:
         self._manager, self._infos = manager, infos
         self._installations: list[Installation] = []
         self._identifiers: tuple[Identifier, ...] | None = None
         self._changes = 0
-        """How often the answer to who is asked may have changed: what was found before counts no more."""
+        """Counts the changes of the set of adapters that are asked, so that a search for them can notice one meanwhile."""
         self._absent: tuple[str, ...] = ()
         self._said = Once()
 
@@ -112,7 +113,7 @@ class Adapters:
             logger.warning("the adapter %s was not undone, it failed: %r", self._infos[name], error)
 
     def end(self, installation: Installation) -> None:
-        """Undo everything in reverse order. Again: does nothing."""
+        """Undo everything in reverse order. A second call does nothing."""
         if installation in self._installations:
             self._installations.remove(installation)
         while installation.undos:
@@ -124,11 +125,12 @@ class Adapters:
         return {name for one in self._installations for name in one.done - one.failed}
 
     def identify(self) -> Caller | None:
-        """The first answer that knows the model call itself (its span), else the first answer, by pluggy's order.
+        """Ask the adapters who is calling: return the first answer that knows the model call itself (its span), else the first
+        answer, by pluggy's order; None without an answer.
 
-        So where one framework's agent runs inside another's node or tool, the one that is about to call is named. While
-        anything is installed, only installed adapters are asked. Where an adapter failed, now or when it was installed, and
-        no other framework's adapter knows the caller, the answer (a fallback's, else `agent`) is marked by its `framework`:
+        So where one framework's agent runs inside another's node or tool, the agent that is about to call is named. While
+        anything is installed, only installed adapters are asked. If an adapter failed, now or when it was installed, and no
+        other framework's adapter knows the caller, the answer (a fallback's, else `agent`) is marked: its `framework` is
         `FAILED` and the adapter's name.
         """
         identifiers = self._identifiers
@@ -158,7 +160,7 @@ class Adapters:
         self._identifiers = None
 
     def _find_identifiers(self) -> tuple[Identifier, ...]:
-        """Who is to be asked, in order; remembers who cannot be, because it was not installed."""
+        """Return the adapters to ask, in order. Note those that cannot be asked, because their installation failed."""
         changes = self._changes
         implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
         known = tuple(

@@ -1,8 +1,8 @@
-"""What is installed (the entry points of the group `lightning`, read without importing anything they name) and what it
-registered.
+"""Finds the installed plugins (the entry points of the group `lightning`, read without importing anything they name), and keeps
+the names that they register.
 
 The invariant: each plugin has one name; a second distribution that claims it is reported, never silently preferred. A name that
-a plugin registers means one thing: when two claim it, asking for it is an error that names both.
+a plugin registers means one thing: when two plugins claim it, asking for it is an error that names both.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ State: TypeAlias = Literal["loaded", "waiting", "broken", "disabled"]
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """One plugin as found. `waits_for` is the module whose import loads it (empty: at once), `hooks` what it implements,
-    known once it is loaded, `error` why it is broken or disabled, and `cure` what mends it when it is broken."""
+    """One plugin as found. `waits_for` is the module whose import loads the plugin (empty: it is loaded at once), `hooks` the
+    hooks it implements, known once it is loaded, `error` why it is broken or disabled, and `cure` what mends it when it is
+    broken."""
 
     name: str
     target: str
@@ -50,7 +51,8 @@ class PluginInfo:
         return f"{self.name!r} ({self.distribution} {self.version})"
 
     def broken(self, error: str, cure: str = "") -> PluginInfo:
-        """The same with the reason why it is left out, which is logged, and what mends it where another release does not."""
+        """Return this info as that of a broken plugin, and log the `error`. An empty `cure` stands for an upgrade or a new
+        installation."""
         if not cure and self.distribution == OWN:
             cure = f"install lightning again: {install_command()}"
         elif not cure:
@@ -61,7 +63,8 @@ class PluginInfo:
 
 
 def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
-    """Entry points by plugin name, and every plugin's first info; what is broken or disabled has no entry point."""
+    """Return the entry points by plugin name, and the first info of every plugin. A broken or disabled plugin has no entry
+    point."""
     disabled = {name for part in os.environ.get(DISABLE, "").split(",") if (name := part.strip())}
     entries: dict[str, EntryPoint] = {}
     infos: dict[str, PluginInfo] = {}
@@ -92,7 +95,7 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
 
 
 def _origin(distribution: Distribution | None) -> tuple[str, str]:
-    """Name and version. Each reading of them parses all of the distribution's metadata, which takes milliseconds."""
+    """Return name and version of a distribution. Reading each of them parses all of its metadata, which takes milliseconds."""
     if distribution is None:
         return "unknown", ""
     said = distribution.metadata
@@ -100,10 +103,10 @@ def _origin(distribution: Distribution | None) -> tuple[str, str]:
 
 
 def _unmet(entry: EntryPoint) -> str:
-    """Why this release is not what a stranger's distribution requires; empty when it is."""
+    """Return why this release of lightning does not meet what a stranger's distribution requires; "" if it does."""
     for text in (entry.dist.requires if entry.dist else None) or ():
         if re.match(rf"{OWN}(?![\w.-])", text, re.IGNORECASE):
-            # only where a stranger's plugin is installed
+            # imported only where a stranger's plugin is installed
             from packaging.markers import UndefinedEnvironmentName
             from packaging.requirements import Requirement
 
@@ -118,18 +121,18 @@ def _unmet(entry: EntryPoint) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or a full stop when nothing is near."""
+    """Return `; did you mean 'x'?` for the known word nearest to `word`, or a full stop when nothing is near."""
     found = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {found[0]!r}?" if found else "."
 
 
 def one(kind: str) -> str:
-    """A kind of registered names in the singular; `register_algorithms` registers `algorithms`."""
+    """Return the singular of a kind of registered names, such as `algorithm` for `algorithms` (`register_algorithms`)."""
     return "group of operations" if kind == "operations" else kind.removesuffix("s").replace("_", " ")
 
 
 class RegisteredNames:
-    """The names of all kinds, each with the plugin that gave it."""
+    """The registered names of all kinds, each with the plugin that registered it."""
 
     def __init__(self) -> None:
         self._taken: defaultdict[str, dict[str, tuple[str, object]]] = defaultdict(dict)
@@ -137,10 +140,10 @@ class RegisteredNames:
         self._usual: set[tuple[str, str]] = set()
 
     def take(self, kind: str, plugin: str, name: str, factory: object, *, usual: bool = False) -> None:
-        """Register a name. A `usual` one is meant where a user names none of its kind.
+        """Register a name of a plugin. A `usual` name is used where a user names none of its kind.
 
-        Raises `PluginError` when it is taken, or not a name, or what it stands for cannot be called; a credit function that is
-        a class, because credit functions are no factories: what is registered is called with a group.
+        Raises `PluginError` when the name is taken, or is no name, or `factory` cannot be called. So it does for a credit
+        function that is a class: credit functions are called with a group, not made by a factory.
         """
         if not isinstance(name, str) or not name or not callable(factory):
             raise PluginError(f"register_{kind} wants register(name, function), not register({name!r}, {factory!r})")
@@ -162,24 +165,24 @@ class RegisteredNames:
         return sorted(self._taken[kind])
 
     def usual(self, kind: str) -> list[str]:
-        """Those of them that are meant where a user names none."""
+        """Return the names of a kind that are used where a user names none."""
         return [name for name in self.known(kind) if (kind, name) in self._usual]
 
     def claimants(self, kind: str, name: str) -> list[str]:
-        """The plugins that quarrel about a name; empty when none do."""
+        """Return the plugins that claim the same name; empty when at most one does."""
         return sorted(self._contested.get((kind, name), ()))
 
     def find(self, kind: str, name: str) -> object | None:
-        """What a name stands for, or None."""
+        """Return what was registered under a name, or None."""
         found = self._taken[kind].get(name)
         return None if found is None else found[1]
 
     def owner(self, kind: str, name: str) -> str:
-        """The plugin that gave a name."""
+        """Return the plugin that registered a name. Raises `KeyError` for an unknown name."""
         return self._taken[kind][name][0]
 
     def drop(self, plugin: str) -> None:
-        """Forget everything a plugin registered; its quarrels are remembered."""
+        """Forget everything a plugin registered, but not the names that it claimed with others."""
         for names in self._taken.values():
             for name in [name for name, (owner, _) in names.items() if owner == plugin]:
                 del names[name]

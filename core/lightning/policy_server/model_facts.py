@@ -1,6 +1,6 @@
-"""What a model folder says of the model that vLLM is to serve: its size, its context, its kind, its chat template.
+"""Reads from a model folder the size, context, kind and chat templates of the model that vLLM is to serve.
 
-The invariant: nothing is loaded but JSON, safetensors headers and the template's text; what a folder does not say is None or
+The invariant: only JSON, safetensors headers and the template's text are read; a fact that the folder does not state is None or
 empty, never guessed.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Literal
 from lightning.policy_server.model_folder import folder_tensors, json_object
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Where a model of several kinds of input keeps the configuration of its language model."""
+"""Keys under which a multimodal model keeps the configuration of its language model."""
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U64": 8, "U32": 4, "U16": 2}
-"""Of the dtypes of safetensors that have more than one."""
+"""Bytes of a number, for the dtypes of safetensors that have more than one."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Entries of `layer_types` (`layers_block_type`) that keep keys and values for each token."""
 CURE_OF_TEMPLATE = (
@@ -37,28 +37,28 @@ class GrowingPositions:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model folder. `name` is that of the folder and what the configuration calls the model."""
+    """The facts of one model folder. `name` holds the folder's name and the configuration's name of the model."""
 
     name: str
     model_type: str
     parameters: int
     bytes: int
-    """Of the checkpoint's tensors."""
+    """Bytes of the checkpoint's tensors."""
     kv_elements: int | None
-    """Numbers that the KV cache keeps for a token: 2 x layers x key heads x their size (arXiv 2309.06180); with a latent of
-    keys and values (arXiv 2405.04434) its rank and the shared rotary key, a layer."""
+    """How many numbers the KV cache keeps for a token: 2 x layers x key heads x their size (arXiv 2309.06180). With a latent of
+    keys and values (arXiv 2405.04434): its rank plus the shared rotary key, for each layer. None if unknown."""
     context: int | None
-    """`max_position_embeddings` or what the family calls it, before any scaling."""
+    """`max_position_embeddings`, or the family's name for it, before any scaling. None if unknown."""
     plain_attention: bool
-    """Every layer has keys and values of its own for each token: no latent, no state-space or linear layers."""
+    """Whether every layer keeps keys and values of its own for each token: no latent, no state-space or linear layers."""
     why_bfloat16: str
-    """What vLLM serves on a CPU in bfloat16 and not in float32; empty: nothing in it."""
+    """The part of the model for which vLLM on a CPU needs bfloat16 instead of float32; empty if there is none."""
     template: str
     """All chat templates of the folder, one after another; empty without one."""
     vocabulary: str
     """The text of tokenizer.json; empty without one."""
     growing: GrowingPositions | None = None
-    """How positions are scaled by the length of what is computed; None where they are not."""
+    """How positions are scaled with the length of a row; None if they are not."""
 
     @property
     def knows_tools(self) -> bool:
@@ -66,12 +66,13 @@ class ModelFacts:
         return "tools" in self.template
 
     def has_token(self, token: str) -> bool:
-        """Whether the tokenizer has it as one token."""
+        """Whether the tokenizer has this text as one token."""
         return json.dumps(token, ensure_ascii=False) in self.vocabulary
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """The facts of a complete model folder (see `check_model_folder`). Raises PolicyServerError for one that cannot be read."""
+    """Read the facts of a complete model folder (see `check_model_folder`). Raises PolicyServerError if a file cannot be
+    read."""
     config = json_object(folder / "config.json")
     text = _text_part(config)
     tensors = folder_tensors(folder).values()
@@ -97,7 +98,7 @@ def read_facts(folder: Path) -> ModelFacts:
 
 
 def growing_positions(folder: Path) -> GrowingPositions | None:
-    """How a folder's model scales positions by length, by its `config.json`; None where it does not. Raises
+    """Return how a folder's model scales positions with length, by its `config.json`; None if it does not. Raises
     PolicyServerError for a file that cannot be read."""
     text = _text_part(json_object(folder / "config.json"))
     given = text.get("rope_parameters") or text.get("rope_scaling")
@@ -117,7 +118,7 @@ def growing_positions(folder: Path) -> GrowingPositions | None:
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the language model."""
+    """Return the configuration of the language model."""
     return next((part for name in TEXT_PARTS if isinstance(part := config.get(name), dict)), config)
 
 
@@ -127,12 +128,12 @@ def _is_fp8(*configs: Mapping[str, object]) -> bool:
 
 
 def _name(folder: Path) -> str:
-    """The folder's; of one in the hub's cache (`models--OWNER--NAME/snapshots/HASH`) the model's."""
+    """Return the folder's name; for a folder of the hub's cache (`models--OWNER--NAME/snapshots/HASH`) the model's."""
     return next((part for part in folder.parts[-3:-1] if part.startswith("models--")), folder.name)
 
 
 def _kv_elements(text: Mapping[str, object], attending: int) -> int | None:
-    """See `ModelFacts.kv_elements`; `attending` layers have such a cache, 0: all."""
+    """Return `ModelFacts.kv_elements`, where `attending` layers have such a cache (0: all)."""
     layers = attending or _integer(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     rank, rotary = _integer(text, "kv_lora_rank"), _integer(text, "qk_rope_head_dim")
     if layers and rank and rotary:
@@ -144,7 +145,7 @@ def _kv_elements(text: Mapping[str, object], attending: int) -> int | None:
 
 
 def _templates(folder: Path) -> Iterator[str]:
-    """The chat templates of a folder, wherever its tokenizer keeps them."""
+    """Return the chat templates of a folder, from each file where a tokenizer may keep them."""
     for file in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
         if file.is_file():
             yield file.read_text(encoding="utf-8")
@@ -158,5 +159,5 @@ def _templates(folder: Path) -> Iterator[str]:
 
 
 def _integer(values: Mapping[str, object], *names: str) -> int | None:
-    """The first of these that is a number."""
+    """Return the first of these values that is a positive integer; None if there is none."""
     return next((value for name in names if isinstance(value := values.get(name), int) and value > 0), None)

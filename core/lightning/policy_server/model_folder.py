@@ -1,8 +1,8 @@
-"""Model folders and weight files: checked before a server is started or paused, and read by vLLM's worker.
+"""Model folders and weight files: checks before a server is started or paused, and the reading in vLLM's worker.
 
-The invariant: what passes `check_weights` has, for every tensor of the model folder, one tensor of the same name and
-shape and with all its bytes in the file, or names it as left out on purpose; so a server that is paused for an update is never
-handed a file it cannot load.
+The invariant: weights that pass `check_weights` have every tensor of the model folder with the same name and shape and all its
+bytes, or name the tensor as left out on purpose. So a server that is paused for an update is never handed a file it cannot
+load.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 HASH_BYTES = 4 * 2**20
-"""Read at once to be hashed."""
+"""Bytes that are read at once to be hashed."""
 LORA_A, LORA_B, ADAPTERS = "|lora_A", "|lora_B", "lightning.adapters"
-"""Of a file that has adapters alone: what follows a matrix's name, and where its metadata say how they are merged."""
+"""In a file that holds only LoRA adapters: the suffixes of a matrix's name, and the metadata that say how to merge them."""
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
-"""vLLM casts among these to the dtype it serves."""
+"""Dtypes that vLLM casts to the dtype it serves."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 INDEX = "model.safetensors.index.json"
 LEFT_OUT = "left_out"
-"""In a weight file's metadata, the names of the folder's tensors that it does not replace, as a JSON list."""
+"""The metadata key of a weight file whose value, a JSON list, names the folder's tensors that the file does not replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TensorSpec:
 
 
 def read_header(path: Path) -> dict[str, TensorSpec]:
-    """Names, dtypes and shapes of a safetensors file; only the header is read.
+    """Return the names, dtypes and shapes of a safetensors file; only the header is read.
 
     Raises PolicyServerError when the file is missing, is something else, or is shorter or longer than its header says.
     """
@@ -49,7 +49,7 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
 
 
 def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
-    """A file's header, and what it says beside its tensors."""
+    """Return a file's header and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -66,7 +66,7 @@ def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
 
 
 def hash_weights(path: Path) -> str:
-    """SHA-256 (hex) of the tensors' bytes in a safetensors file, in their order there; its header is left out.
+    """Return the SHA-256 (hex) of the tensors' bytes in a safetensors file, in their order there, without its header.
 
     Raises PolicyServerError when the file cannot be read.
     """
@@ -104,12 +104,12 @@ def check_model_folder(folder: Path) -> None:
 
 
 def folder_tensors(folder: Path) -> dict[str, TensorSpec]:
-    """Every tensor of the folder's checkpoint, over all its shards."""
+    """Return every tensor of the folder's checkpoint, over all its shards."""
     return {name: spec for shard in checkpoint_files(folder) for name, spec in read_header(shard).items()}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the folder's weights."""
+    """Return the safetensors files that make up the folder's weights."""
     index = folder / INDEX
     if index.is_file():
         weight_map = json_object(index).get("weight_map")
@@ -124,8 +124,8 @@ def check_weights(weights: Path, folder: Path) -> None:
     """Raise PolicyServerError unless `weights`, a safetensors file or a model's folder, can replace the weights of the model in
     `folder`.
 
-    With tied word embeddings a `lm_head.weight` may be present or absent on either side. What the file names as left out, such
-    as a vision tower, keeps its weights.
+    With tied word embeddings a `lm_head.weight` may be present or absent on either side. Tensors that the file names as left
+    out, such as a vision tower's, keep their values.
     """
     (have, metadata), want = (
         (folder_tensors(weights), {}) if weights.is_dir() else _read(weights),
@@ -163,12 +163,12 @@ def _check_adapters(weights: Path, have: Mapping[str, TensorSpec], want: Mapping
 
 
 def _embedding(tensors: Mapping[str, TensorSpec]) -> TensorSpec | None:
-    """What a tied lm_head must look like."""
+    """Return the spec of the embedding, which a tied lm_head must have; None if there is no embedding."""
     return next((spec for name, spec in tensors.items() if name.endswith("embed_tokens.weight")), None)
 
 
 def json_object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file of a model's folder. Raises PolicyServerError for anything else."""
+    """Return the JSON object in a file of a model's folder. Raises PolicyServerError for anything else."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -179,13 +179,14 @@ def json_object(path: Path) -> Mapping[str, Any]:
 
 
 def _some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Name the first three of these tensors, and say how many more there are."""
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
 
 
 def weight_tensors(paths: Sequence[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of some weight files; of adapters alone, those of the model folder that they belong to, these merged."""
+    """Yield every tensor of some weight files. For a file of adapters alone: those of its base model's folder, adapters
+    merged."""
     from safetensors import safe_open
 
     for path in paths:
@@ -198,7 +199,7 @@ def weight_tensors(paths: Sequence[str | Path]) -> Iterator[tuple[str, torch.Ten
 
 
 def _merged(file: Any, told: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the folder that some adapters (arXiv 2106.09685) belong to, these merged as the trainer merges them."""
+    """Yield every tensor of the folder that some adapters (arXiv 2106.09685) belong to, merged as the trainer merges them."""
     import torch
 
     kept, served = getattr(torch, told["base_dtype"]), getattr(torch, told["dtype"])

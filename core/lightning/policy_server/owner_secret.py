@@ -1,11 +1,11 @@
-"""The secret without which vLLM's own control routes (weights, pause, worker methods) answer nobody.
+"""Closes vLLM's own control routes (weights, pause, worker methods) to requests without a secret.
 
 The invariant: a route that is not listed as open is refused before vLLM sees the request, unless the request has the secret. So
-routes that another release of vLLM adds are closed. The one exception is the worker extension's question who it is and whether
-its engine turns, by which gateways in other processes know a server; it changes nothing.
+routes that another release of vLLM adds are closed. The one exception is the worker extension's call `lightning_attach`, which
+tells who the server is and whether its engine runs. Gateways in other processes know a server by it; it changes no weights.
 
 vLLM's own `--api-key` covers `/v1` alone. `vllm serve --middleware lightning.policy_server.owner_secret.OwnerSecret` installs
-what is here, with the secret in the environment. A vLLM that lightning starts has a secret of its own for each start.
+this middleware, with the secret in the environment. A vLLM that lightning starts has a new secret for each start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 SECRET = "LIGHTNING_VLLM_SECRET"  # noqa: S105 — the variable's name
-"""Environment variable of a vLLM, and of the trainer that attaches to it."""
+"""Environment variable with the secret, of a vLLM and of the trainer that attaches to it."""
 HEADER = "x-lightning-secret"
 OPEN = frozenset(
     {
@@ -34,11 +34,11 @@ OPEN = frozenset(
         "/v1/messages",
     }
 )
-"""The model's routes, and those that only tell something."""
+"""The model's routes, and those that only give information."""
 ATTACH = {"method": "lightning_attach", "args": []}
-"""The call of the worker extension that anybody may make."""
+"""The call of the worker extension that needs no secret."""
 LONGEST_ATTACH = 200
-"""Bytes of its body."""
+"""Most bytes of the body of that call."""
 CURE = (
     "This vLLM's control routes answer its owner alone. Whoever attaches to it sets "
     f"{SECRET} to the value that it was started with."
@@ -49,7 +49,7 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class OwnerSecret:
-    """The ASGI middleware. Without a secret in the environment nobody has one, and every control route is refused."""
+    """The ASGI middleware that asks for the secret. If the environment has no secret, every control route is refused."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class OwnerSecret:
 
 
 async def _short_body(receive: Any) -> bytes:
-    """The body of a request; empty for one that is longer than the open call, or was cut off."""
+    """Read the body of a request; return b"" for a body longer than the open call's, or one that was cut off."""
     body = b""
     while True:
         message = await receive()
@@ -95,7 +95,7 @@ def _only_attaches(body: bytes) -> bool:
 
 
 def _again(body: bytes, receive: Any) -> Any:
-    """`receive`, which gives a body that was read once more, and then what follows."""
+    """Return a `receive` that gives `body`, which was read already, once more, and then what follows."""
     given = False
 
     async def received() -> Any:

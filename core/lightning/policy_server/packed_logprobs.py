@@ -1,10 +1,10 @@
-"""Logprobs of a vLLM answer as one base64 text of float32 numbers, for calls that ask for it by a header.
+"""Sends the logprobs of a vLLM answer as one base64 text of float32 numbers, to calls that ask for it by a header.
 
 The invariant: the numbers are those that vLLM would have written as JSON, one for each token of the answer, in order; a call
-without the header is answered as ever.
+without the header gets the usual answer.
 
-OpenAI's form costs a token about 75 bytes of JSON, a dictionary, two objects of pydantic and its text, all for the gateway to
-throw away. `vllm serve --middleware lightning.policy_server.packed_logprobs.PackedLogprobs` installs what is here. A vLLM
+OpenAI's form costs a token about 75 bytes of JSON, a dictionary, two objects of pydantic and its text, which the gateway would
+throw away. `vllm serve --middleware lightning.policy_server.packed_logprobs.PackedLogprobs` installs this middleware. A vLLM
 without it answers in OpenAI's form, which the gateway reads as well.
 """
 
@@ -25,7 +25,7 @@ HEADER, WANTED = "x-lightning-logprobs", "packed"
 FIELD = "packed"
 """The field of `logprobs` that has the base64 text; the lists beside it are empty."""
 LOWEST = -9999.0
-"""What vLLM writes for minus infinity."""
+"""The number that vLLM writes for minus infinity."""
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -34,7 +34,7 @@ _wanted: ContextVar[bool] = ContextVar("lightning_packed_logprobs", default=Fals
 
 
 class PackedLogprobs:
-    """The ASGI middleware: notes the header for everything that vLLM does for this request."""
+    """The ASGI middleware. It marks a request that has the header, for all code of vLLM that works for this request."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -44,7 +44,7 @@ class PackedLogprobs:
             logger.warning("logprobs are sent as JSON: this vLLM is not one that they can be packed in (%r)", error)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Serve one request."""
+        """Serve one request, marked if it has the header."""
         if (HEADER.encode(), WANTED.encode()) not in scope.get("headers", ()):
             await self._app(scope, receive, send)
             return
@@ -56,7 +56,7 @@ class PackedLogprobs:
 
 
 def pack(values: array[float]) -> str:
-    """Float32 numbers, the lowest byte first, as base64."""
+    """Encode float32 numbers, the lowest byte first, as base64."""
     clipped = array("f", [max(value, LOWEST) for value in values])
     if sys.byteorder == "big":
         clipped.byteswap()
@@ -64,7 +64,7 @@ def pack(values: array[float]) -> str:
 
 
 def unpack(text: str) -> array[float]:
-    """The inverse of `pack`. Raises `ValueError` for what is none."""
+    """Decode the text of `pack`. Raises `ValueError` for any other text."""
     values = array("f", base64.b64decode(text, validate=True))
     if sys.byteorder == "big":
         values.byteswap()
@@ -73,7 +73,7 @@ def unpack(text: str) -> array[float]:
 
 @cache
 def install() -> None:
-    """Let vLLM collect and write packed logprobs. Raises `ImportError` or `AttributeError` where vLLM is built otherwise."""
+    """Make vLLM collect and write packed logprobs. Raises `ImportError` or `AttributeError` for a vLLM with other internals."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
@@ -91,7 +91,7 @@ def install() -> None:
 
 
 def _collecting(processor: Any) -> Callable[..., Any]:
-    """`from_new_request`, which makes a collector of numbers alone where they are wanted."""
+    """Return a `from_new_request` that makes a collector of numbers alone for marked requests."""
     ordinary = processor.from_new_request.__func__
     if not hasattr(processor, "_update_sample_logprobs"):
         raise AttributeError("LogprobsProcessor has no _update_sample_logprobs")
@@ -117,14 +117,14 @@ def _collecting(processor: Any) -> Callable[..., Any]:
 
 
 def _writing(ordinary: Callable[..., Any], shape: Any) -> Callable[..., Any]:
-    """A method that writes logprobs, for those in an array as well."""
+    """Return a method that writes logprobs as vLLM's does, and those in an array packed."""
 
     @wraps(ordinary)
     def write(self: Any, *args: Any, **named: Any) -> Any:
         values = named.get("top_logprobs")
         if not isinstance(values, array):
             return ordinary(self, *args, **named)
-        known = values[: len(named["token_ids"])]  # vLLM, too, leaves alone what is beyond a stop
+        known = values[: len(named["token_ids"])]  # vLLM, too, leaves out what is beyond a stop
         return shape.model_construct(**{FIELD: pack(known)})
 
     return write

@@ -1,4 +1,4 @@
-"""The ways of new weights that come with lightning, as a plugin: all of them are files."""
+"""Registers lightning's own ways to give a vLLM new weights, as a plugin: all of them are files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def register_weight_transfers(
     register: Callable[[str, Callable[[Config, object | None], WeightTransfer]], None],
 ) -> None:
-    """`auto` (the default), `shared_memory` and `file`: where the files lie is for `weights.WeightsFolder` to choose."""
+    """Register `auto` (the default), `shared_memory` and `file`, which differ in the folder that `weights.WeightsFolder`
+    chooses."""
     from lightning.policy_server.weights import FILES, FromDisk
 
     for name in FILES:

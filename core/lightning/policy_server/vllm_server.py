@@ -1,13 +1,13 @@
 """The update of a vLLM behind the `PolicyServer` contract, and the vLLM that this process starts.
 
-The invariant: between two updates a server samples from exactly the version it says it has; when an update fails after
-the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left.
+The invariant: between two updates a server samples from exactly the version it says it has. When an update fails after the
+pause, the old weights are put back. If even that fails, nothing is ever sampled again from the weights that are left.
 
-The probe comes after the resume: a paused vLLM answers no completion. Of LoRA whole weights arrive, or adapters that
-the workers merge.
+The probe comes after the resume, because a paused vLLM answers no completion. With LoRA, a file holds the whole weights, or
+adapters that the workers merge.
 
-Of the process that is ours, its port, its group and its log are kept here too: after `stop` no process of the group is left,
-and what went wrong at a start can be read from `explain`.
+This module also keeps the port, process group and log of the vLLM it starts: after `stop` no process of the group is left, and
+`explain` says what went wrong at a start.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ STOP_SECONDS = 15.0
 """How long vLLM may take to end on SIGTERM before its group is killed."""
 _CULPRIT = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Exit)\b: .*\S|\bKilled\b|Segmentation fault")
 _HARMLESS = re.compile(r"^(?:\([^)]*\)\s*)*(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
-"""How vLLM begins a line that is no error's; its warnings name errors that may come."""
+"""Matches the beginning of a log line that reports no error; vLLM's warnings name errors that may come."""
 
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """A port that stays ours until the server listens on it; 0 takes a free one.
+    """Hold a port until the server listens on it; 0 takes a free one.
 
-    Our socket is bound but never listens. The server's own socket may bind beside it, since both set SO_REUSEADDR, and
-    nobody else is handed the port meanwhile. Raises PolicyServerError when somebody listens there already.
+    Our socket is bound but never listens. The server's own socket may bind beside it, since both set SO_REUSEADDR, and nobody
+    else is handed the port meanwhile. Raises PolicyServerError when somebody listens there already.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as held:
@@ -98,16 +98,16 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the API server, which leads the group."""
+        """The process id of the API server, which leads the group."""
         return self._popen.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit code; None while it runs, negative for the signal that ended it."""
         return self._popen.poll()
 
     def explain(self) -> str:
-        """The first error this start wrote, and the last lines of its log."""
+        """Return the first error that this start wrote to its log, and the log's last lines."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
@@ -118,7 +118,7 @@ class ServerProcess:
         return f"{f'{culprit}. ' if culprit else ''}The last lines of {self.log}:\n{tail}"
 
     async def stop(self, *, patience: float = STOP_SECONDS) -> None:
-        """End it and everything it started: politely, then by force. May be called again."""
+        """End vLLM and everything it started: first by SIGTERM, after `patience` seconds by SIGKILL. May be called again."""
         if self.returncode is None:
             self._popen.terminate()
             await self._wait(patience)
@@ -126,7 +126,7 @@ class ServerProcess:
         await self._wait(patience)
 
     def kill(self) -> None:
-        """Kill the whole group now."""
+        """Kill every process of vLLM's group now."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -143,33 +143,33 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0
-"""How often a server is asked whether it is well."""
+"""Seconds between two checks of a server's health."""
 PROBE_SECONDS, PROBE_TRIES = CONTROL_SECONDS, 5
-"""How long an answer to a probe may take, and how often one is asked for at most."""
+"""Most seconds that a probe's answer may take, and the most times that it is requested."""
 REFUSALS = 5
-"""So many refused connections in a row, one each time, and a server counts as dead although its process lives."""
+"""A server counts as dead after this many refused connections in a row, although its process lives."""
 
 
 def files_of(weights: Path) -> Sequence[Path]:
-    """The safetensors files of new weights, which are one, or a model's folder."""
+    """Return the safetensors files of new weights: `weights` itself, or the files of a model's folder."""
     return checkpoint_files(weights) if weights.is_dir() else [weights]
 
 
 class VLLMServer(ABC):
-    """What all vLLMs have in common, whoever has started them: the update."""
+    """The parts that all vLLMs share, started by us or by others: above all the update."""
 
     def __init__(self, model: Path, version: int, transfer: WeightTransfer) -> None:
         self._folder, self._transfer = model, transfer
         self.version = version
-        """The weight version it samples from now."""
+        """The version of the weights that it samples from now."""
         self.model = self._alias = ""
         """The served model name requests must carry."""
         self.claim = ""
-        """The word that was left in the server, if it is known by that."""
+        """The word that this trainer left in the server, if the server is identified by that; else empty."""
         self._control: VLLMControl | None = None
         self._serving = False
         self._weights: Sequence[Path] = ()
-        """The files of the current version; none where nobody here knows them, as in a server that ran before."""
+        """The files of the current version; empty if unknown here, as for a server that ran before."""
         self._changing = asyncio.Lock()
 
     @property
@@ -179,15 +179,15 @@ class VLLMServer(ABC):
 
     @property
     def alias(self) -> str:
-        """The served model name that the policy's calls carry."""
+        """The served model name that the policy's calls carry: that of this start, or else `model`."""
         return self._alias or self.model
 
     async def healthy(self) -> bool:
-        """Whether it answers now, engine included."""
+        """Whether the server and its engine answer now."""
         return self._control is not None and await self._control.health() == "ok"
 
     async def usage(self) -> Usage | None:
-        """What its requests have needed since it was started; None where it does not say."""
+        """Return what its requests have needed since it was started; None if unknown."""
         try:
             return await self._running().usage()
         except PolicyServerError as error:
@@ -195,11 +195,11 @@ class VLLMServer(ABC):
             return None
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back until `wake`; requests wait."""
+        """Free the GPU's memory until `wake`; requests wait."""
         await self._running().sleep()
 
     async def wake(self) -> None:
-        """Take the memory back and go on."""
+        """Take the GPU's memory back and go on."""
         await self._running().wake_up()
 
     async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
@@ -215,7 +215,8 @@ class VLLMServer(ABC):
             return update if probe is None else replace(update, served=await self._probed(probe))
 
     async def _probed(self, probe: Probe) -> Sequence[float]:
-        """The server's logprobs of a probe. A busy machine takes long: a server that is not dead is asked again."""
+        """Return the server's logprobs of a probe. A busy machine may answer late, so a server that is not dead is asked
+        again."""
         control, tries = self._running(), 1
         while True:
             try:
@@ -228,7 +229,7 @@ class VLLMServer(ABC):
                 tries += 1
 
     async def _take(self, weights: Path | None, version: int) -> Update:
-        """Bring weights into the server. A cancelled call still ends what it has begun with vLLM."""
+        """Check the weights and exchange them. A cancelled call still completes the exchange with vLLM."""
         control = self._running()
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
@@ -239,15 +240,16 @@ class VLLMServer(ABC):
         return update
 
     async def _exchange(self, control: VLLMControl, weights: Path | None, version: int) -> Mapping[str, int]:
-        """Pause, count, load, drop the cache, name the version, resume. Without weights nothing is loaded or dropped."""
+        """Pause, read the counts, load, drop the cache, set the version, resume; return the counts. Without weights nothing is
+        loaded or dropped."""
         loading, naming, what = False, False, weights or f"the name of version {version}"
-        await control.check_ours()  # another's is not even paused
+        await control.check_ours()  # a server of another trainer is not even paused
         try:
             if weights is not None:
                 await self._transfer.ready(control)
         except PolicyServerError as error:
             raise PolicyServerError(f"{what} was not taken, version {self.version} goes on: {error}") from error
-        await control.check_ours()  # a group takes its time to meet
+        await control.check_ours()  # getting ready may take long
         try:
             await control.pause()
             in_flight = await control.in_flight()
@@ -273,7 +275,7 @@ class VLLMServer(ABC):
         return in_flight
 
     async def _put_back(self, control: VLLMControl, cause: PolicyServerError, *, loading: bool, naming: bool) -> None:
-        """Bring back the old weights and their version, and resume; where that fails, see to it that nothing is sampled."""
+        """Load the old weights again, set their version, and resume. If that fails, keep the server from sampling."""
         try:
             await control.check_ours()
             if loading and not self._weights:
@@ -296,7 +298,8 @@ class VLLMServer(ABC):
             ) from cause
 
     async def _let_be(self, control: VLLMControl) -> None:
-        """Leave a server to its owner, which was lost while we had it paused. One that loads weights resumes it by itself."""
+        """Leave a server to its new owner, after we lost it while it was paused: resume it, unless its weights are being
+        loaded."""
         try:
             if await control.attach() is not None:
                 await control.resume()
@@ -305,7 +308,7 @@ class VLLMServer(ABC):
 
     @abstractmethod
     def _give_up(self) -> str:
-        """Its weights are undefined: keep it from sampling, and say what to do."""
+        """Keep a server with undefined weights from sampling, and return what the user should do."""
 
     def _running(self) -> VLLMControl:
         if self._control is None:
@@ -313,10 +316,10 @@ class VLLMServer(ABC):
         return self._control
 
     async def wait_died(self) -> None:
-        """Return when the server has died without being asked to; never returns while it lives, or after `close`.
+        """Return when the server has died without having been stopped; never return while it lives, or after `close`.
 
-        Dead is: its process ended, its engine is gone, nobody has listened for some seconds, or another server answers in its
-        place. Slow is not dead.
+        A server is dead if its process ended, its engine is gone, nobody has listened for some seconds, or another server
+        answers in its place. A slow server is not dead.
         """
         refusals, asked = 0, time.monotonic()
         while True:
@@ -338,7 +341,7 @@ class VLLMServer(ABC):
         return False
 
     async def _is_another(self, control: VLLMControl) -> bool:
-        """Whether what answers is not the server that was started or attached to."""
+        """Whether another server answers than the one that was started or attached to."""
         return False
 
 
@@ -346,7 +349,7 @@ class OwnedVLLM(VLLMServer):
     """A vLLM that this process starts, and that never outlives it. `log` receives all it prints, over all starts.
 
     The port is chosen at the first start and kept, so that `url` stays the same over restarts. Each start serves the model
-    under a further name of its own, so that nobody takes another server at this address for it. New weights come by `transfer`
+    under a second, new name, so that another server at this address is not mistaken for it. New weights come by `transfer`
     (None: from files). Without `updates` it is never given any, and may be data parallel.
     """
 
@@ -370,7 +373,7 @@ class OwnedVLLM(VLLMServer):
 
     @property
     def pid(self) -> int | None:
-        """The API server's process, which leads the group of all its processes; None when none was started."""
+        """The process id of the API server, which leads the group of all its processes; None when none was started."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
@@ -383,7 +386,7 @@ class OwnedVLLM(VLLMServer):
             await self._start(self.version)
 
     async def _start(self, version: int) -> None:
-        """Start vLLM with the folder's weights as `version`; where anything goes wrong nothing is left of it."""
+        """Start vLLM with the folder's weights as `version`. If anything fails, stop it again."""
         if self._process is not None:
             raise PolicyServerError(f"the policy server runs already (pid {self.pid}); close() it first")
         check_host(self._config.host)
@@ -424,7 +427,7 @@ class OwnedVLLM(VLLMServer):
         self.version, self._weights, self._serving = version, checkpoint_files(self._folder), True
 
     async def _until_ready(self, process: ServerProcess, control: VLLMControl, seconds: float) -> None:
-        """Return when vLLM answers. Raises `PolicyServerError` with its log when it does not in time, or has ended."""
+        """Return when vLLM answers. Raises `PolicyServerError` with its log when it ends, or does not answer in time."""
         deadline = time.monotonic() + seconds
         while process.returncode is None:
             if await control.health() == "ok":
@@ -441,7 +444,7 @@ class OwnedVLLM(VLLMServer):
         return self._process is None or self._process.returncode is not None
 
     async def restart(self, weights: Path | None, version: int) -> None:
-        """Start it again after a death (or in place of a life), serving `weights` (None: the folder's) as `version`."""
+        """Start a dead or a running server again, with `weights` (None: the folder's) as `version`."""
         async with self._changing:
             await self._stop()
             await self._start(version)
@@ -450,7 +453,7 @@ class OwnedVLLM(VLLMServer):
             try:
                 await self._take(weights, version)
             except PolicyServerError as error:
-                # What it put back are the folder's weights, and they are not those of `version`.
+                # It runs with the folder's weights now, and these are not those of `version`.
                 raise PolicyServerError(
                     f"the restarted policy server refused its weights: {error}. {self._give_up()}"
                 ) from error
@@ -481,11 +484,12 @@ def make_policy_server(
     sender: object | None = None,
     demand: Demand = DEFAULT_DEMAND,
 ) -> PolicyServer:
-    """The server that `config` asks for, not started yet: ours (`log` gets its output), or that at `policy_server.attach`.
+    """Make the server that `config` asks for, not started yet: an own one (`log` gets its output), or that at
+    `policy_server.attach`.
 
-    Without `claims` none is given new weights: one that others run is used as it is, and somebody else may train it. `sender`
-    is the engine's (`lightning.engines.protocol.SendsWeights`); None: this process has the weights. Ours is made for the
-    `demand`. Raises `PluginError` where a plugin is missing.
+    Without `claims` it gets no new weights: a server that others run is used as it is, and somebody else may train it. `sender`
+    is the engine that sends weights (`lightning.engines.protocol.SendsWeights`); None if this process has the weights. An own
+    server is set up for the `demand`. Raises `PluginError` where a plugin is missing.
     """
     settings = config.policy_server
     check_policy_server(settings)
@@ -496,7 +500,7 @@ def make_policy_server(
 
 
 def check_policy_server(config: PolicyServerConfig) -> None:
-    """Raise `PluginError` for a server or a way of the weights that nothing here brings."""
+    """Raise `PluginError` if no plugin provides the configured `policy_server.weight_transfer` or `policy_server.attach`."""
     found = plugins()
     named = {"weight_transfer": found.weight_transfer, "attach": found.policy_server}
     for setting, find in named.items():

@@ -1,8 +1,8 @@
-"""How new weights come to a vLLM: the contract, and the core's own way, which is files. These lie in shared memory where it has
-room, else in the run's folder, until vLLM has read them.
+"""How new weights get into a vLLM: the contract, and the core's own way, which is files. The files lie in shared memory if it
+has room, else in the run's folder, until vLLM has read them.
 
-The invariant: in shared memory nobody but this user reads them, and they are gone when the run ends; those of a run that was
-killed are removed by the next one on the machine.
+The invariant: in shared memory only this user can read the files, and they are gone when the run ends; the files of a run that
+was killed are removed by the next run on the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILES = ("auto", "shared_memory", "file")
 
 SHARED = Path("/dev/shm")  # noqa: S108 — Linux's shared memory; what is made there is a folder of this user alone
 ROOM_RATIO = 2.2
-"""How many times the weights must fit: the old ones stay until vLLM has taken the new ones."""
+"""Free room that is required, as a multiple of the weights: the old ones stay until vLLM has loaded the new ones."""
 _PREFIX, _UNLOCKED = "lightning-weights-", ".lightning-weights-"
 
 
@@ -40,15 +40,15 @@ class WeightTransfer(Protocol):
     """How a vLLM gets the tensors of files. Raises `PolicyServerError`."""
 
     args: Sequence[str]
-    """What `vllm serve` needs for it, where lightning starts vLLM."""
+    """Arguments that `vllm serve` needs for this transfer, where lightning starts vLLM."""
     extension: str
-    """The class that has to stand in vLLM's workers, by its import path: our worker extension, or one derived from it."""
+    """The import path of the class for vLLM's workers: our worker extension, or a class derived from it."""
 
     def check(self, device: Device | None) -> None:
-        """Raise `ConfigError` when it cannot work here at all, or in a vLLM on `device`; None: that somebody else runs."""
+        """Raise `ConfigError` if this cannot work here, or in a vLLM on `device` (None: a vLLM that somebody else runs)."""
 
     async def ready(self, control: VLLMControl) -> None:
-        """Do what can be done before vLLM is paused."""
+        """Prepare a transfer as far as possible before vLLM is paused."""
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
         """Replace the model's weights by those of the files, in place. Call it while paused."""
@@ -61,19 +61,19 @@ class FromDisk:
     extension = EXTENSION
 
     def check(self, device: Device | None) -> None:
-        """Nothing can be wrong yet."""
+        """Accept every device: vLLM can always read files."""
 
     async def ready(self, control: VLLMControl) -> None:
-        """There is nothing to do before."""
+        """Do nothing: files need no preparation."""
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
-        """See `WeightTransfer.load`."""
+        """Have vLLM load the files, in place. Call it while paused."""
         await control.load(files)
 
 
 class WeightsFolder:
-    """The folder for the weights of a `model`, made when it is first asked for; `run` is the run's own folder. `here` says
-    whether this process writes the files."""
+    """The folder for the weight files of a `model`, made when its path is first asked for. `run` is the run's own folder.
+    `here` says whether this process writes the files."""
 
     def __init__(self, config: PolicyServerConfig, model: Path, run: Path, *, here: bool = True) -> None:
         self._config, self._model, self._run, self._here = config, model, run, here
@@ -81,7 +81,7 @@ class WeightsFolder:
         self._lock = -1
 
     def path(self) -> Path:
-        """The folder; says the first time which it is, and why it is not shared memory."""
+        """Return the folder. The first call makes it, and logs where it is and why it is not in shared memory."""
         if self._made is None:
             _remove_left_behind()
             why_not, by_name = self._why_not(), self._config.weight_transfer == "shared_memory"
@@ -99,14 +99,14 @@ class WeightsFolder:
         return self._made
 
     def close(self) -> None:
-        """Remove what is in shared memory. Idempotent."""
+        """Remove the folder from shared memory, if it is there. Idempotent."""
         if self._lock >= 0 and self._made is not None:
             shutil.rmtree(self._made, ignore_errors=True)
             os.close(self._lock)
             self._made, self._lock = None, -1
 
     def _why_not(self) -> str:
-        """Why the weights cannot go through shared memory; empty where they can."""
+        """Return why the weights cannot go through shared memory; "" if they can."""
         kind = self._config.weight_transfer
         if kind == "file":
             return "policy_server.weight_transfer is 'file'"
@@ -117,7 +117,7 @@ class WeightsFolder:
         if not SHARED.is_dir():
             return f"there is no {SHARED}"
         need = ROOM_RATIO * 4 * sum(math.prod(spec.shape) for spec in folder_tensors(self._model).values())
-        # What is in shared memory cannot be written to a disk instead, and counts for the limit of a container.
+        # Shared memory cannot move to a disk when it is full, and it counts for the limit of a container.
         for where, room in ((str(SHARED), shutil.disk_usage(SHARED).free), ("free memory", free_memory())):
             if room is not None and room < need:
                 needed = f"{need / 1e9:.2f} GB are needed ({ROOM_RATIO} x the weights)"
@@ -126,7 +126,8 @@ class WeightsFolder:
 
 
 def _private_folder() -> tuple[Path, int]:
-    """A new folder that only this user reads, and its lock, which goes with this process."""
+    """Make a folder in shared memory that only this user can read. Return it and its lock, which is released when this process
+    ends."""
     made = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=SHARED))  # mode 0700
     lock = os.open(made, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -134,7 +135,7 @@ def _private_folder() -> tuple[Path, int]:
 
 
 def _remove_left_behind() -> None:
-    """Remove this user's folders whose process was killed."""
+    """Remove this user's folders in shared memory whose processes have ended, such as those of killed runs."""
     for folder in SHARED.glob(f"{_PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

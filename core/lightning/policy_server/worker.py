@@ -1,18 +1,19 @@
-"""What runs inside vLLM's worker: load weights in place, and say how far each request had come.
+"""The extension of vLLM's worker: loads weights in place, and tells how many tokens each request has.
 
-The invariant: after `lightning_load` the model computes with exactly the tensors of the file, also where vLLM keeps its
-own repacked copies, or the answer says what went wrong; only who left the last claim loads; an exception never leaves this
-class, since vLLM hands one on at once and leaves the other workers' answers lying, which it takes for those of later calls.
+The invariant: after `lightning_load` the model computes with exactly the tensors of the file, also where vLLM keeps its own
+repacked copies, or the answer says what went wrong. Only the trainer that left the last claim can load. An exception never
+leaves this class: vLLM passes one on at once and keeps the other workers' answers queued, which it then takes for those of
+later calls.
 
-vLLM mixes the class into its worker (`--worker-extension-cls`) and lets `/collective_rpc` reach its methods; arguments
-are strings. vLLM does one call after another, on every worker in the same order: so all workers know one claim, and of two
-trainers one comes second. Written for vLLM 0.27 to 0.32, whose reload helpers and request states were compared in source;
-0.31 on a CPU is tested, every CUDA path, tensor parallelism and the V2 model runner are not.
+vLLM mixes the class into its worker (`--worker-extension-cls`) and lets `/collective_rpc` call its methods; arguments are
+strings. vLLM does one call after another, on every worker in the same order: so all workers know one claim, and of two trainers
+one comes second. Written for vLLM 0.27 to 0.32, whose reload helpers and request states were compared in source; 0.31 on a CPU
+is tested, every CUDA path, tensor parallelism and the V2 model runner are not.
 
-What a call with a seed samples on a CPU does not depend on how its prompt was cut into parts, and none ends the engine. vLLM
-draws a token also for a part of a prompt, throws it away, and turns the call's generator back by an offset that only CUDA's
-generators have: on a CPU that raises `CPU Generator does not use offset`, and the engine is gone with every call in it. Here
-the generator gets back the state that it had before the draw.
+The extension also corrects calls with a seed on a CPU: their samples do not depend on how the prompt was cut into parts, and
+none ends the engine. vLLM draws a token also for a part of a prompt, throws it away, and turns the call's generator back by an
+offset that only CUDA's generators have: on a CPU that raises `CPU Generator does not use offset`, and the engine is gone with
+every call in it. Here the generator gets back the state that it had before the draw.
 """
 
 from __future__ import annotations
@@ -43,30 +44,31 @@ if os.environ.get(OWNED):
 
 @dataclass(slots=True)
 class State:
-    """What is known of a worker."""
+    """What the extension knows of its worker."""
 
     departed: Bounded[str, int]
-    """Response tokens of requests that left the engine since the last update, newest last."""
+    """Response tokens of each request that left the engine since the last update, newest last."""
     version: int | None = 0
-    """None while, or since, the weights are not those of one version."""
+    """The version of the weights. None while they are loaded, and afterwards until a version is set."""
     unwatched: str = ""
-    """Why some that left were not counted; empty where all were."""
+    """Why the tokens of some departed requests are unknown; empty if all are known."""
     claim: str = ""
-    """The word of the trainer that attached last, by which its gateways know this vLLM; empty while it is nobody's."""
+    """The word of the trainer that attached last, by which its gateways know this vLLM; empty if no trainer owns it."""
     requests: int = 0
-    """Begun since this worker started, of `prompt_tokens` in all, of which `cached_tokens` lay in the prefix cache."""
+    """Requests begun since this worker was first called, with `prompt_tokens` in all, of which `cached_tokens` lay in the
+    prefix cache."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    """How often a request had to make room in the KV cache for others, and is computed again."""
+    """How often a request lost its place in the KV cache to others, to be computed again."""
 
 
 USAGE = ("requests", "prompt_tokens", "cached_tokens", "preemptions")
-"""Fields of `State` that count."""
+"""The fields of `State` that are counts."""
 
 
 def told(method: Callable[P, Answer]) -> Callable[P, Answer]:
-    """What the method raises is its answer."""
+    """Decorate a method so that an exception becomes its answer, under `error`."""
 
     @wraps(method)
     def answer(*args: P.args, **kwargs: P.kwargs) -> Answer:
@@ -84,21 +86,22 @@ class WorkerExtension:
     _lightning_state: State
     _LIGHTNING_STATE: ClassVar[type[State]] = State
     _LIGHTNING_REMEMBERED: ClassVar[int] = 8192
-    """Departed requests to remember: more than can be on their way from the engine to their client at one time."""
+    """How many departed requests are remembered: more than can be on their way from the engine to their clients at one time."""
 
     @told
     def lightning_attach(self) -> Answer:
-        """Start to watch the requests (once); tell the version of the weights (None: unknown), our process, the claim, and what
-        requests have needed since."""
+        """Watch the requests from the first call on. Return the version of the weights (None: unknown), our process id, the
+        claim, and the counts of `Usage` since then."""
         state = self._lightning_known()
         usage = {name: getattr(state, name) for name in USAGE}
         return {"version": state.version, "pid": os.getpid(), "claim": state.claim, **usage}
 
     @told
     def lightning_claim(self, claim: str, *over: str) -> Answer:
-        """From now on a trainer owns the weights (nobody: an empty claim), and nobody else's are loaded.
+        """Make a trainer the owner of the weights, whose loads alone are accepted; an empty claim means no owner.
 
-        With `over` only in place of none or of one of these. Tells the claim that was there, and the version as of then.
+        With `over`, only if there is no claim or the claim is one of these. Return the former claim, and the version at that
+        time.
         """
         state = self._lightning_known()
         before = state.claim
@@ -109,7 +112,7 @@ class WorkerExtension:
 
     @told
     def lightning_set_version(self, claim: str, version: str) -> Answer:
-        """The weights are those of `version`; what left the engine before now is forgotten."""
+        """Declare the weights as `version`, and forget the requests that left the engine before."""
         state = self._lightning_known()
         if state.claim != claim:
             return {"owner": state.claim}
@@ -120,10 +123,10 @@ class WorkerExtension:
 
     @told
     def lightning_in_flight(self) -> Answer:
-        """Response tokens sampled so far, by the engine's request id, for every request that was ever scheduled.
+        """Return the response tokens sampled so far, by the engine's request id, for every request that was ever scheduled.
 
-        A request may have finished while its answer is still on the way to the client, so those which left since the
-        last update are in it too. What is absent was never scheduled. Call it while the engine is paused.
+        A request may have finished while its answer is still on the way to the client, so requests that left since the last
+        update are included. An absent request was never scheduled. Call it while the engine is paused.
         """
         state = self._lightning_known()
         counts = {**state.departed, **_sampled(_runner(self))}
@@ -143,7 +146,7 @@ class WorkerExtension:
         return {"seconds": time.perf_counter() - started}
 
     def _lightning_known(self) -> State:
-        """What is known of this worker; from the first time on its requests are watched, and those with a seed keep theirs."""
+        """Return the state of this worker. The first call starts to watch its requests, and makes seeds work on a CPU."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
             state = self._lightning_state = self._LIGHTNING_STATE(Bounded(self._LIGHTNING_REMEMBERED))
@@ -152,7 +155,7 @@ class WorkerExtension:
         return state
 
     def _lightning_void(self) -> None:
-        """The weights are those of no version from now on."""
+        """Mark the weights as those of no version."""
         self._lightning_known().version = None
 
 
@@ -165,7 +168,7 @@ def _ids_are_plain() -> bool:
 
 
 def _watch(worker: object, state: State) -> None:
-    """Note every request's length when the scheduler says that it has left, and what a new one finds in the prefix cache.
+    """Note each request's length when the scheduler says that it has left, and count new requests and their cached tokens.
 
     The method is wrapped on the worker itself: a mixin stands behind vLLM's own class and cannot override it.
     """
@@ -183,7 +186,7 @@ def _watch(worker: object, state: State) -> None:
         if leaving:
             try:
                 counts = _sampled(_runner(worker), leaving)
-            except Exception as error:  # noqa: BLE001 — would end the engine; told by `lightning_in_flight`
+            except Exception as error:  # noqa: BLE001 — would end the engine; `lightning_in_flight` reports it
                 counts, state.unwatched = {}, repr(error)
             for request_id, count in counts.items():
                 state.departed.keep(request_id, count)
@@ -193,7 +196,7 @@ def _watch(worker: object, state: State) -> None:
 
 
 def _sampled(runner: object, only: set[str] | None = None) -> dict[str, int]:
-    """Response tokens per request of the model runner."""
+    """Return the response tokens of the model runner's requests, or of those in `only`."""
     requests = getattr(runner, "requests", None)
     if isinstance(requests, dict):  # the V1 model runner: CachedRequestState
         return {rid: len(requests[rid].output_token_ids) for rid in _pick(requests, only)}
@@ -221,10 +224,10 @@ def _load(worker: object, paths: Sequence[str]) -> None:
 def replace_weights(
     model: torch.nn.Module, config: object, device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
-    """Replace a model's weights, in vLLM's worker. `config` is vLLM's of the model.
+    """Replace a model's weights, in vLLM's worker. `config` is vLLM's configuration of the model.
 
-    A part of the model for which nothing came, such as a vision tower, keeps its weights; raises when a parameter of another
-    part got none.
+    A part of the model without any new tensor, such as a vision tower, keeps its weights. Raises `RuntimeError` when a
+    parameter of another part got none.
     """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -235,9 +238,9 @@ def replace_weights(
         if device.type == "cpu":
             last.enter_context(_new_expert_kernels(model))
         initialize_layerwise_reload(model)
-        # What vLLM has derived from a file's tensors, such as MLA's W_UV, is gone within a reload.
+        # Tensors that vLLM has derived from a file's, such as MLA's W_UV, are gone within a reload.
         names &= {name for name, _ in model.named_parameters()}
-        # Also after a failure: it puts back the tensors of every layer that has not been loaded.
+        # Also after a failure: this puts back the tensors of every layer that has not been loaded.
         last.callback(finalize_layerwise_reload, model, config)
         loaded = model.load_weights(tensors)  # type: ignore[operator]
     _repack(model)
@@ -248,8 +251,8 @@ def replace_weights(
 
 
 def _forgotten(names: set[str], loaded: set[str]) -> list[str]:
-    """Parameters that got no weights although others of their part did; the output layer belongs to every part. vLLM 0.31 tells
-    what experts got by the layer's name, though the parameters are in a module of its own."""
+    """Return the parameters that got no weights although others of their part did; the output layer belongs to every part. vLLM
+    0.31 reports the experts' parameters by the layer's name, though they are in a module of its own."""
     names = {name for name in names if name.replace(".routed_experts.", ".") not in loaded}
     parts = {name.partition(".")[0] for name in loaded} | {"lm_head"}
     return sorted(name for name in names - loaded if name.partition(".")[0] in parts)
@@ -257,7 +260,7 @@ def _forgotten(names: set[str], loaded: set[str]) -> list[str]:
 
 @contextmanager
 def _new_expert_kernels(model: torch.nn.Module) -> Iterator[None]:
-    """Within it the experts of a layer that is loaded get a new kernel.
+    """Within the block, make vLLM build a new kernel for the experts of each layer that is loaded.
 
     vLLM 0.31 packs experts for a CPU only when it makes their kernel, once (`UnquantizedFusedMoEMethod._setup_kernel`); a
     reload would put unpacked weights where packed ones are read.
@@ -277,9 +280,9 @@ def _new_expert_kernels(model: torch.nn.Module) -> Iterator[None]:
 def _repack(model: torch.nn.Module) -> None:
     """Renew the repacked copies that vLLM's CPU kernels compute with.
 
-    The reload helpers do so for layers they have loaded. A tied `lm_head` has no weights of its own, is not loaded, and
-    would go on answering with the old copy. Where the weight has been given away to the copy (`numel() == 0`) the
-    helpers have renewed it.
+    The reload helpers renew those of the layers they load. A tied `lm_head` has no weights of its own, is not loaded, and would
+    go on answering with the old copy. Where the weight has been given away to the copy (`numel() == 0`) the helpers have
+    renewed it.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -291,7 +294,8 @@ def _repack(model: torch.nn.Module) -> None:
 
 
 def keep_seeds(runner: Any) -> None:
-    """Let the model runner of a CPU, vLLM's own, turn generators back. One that works otherwise is left as it is."""
+    """Wrap the model runner of a CPU so that generators are turned back correctly. A runner with other methods is left as it
+    is."""
     wrappers = {"_sample": _turning_back, "_bookkeeping_sync": _without_generators}
     needed = (*wrappers, "input_batch", "discard_request_mask")
     if getattr(getattr(runner, "device", None), "type", "") == "cpu" and all(hasattr(runner, name) for name in needed):
@@ -300,7 +304,7 @@ def keep_seeds(runner: Any) -> None:
 
 
 def _turning_back(runner: Any, sample: Callable[..., object]) -> Callable[..., object]:
-    """`_sample`, after which generators whose draw is thrown away are as they were before."""
+    """Return a `_sample` that restores each generator whose drawn token is thrown away."""
 
     @wraps(sample)
     def sampled(*args: object, **named: object) -> object:
@@ -318,7 +322,7 @@ def _turning_back(runner: Any, sample: Callable[..., object]) -> Callable[..., o
 
 
 def _without_generators(runner: Any, bookkeeping: Callable[..., object]) -> Callable[..., object]:
-    """`_bookkeeping_sync`, which finds no generator to turn back."""
+    """Return a `_bookkeeping_sync` that sees no generators, so that it turns none back."""
 
     @wraps(bookkeeping)
     def kept(*args: object, **named: object) -> object:

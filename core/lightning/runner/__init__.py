@@ -1,4 +1,5 @@
 """Runs agents: in worker processes of their own, inside the trainer's process, in a Ray cluster, or in pods.
 
-The invariant: see `lightning.runner.protocol`. Nothing is imported here, since worker processes come through this package.
+The invariant: whatever an agent does becomes an outcome (`lightning.runner.protocol`). This module imports nothing, because
+every worker process imports it first.
 """

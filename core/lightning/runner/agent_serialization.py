@@ -1,10 +1,10 @@
-"""Makes an agent travel to worker processes (functions of scripts and notebooks, closures, bound methods, objects), once it is
-known that it can be called as `agent(task, llm)`.
+"""Makes agents (functions of scripts and notebooks, closures, bound methods, objects) travel to worker processes, after a check
+that they can be called as `agent(task, llm)`.
 
-The invariant: a worker never re-executes the user's script. What was defined in `__main__`, or in a module that a new
-process could not import, travels by value; everything else by name. Only an agent that must fail in every rollout is refused:
-what a call does that Python code does not show (C, builtins, proxies) is left to the first rollout, and so are the names on a
-decorated function, since what is called is the wrapper.
+The invariant: a worker never re-executes the user's script. What was defined in `__main__`, or in a module that a new process
+could not import, is pickled by value; everything else by name. Only an agent that must fail in every rollout is refused. Calls
+whose parameters Python code does not show (C, builtins, proxies) are left to the first rollout. Of a decorated function the
+wrapper is checked, since the wrapper is called.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import cloudpickle  # type: ignore[import-untyped]
 from lightning.errors import RunnerError
 from lightning.runner.protocol import Agent
 
-CURE = "give a function agent(task, llm) -> reward, or an object that is called so"
+CURE = "give a function agent(task, llm) -> reward, or an object that can be called like one"
 
 PLACEHOLDER = getattr(functools, "Placeholder", object())
-"""What stands in a partial (Python 3.14) for an argument of the call."""
+"""Marks, in a `functools.partial` of Python 3.14, an argument that the call fills in."""
 
 
 def check_agent(agent: object) -> None:
-    """Raise `RunnerError`, naming it, for an agent that no call with `(task, llm)` can make return a reward."""
+    """Raise `RunnerError`, with the agent's name, for an agent whose call with `(task, llm)` can never return a reward."""
     if not callable(agent):
         raise RunnerError(f"the agent is {agent!r}, which cannot be called: {CURE}")
     target: Any = agent
@@ -55,7 +55,7 @@ def check_agent(agent: object) -> None:
 
 
 def _check_class(target: Any) -> None:
-    """Refuse a class whose objects are no rewards: whoever names one means an object of it."""
+    """Raise `RunnerError` for a class whose objects are no rewards: its user meant an object of the class."""
     makes_objects = type(target).__call__ is type.__call__ and target.__new__ is object.__new__
     reward = issubclass(target, Mapping | Awaitable) or hasattr(target, "__float__")
     if makes_objects and not reward:
@@ -66,8 +66,8 @@ def _check_class(target: Any) -> None:
 
 
 def _check_function(function: FunctionType, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Refuse a function whose own parameters do not take these arguments."""
-    # A copy has no attributes: `__wrapped__` and `__signature__` say what decorators pretend, not what they take.
+    """Raise `RunnerError` for a function whose own parameters do not take these arguments."""
+    # The copy has no `__wrapped__` and no `__signature__`, with which decorators claim other parameters than they take.
     bare = FunctionType(function.__code__, {}, function.__name__, function.__defaults__, function.__closure__)
     bare.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(bare)
@@ -81,17 +81,17 @@ def _check_function(function: FunctionType, arguments: tuple[Any, ...], named: d
 
 
 _LIBRARIES = tuple({str(Path(path)) + os.sep for name, path in sysconfig.get_paths().items() if name.endswith("lib")})
-"""Where the standard library and installed packages are: `stdlib`, `platstdlib`, `purelib`, `platlib`."""
+"""The folders of the standard library and of installed packages: `stdlib`, `platstdlib`, `purelib`, `platlib`."""
 
 
 def name_of(agent: Agent) -> str:
-    """What to call an agent in messages."""
+    """Return the module and the name of an agent, for messages."""
     name = getattr(agent, "__qualname__", None) or type(agent).__qualname__
     return f"{_module_name(agent)}.{name}"
 
 
 def pack_agent(agent: Agent) -> bytes:
-    """The agent as bytes for `cloudpickle.loads`.
+    """Return the agent as bytes for `cloudpickle.loads`.
 
     Raises `RunnerError` when it cannot be called with (task, llm), or when part of it cannot leave this process.
     """
@@ -113,18 +113,18 @@ def pack_agent(agent: Agent) -> bytes:
 
 
 def unpack_agent(shipped: bytes) -> Agent:
-    """The agent again, in a worker process. Whatever its modules raise when they are imported comes through."""
+    """Load an agent that `pack_agent` packed, in a worker process. An error in a module that this imports propagates."""
     agent: Agent = cloudpickle.loads(shipped)
     return agent
 
 
 def pack_stages(stages: object) -> bytes:
-    """Stages of plugins as bytes for the processes of agents. Raises what `pickle` raises."""
+    """Pickle stages of plugins for the processes of agents. Raises what `pickle` raises."""
     return pickle.dumps(stages)
 
 
 def unpack_stages(shipped: bytes) -> Any:
-    """What `pack_stages` packed, in a process of agents."""
+    """Load the stages that `pack_stages` pickled, in a process of agents."""
     return pickle.loads(shipped)  # noqa: S301 — from the runner
 
 
@@ -135,7 +135,7 @@ def _module_name(agent: Agent) -> str:
 
 
 def _homeless(of_agent: str) -> list[ModuleType]:
-    """The user's modules that a new process could not import; by value goes only what the agent refers to in them."""
+    """Return the user's modules that a new process could not import. What the agent refers to in them is pickled by value."""
     found = []
     for name, module in list(sys.modules.items()):
         if name == "__main__" or not isinstance(module, ModuleType) or vars(module).get("__name__") != name:

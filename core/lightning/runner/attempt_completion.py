@@ -1,8 +1,8 @@
-"""Ends an attempt: judges its outcome against what was recorded of it, and keeps it.
+"""Ends an attempt: judges its outcome against the recorded model calls, and stores the outcome.
 
-The invariant: an outcome is judged against the calls that the store has, not against the agent's word, and then given to the
-stages of plugins, by the process that talks to the database: the trainer for agents beside it, a server for agents anywhere
-else. An attempt that failed because no policy server was there is given back and not spent, whichever runner had it.
+The invariant: an outcome is judged against the calls in the store, not against the agent's word, and then given to the stages
+of plugins. The process that talks to the database does both: the trainer for agents beside it, a server for agents anywhere
+else. With every runner, an attempt that failed because no policy server was there does not count against the rollout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning.types import (
 logger = logging.getLogger(__name__)
 
 UNCALLED = "the agent returned a reward but never called the model"
-"""How the error begins, in every release."""
+"""How the error begins, in every release: other code searches for these words."""
 NEVER_CALLED = (
     f"{UNCALLED}: use llm.base_url and llm.api_key, and llm.model. If other "
     "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one): switch it off. "
@@ -54,8 +54,8 @@ OUTLIVED = (
 
 
 async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, line: Line = NO_LINE) -> Rollout:
-    """End an attempt with the outcome that the runner saw, in the light of what is stored and of what stages say of it; return
-    the rollout as it stands.
+    """End an attempt with the outcome that the runner saw, corrected by the recorded model calls and by the stages of `line`.
+    Return the rollout as it is stored then.
 
     Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
     """
@@ -66,11 +66,11 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
         if outcome.fault is not Fault.INFRASTRUCTURE:
             outcome = judge(outcome, calls, branch=kept.parent is not None)
             if kept.parent is not None and outcome.reward is not None and (why := line.why_not("branch")):
-                why = f"the rollout {rollout} is a branch, and {why}"  # nobody looks whether it branched at all
+                why = f"the rollout {rollout} is a branch, and {why}"  # then no stage checks that it branched at all
                 outcome = replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=why)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = await line.ended(kept, outcome, calls)
-    if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot
+    if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tool events may be long
         outcome = await asyncio.to_thread(redacted_outcome, outcome)
     try:
         return await store.complete(rollout, attempt, outcome, spend=spend)
@@ -82,7 +82,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
 
 
 def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
-    """Whether the attempt has ended with this outcome, told before: spans that came since have only added to its events."""
+    """Whether an earlier report has ended the attempt with this outcome. Tool events may differ: later spans add to them."""
     if kept.attempt != attempt or kept.status is Status.RUNNING:
         return False
     told = (outcome.reward, dict(outcome.rewards), outcome.fault, outcome.error, outcome.seconds)
@@ -90,20 +90,19 @@ def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
 
 
 def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False) -> Outcome:
-    """The outcome in the light of the model calls that were recorded for it.
+    """Return the outcome as corrected by the model calls that were recorded for it.
 
-    A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
-    or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
-    failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
-    and one that outlived its API key and called the model after that. What the model did wrong itself is a fault of the
-    policy's (`lightning.runner.outcomes`). A branch whose calls were refused as void has no reward, whatever it came to.
-    A `branch` may have a reward without a call of its own, after an edited answer: the stage that answers branches looks at
-    that.
+    A reward without an answered call, or one that is not a finite number, becomes a fault of the agent. Three cases become a
+    fault of the infrastructure and may be retried: the agent failed or ran out of time after the policy server had failed it;
+    the agent returned a reward (`except Exception: return 0.0`) though no policy server was there for its last call; the agent
+    called the model after its API key had expired. A failure that the model itself caused is a fault of the policy
+    (`lightning.runner.outcomes`). A branch whose calls were refused as void has no reward, whatever its agent returned. A
+    `branch` may have a reward without a call of its own, after an edited answer: the stage that answers branches checks that.
     """
     if why := next((call.error for call in calls if call.finish_reason == BRANCH_VOID), ""):
         return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why)
     failed = [call for call in calls if call.status is CallStatus.ERROR]  # at the policy server, or at a plugin's stage
-    # The store has no other word of a key that had expired.
+    # An expired key is recorded in the store only as the end of a call.
     if outcome.fault is not Fault.INFRASTRUCTURE and any(call.finish_reason == EXPIRED for call in failed):
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
@@ -127,7 +126,8 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
 
 
 def _no_reward(outcome: Outcome) -> str:
-    """What is wrong with a reward that no runner of ours has looked at (a client in another language), or ""."""
+    """Return what is wrong with a reward that none of our runners has checked (from a client in another language); "" if
+    nothing."""
     try:
         number(outcome.reward, "the reward")
         for step in outcome.step_rewards:
@@ -138,12 +138,13 @@ def _no_reward(outcome: Outcome) -> str:
 
 
 def is_unserved(call: Transition) -> bool:
-    """Whether a call failed because no policy server was there, or went away with it."""
+    """Whether a call failed because there was no policy server, or because the policy server went away during the call."""
     return call.status is CallStatus.ERROR and call.finish_reason == UNSERVED
 
 
 def _check_labels(rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> None:
-    """Say which labels name no call; the store ignores them. In a branch some are of calls that its parent has."""
+    """Warn of labels that name no recorded call; the store ignores them. Branches get no warning: they may label parents'
+    calls."""
     unknown = sorted(set(outcome.labels) - {call.id for call in calls})
     if unknown and rollout.parent is None:
         logger.warning(

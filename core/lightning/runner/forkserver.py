@@ -1,7 +1,7 @@
-"""The parent's side of the fork server: start it, have workers forked and killed, talk to them.
+"""The parent's side of the fork server: starts it, has it fork and kill workers, and exchanges messages with the workers.
 
-The invariant: every worker is a process group of its own that dies when this object is closed, when the fork server
-dies, or when this process dies; what a worker sends is bytes, never code. No command is lost because the fork server is busy.
+The invariant: every worker is a process group of its own that dies when the `ForkServer` is closed, when the fork server dies,
+or when this process dies. A worker sends data, never code. No command is lost because the fork server is busy.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from lightning.runner.worker import without_proxy
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds for a process that has been told to go, or for news of one that is gone."""
+"""Seconds to wait for a process that was told to end, or for the news that a process has ended."""
 
 FORKS = 32
-"""Forks under way at once. They happen one after the other, and each on its way takes a place in the socket and descriptors."""
+"""Most fork requests under way. The fork server handles one after the other, and each holds room in the socket and
+descriptors."""
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Many agents share the cores; and a fork server must have no threads when it forks."""
+"""Set to 1 in agents, because many agents share the cores, and because a fork server must have no threads when it forks."""
 
 _OURS = frozenset({"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET"})
 _STORE = "LIGHTNING_STORE"
-"""Says in deployments where the store is; the password beside it is then the store's, not one that the agent's tools need."""
+"""Where deployments say where the store is. If it is set, `PGPASSWORD` is the store's, and agents do not get it."""
 
 _INIT = 1
-"""What is the parent of a fork server in an enclosure."""
+"""The process id of a fork server's parent, inside an enclosure."""
 
 _LOOPBACK = "http://127.0.0.1"
 
@@ -77,8 +78,8 @@ class Worker:
         self._reader, self._writer = reader, writer
 
     async def ask(self, request: bytes, holder: Holder) -> bytes:
-        """Send a request and return the reply, which `holder` has room for. Raises `WorkerDiedError`, or `ValueError` for bytes
-        that are no message, or the answer to another request."""
+        """Send a request and return the reply, for which `holder` reserves memory. Raises `WorkerDiedError`, and `ValueError`
+        for bytes that are no message or that answer another request."""
         self.served += 1
         reading = asyncio.create_task(self._exchange(request, holder))
         both: set[asyncio.Future[Any]] = {reading, self.exited}
@@ -96,7 +97,7 @@ class Worker:
         raise WorkerDiedError(f"the agent's process (pid {self.pid}) {ended} in the middle of the rollout")
 
     def hang_up(self) -> None:
-        """Close the connection; an idle worker then leaves by itself."""
+        """Close the connection and what serves the worker's enclosure. An idle worker then ends by itself."""
         self._writer.close()
         if self._unattended is not None:
             self._unattended()
@@ -109,7 +110,7 @@ class Worker:
 
 
 class ForkServer:
-    """Start with `start`, end with `close`; both belong to one event loop. All that it forks is in one `enclosure`, if any."""
+    """A fork server, from `start` to `close`, in one event loop. With an `enclosure` it and all its workers run inside that."""
 
     def __init__(
         self,
@@ -129,8 +130,8 @@ class ForkServer:
             "reroute": list(reroute),
             "own": own(os.environ if enclosure is None else enclosure.environment),
         }
-        self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them
-        self.threads = ""  # once started: those that the agent's modules started there, in words; no worker has them
+        self.warmed: int | None = None  # how many modules of the first rollout it has imported since, for later ones
+        self.threads = ""  # once started: those that importing the agent's modules started, in words; workers lack them
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -142,7 +143,7 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still fork."""
+        """Whether the fork server can still fork."""
         return self._listener is not None and not self._listener.done()
 
     async def start(self) -> None:
@@ -195,7 +196,8 @@ class ForkServer:
         )
 
     async def fork(self) -> Worker:
-        """A new worker process, in its turn (`FORKS`). Raises `WorkerDiedError` when there can be none now."""
+        """Return a new worker process. At most `FORKS` are requested at once. Raises `WorkerDiedError` when none can be
+        forked."""
         async with self._room:
             return await self._fork()
 
@@ -239,7 +241,7 @@ class ForkServer:
             await self._send({"kill": pid})
 
     async def _send(self, command: dict[str, Any], passed: socket.socket | None = None) -> None:
-        """Send a command, and a socket with it, when the fork server has room for them. Raises `OSError` when it is gone."""
+        """Send a command, and a socket with it, as soon as there is room. Raises `OSError` when the fork server is gone."""
         async with self._sending:
             while not self._sent(command, passed):
                 assert self._control is not None, "or it had raised"
@@ -247,7 +249,8 @@ class ForkServer:
                 await _writable(self._control, self._listener)
 
     def _sent(self, command: dict[str, Any], passed: socket.socket | None = None) -> bool:
-        """Send a command if there is room for it now. Raises `OSError` when the fork server is gone."""
+        """Send a command if there is room now, and return whether it was sent. Raises `OSError` when the fork server is
+        gone."""
         if self._control is None or not self.alive:
             raise BrokenPipeError("the fork server of the agents' processes is gone")
         message = socket_framing.pack(json.dumps(command).encode())
@@ -294,9 +297,9 @@ class ForkServer:
                     exited.set_result(None)
 
     def _kill_groups(self) -> None:
-        """The workers die with the fork server, but what their agents started does not: end it from here.
+        """Kill what agents started and left behind; the workers themselves die with the fork server.
 
-        An enclosure ends with all that is in it, and its process ids mean others out here.
+        Do nothing in an enclosure: it ends with all that is inside, and its process ids mean other processes out here.
         """
         if self.enclosure is None:
             for pid in self._exits:
@@ -345,10 +348,11 @@ async def _writable(control: socket.socket, listener: asyncio.Task[None]) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """What agents get of the environment: not the token with which their runner talks to the server, nor the secret of a vLLM.
+    """Return the environment variables for agents: this process's, without lightning's secrets and the store's URL and
+    password.
 
-    Clients that are made when the agent is imported read it here: they have no provider's address, so that their calls are
-    those of a rollout, and loopback, where a gateway is by default, needs no proxy. The gateway's own host is known when a
+    Clients that are made when the agent is imported read them. Their addresses lead nowhere, so that calls of these clients
+    belong to a rollout. Loopback, where a gateway is by default, needs no proxy. The gateway's own host is known only when a
     rollout comes.
     """
     ours = _OURS | ({_STORE, "PGPASSWORD"} if _STORE in os.environ else set())
@@ -364,7 +368,7 @@ class _Incoming:
         self._buffer = bytearray()
 
     async def next(self) -> dict[str, int | str] | None:
-        """The next message; None when the fork server is gone. Raises `OSError` for what is none, so that it is given up."""
+        """Return the next message; None when the fork server is gone. Raises `OSError` for bytes that are no message."""
         loop = asyncio.get_running_loop()
         try:
             while (message := socket_framing.unpack(self._buffer, socket_framing.LONGEST_NEWS)) is None:
@@ -374,12 +378,14 @@ class _Incoming:
                 self._buffer += data
             parsed: dict[str, int | str] = json.loads(message)
         except (ValueError, RecursionError) as error:
-            raise ConnectionAbortedError(f"the process that prepares agents sent no message: {error}") from error
+            raise ConnectionAbortedError(
+                f"the process that prepares agents sent bytes that are no message: {error}"
+            ) from error
         return parsed
 
 
 def _how_it_ended(status: int | None) -> str:
-    """An exit status as `Popen.returncode` says it, in words."""
+    """Describe an exit status of `Popen.returncode` in words; None means that the process went away with its fork server."""
     if status is None:
         return "disappeared together with its fork server"
     if status < 0:

@@ -1,11 +1,11 @@
-"""The fork server: a small process that imports what agents need once, then forks worker processes on request.
+"""The fork server: a small process that imports once what agents need, then forks worker processes on request.
 
-The invariant: it runs no agent and no threads of its own; when the parent dies or closes the socket it kills every worker's
-process group and leaves. A process that called `die_with_parent` is gone soon after its parent is, however it died.
+The invariant: it runs no agent and no threads of its own. When the parent dies or closes the socket, it kills every worker's
+process group and ends. A process that called `die_with_parent` ends soon after its parent, however the parent died.
 
-It is not the fork server of `multiprocessing`, which can be begun in no enclosure, does not say that a module could not be
-imported, imports nothing later, ends when a fork fails and by the SIGTERM that a service sends to all, and leaves its children,
-and what they have started, behind. That one would save the loop below, but for its signals, its groups and its trials.
+The fork server of `multiprocessing` is no replacement. It cannot be started in an enclosure, does not report a module that
+cannot be imported, and imports nothing later. It ends when a fork fails and by the SIGTERM that a service sends to all, and
+leaves its children, and what they have started, behind. It would save the loop below, but not its signals, groups and trials.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from lightning.runner.worker import flush, without_children
 _PR_SET_PDEATHSIG = 1
 
 MOST_NAMES = 8
-"""Threads that are named in a message."""
+"""Most names of threads or modules in one message."""
 
 LONGEST_IMPORT = 60.0
-"""Seconds that the modules of the first rollout may take."""
+"""Most seconds that a trial import of the first rollout's modules may take."""
 
 LONGEST_ANSWER = 4095
-"""Bytes of what a trial of them tells: a pipe passes that much on as one."""
+"""Most bytes that such a trial reports: a pipe passes that many on in one piece."""
 
 _COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
-"""They start their threads anew in a forked process, or do without."""
+"""Libraries that start their threads anew in a forked process, or do without them."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -75,18 +75,18 @@ def main(descriptor: int, parent: int) -> None:
 
 @dataclass(slots=True)
 class _Inside:
-    """What the stages of plugins do in here: those around attempts, and what an enclosure has each worker do first."""
+    """What plugins' stages do here: `line` stands around attempts, and each worker calls `enter`, from an enclosure, first."""
 
     line: AttemptLine = NO_STAGES
     enter: Callable[[socket.socket], None] | None = None
 
 
 def _prepare(setup: dict[str, Any], packed: bytes, shipped: bytes, inside: _Inside) -> tuple[str, str]:
-    """Install the stages, which are then `inside`, and import once what every worker will need; return what went wrong, or
-    nothing, and the threads that this started.
+    """Install the stages, keep them in `inside`, and import what every worker will need. Return the error, or "", and the
+    threads that this started, in words.
 
-    The agent is unpickled and thrown away: that imports every module it refers to. The adapters are installed and
-    removed again for the same reason; a worker does that itself, so threads of theirs are in the workers.
+    The agent is unpickled and thrown away: that imports every module it refers to. The adapters are installed and removed again
+    for the same reason. Each worker installs them itself, so their threads run in the workers.
     """
     doing = threads = ""
     before = threading.enumerate()
@@ -112,7 +112,7 @@ def _prepare(setup: dict[str, Any], packed: bytes, shipped: bytes, inside: _Insi
 
 
 def _import_all(names: Sequence[str]) -> list[str]:
-    """Import the modules; return those that cannot be."""
+    """Import the modules; return the names of those whose import fails."""
     failed = []
     for name in names:
         try:
@@ -124,10 +124,10 @@ def _import_all(names: Sequence[str]) -> list[str]:
 
 
 def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
-    """Build what the first rollout built. What cannot be built here is built by each rollout, which hears why."""
-    platform.platform()  # clients tell it in their headers, and the first to ask starts a program for it
+    """Build what the first rollout built. What cannot be built here is built by each rollout, which gets the error."""
+    platform.platform()  # clients send it in headers, and its first call starts a program
     for module, name in needs["models"]:
-        if module in sys.modules:  # else it is one that must not be imported here
+        if module in sys.modules:  # else its module must not be imported here
             with contextlib.suppress(Exception):
                 build_model(module, name)
     for asked in needs["contexts"]:
@@ -136,28 +136,29 @@ def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
 
 
 def _started_since(before: Sequence[threading.Thread]) -> str:
-    """The threads that live now and did not `before`, in words; nothing when no fork misses one."""
+    """Describe the threads that live now and are not in `before`; "" if forks need none of them."""
     names = [thread.name for thread in threading.enumerate() if thread not in before and not _restarts(thread)]
     shown = ", ".join(name[:100] for name in names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
     return f"{len(names)} thread{'s' * (len(names) > 1)} ({shown})" if names else ""
 
 
 def _restarts(thread: threading.Thread) -> bool:
-    """Whether a thread is of a library that copes with forks."""
+    """Whether a thread belongs to a library of `_COPE_WITH_FORKS`."""
     target = getattr(thread, "_target", None)  # what it runs, if it is no class of its own
     modules = (type(thread).__module__, str(getattr(target, "__module__", "")))
     return any(module.partition(".")[0] in _COPE_WITH_FORKS for module in modules)
 
 
 def _go_on(*_: object) -> None:
-    """A handler that does nothing; unlike SIG_IGN it ends with an `exec`, so programs that an agent starts do not have it."""
+    """Ignore a signal. Unlike SIG_IGN a handler ends with an `exec`, so programs that an agent starts do not have it."""
 
 
 def _outlive_sigterm() -> None:
-    """SIGTERM to every process of a service or a job is for the runner, which lets agents end (`runner.drain`) or kills them.
+    """Make this worker survive a SIGTERM sent to every process of a service or a job. The runner lets agents end
+    (`runner.drain`) or kills them.
 
-    What an agent forks without `exec` (multiprocessing) ends by it as ever, also when it comes right after the fork, unless
-    the agent has blocked it.
+    A process that an agent forks without `exec` (multiprocessing) still ends by SIGTERM, even right after the fork, unless the
+    agent has blocked it.
     """
     masks = threading.local()  # several threads may fork at a time
 
@@ -177,7 +178,7 @@ def _outlive_sigterm() -> None:
 
 
 class _Template:
-    """The loop that forks, kills and reaps. Messages to the parent: `forked` or `failed` for a request, then `exited`."""
+    """The loop that forks, kills and reaps. It tells the parent `forked` or `failed` for each request, and later `exited`."""
 
     def __init__(
         self, control: socket.socket, parent: int, shipped: bytes, setup: dict[str, Any], inside: _Inside
@@ -198,7 +199,7 @@ class _Template:
         self._wake.setblocking(False)
 
     def serve(self) -> None:
-        """Until the parent is gone."""
+        """Serve the parent's commands until the parent is gone."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
@@ -250,7 +251,7 @@ class _Template:
         if pid == 0:
             self._become_worker(descriptor)
         self._reporter = self._reporter or pid
-        with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+        with contextlib.suppress(OSError):  # the child does the same; either may be first
             os.setpgid(pid, pid)
         os.close(descriptor)
         self._children.add(pid)
@@ -306,7 +307,7 @@ class _Template:
                 self._tell({"exited": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _learn(self) -> None:
-        """Import what the first rollout has imported, and build what it has built, so that the processes of later ones begin
+        """Read what the first rollout imported and built, and do the same here, so that the workers of later rollouts begin
         with it."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._imports, 65536):
@@ -326,7 +327,8 @@ class _Template:
         self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
 
     def _threads_of(self, names: Sequence[str]) -> str:
-        """What is wrong with importing these here, tried in a fork: they start threads, which no worker would have."""
+        """Import the modules in a trial fork. Return why that must not happen here, mostly threads that workers would lack, or
+        ""."""
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:

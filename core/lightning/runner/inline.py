@@ -1,7 +1,8 @@
-"""Runs agents inside this process: async ones as tasks, sync ones in threads; one attempt alone in the caller's thread.
+"""Runs agents inside this process: async ones as tasks, sync ones in threads. `run_here` runs one attempt in the caller's
+thread.
 
-The invariant: what an agent raises or returns never reaches another rollout. What this runner cannot hold is said in the
-class: for agents that may crash or hang, use `ProcessRunner`.
+The invariant: what an agent raises or returns never reaches another rollout. `InlineRunner` says what it cannot contain: for
+agents that may crash or hang, use `ProcessRunner`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from lightning.runner.worker import is_async, run_agent, without_children
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
 GRACE = 1.0
-"""Seconds a cancelled async agent has to clean up; then it is left behind."""
+"""Seconds that a cancelled async agent has to clean up; then it is abandoned."""
 
 
 class InlineRunner:
-    """For debugging with breakpoints, for notebooks, and for agents that cannot be sent to another process.
+    """Runs agents in this process: for debugging with breakpoints, for notebooks, and for agents that cannot be sent elsewhere.
 
-    Its limits: a sync agent that hangs is counted as timed out, but its thread goes on until the process ends, and so
-    does an async agent that swallows its cancellation. An async agent that blocks its thread blocks every other one,
-    timeouts included. A crash (`os._exit`, a segmentation fault) ends this process. `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY` are not set, since all agents share one environment: use `llm.base_url` and `llm.api_key`. Nothing here can
-    enclose an agent: a stage that would (`sandbox`) is refused.
+    Its limits: a sync agent that hangs is counted as timed out, but its thread goes on until the process ends, and so does an
+    async agent that swallows its cancellation. An async agent that blocks its thread blocks every other one, timeouts included.
+    A crash (`os._exit`, a segmentation fault) ends this process. `OPENAI_BASE_URL` and `OPENAI_API_KEY` are not set, since all
+    agents share one environment: use `llm.base_url` and `llm.api_key`. A plugin's stage that encloses agents (`sandbox`) is
+    refused.
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
@@ -55,8 +56,8 @@ class InlineRunner:
         self._line.refuse_enclosing(config)
 
     async def start(self) -> None:
-        """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when such a stage
-        cannot do what the settings ask for. Idempotent."""
+        """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when a stage cannot do
+        what the settings ask for. Idempotent."""
         if self._installed is not None:
             return
         await self._line.begin()
@@ -145,8 +146,8 @@ class InlineRunner:
 
 
 def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
-    """One attempt in this thread, with the stages of plugins around it as a runner without settings has them. Raises
-    `RunnerError` for a stage that cannot begin."""
+    """Run one attempt in this thread, with the plugins' stages that a runner with default settings has. Raises `RunnerError`
+    for a stage that cannot begin."""
     line = attempt_line(RunnerConfig())
     loop.run(line.begin())
     with contextlib.ExitStack() as installed:
@@ -155,7 +156,7 @@ def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcom
 
 
 async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:
-    """Run in a daemon thread of its own with a copy of the context.
+    """Run a function in a daemon thread of its own with a copy of the context, and return its result.
 
     Not in a pool: threads of hung agents would use it up, and the interpreter waits for a pool's threads when it ends.
     """
@@ -183,7 +184,8 @@ async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Rewa
 
 
 class _Ended(NamedTuple):
-    """How a sync agent ended. A future cannot carry every exception (not `StopIteration`), so it carries this."""
+    """The result or the error of a sync agent. A future carries this object, since it cannot carry every error
+    (`StopIteration`)."""
 
     result: Reward | Awaitable[Reward] = 0.0
     error: BaseException | None = None

@@ -1,10 +1,10 @@
-"""Leases rollouts, runs their agents, reports the outcomes, until nothing of the run is left to do.
+"""Leases rollouts, runs their agents and reports the outcomes, until the run has nothing left to do.
 
-The invariant: a lease this worker holds is renewed while its agent runs and is completed or given back before the work
-ends, however it ends. With a `Source` there is always more to do, and a rollout is made only when there is room to run it.
+The invariant: a lease this worker holds is renewed while its agent runs and is completed or given back before the work ends,
+however it ends. With a `Source` there is always more to do, and a rollout is made only when there is room to run it.
 
-Where leases come from and outcomes go to is a `Delivery`: the store itself for agents beside the trainer (`work`), a server
-for a client on another machine. The loop is one.
+A `Delivery` hands out leases and takes outcomes: the store itself for agents beside the trainer (`work`), a server for a client
+on another machine. Both use the same loop.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""After so long without news leases are asked for all the same: that one of another worker expired is no news."""
+"""Seconds without news after which leases are requested anyway: no news is sent when another worker's lease expires."""
 
 
 class Source(Protocol):
-    """Where a worker that never stops gets rollouts from."""
+    """Creates rollouts for a worker that never stops."""
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set when `refill` may have something that it had not before, or when rollouts were created by others."""
+        """Set when `refill` may be able to create rollouts that it could not before, or when others created rollouts."""
 
     async def refill(self) -> bool:
-        """Create some rollouts, if it is time for them; asked when there is room and nothing is pending."""
+        """Create some rollouts if it is time for them, and return whether it did. Called when there is room and nothing is
+        pending."""
 
 
 class Delivery(Protocol):
     """Hands out attempts to one worker and takes their outcomes."""
 
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
-        """Hear of what may have become leasable."""
+        """Watch for changes after which there may be something to lease."""
 
     async def lease(self, limit: int) -> Sequence[tuple[Lease, LLM | StageError]]:
-        """Up to `limit` attempts to run, each with the model as it sees it, or the failure of the plugin's stage that was to
-        say something of it."""
+        """Lease up to `limit` attempts to run. Each comes with the model as its agent sees it, or with the failure of the
+        plugin's stage that was to add to it."""
 
     async def renew(self, lease: Lease) -> None:
         """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
-        """End an attempt; None when no outcome of it was taken, which is said where it happens: its lease runs out then.
+        """End an attempt. None means that the outcome was not taken, which this method has logged; the lease then expires.
 
-        Raises `StaleAttemptError` when it was superseded or has ended otherwise.
+        Raises `StaleAttemptError` when the attempt was superseded or has ended otherwise.
         """
 
     async def release(self) -> None:
-        """Give back whatever this worker holds, or held before it was started again."""
+        """Give back every lease that this worker holds, or held before it was restarted."""
 
     async def unfinished(self) -> bool:
-        """Whether there may be more to do, here or elsewhere; asked when this worker runs nothing."""
+        """Whether there may be more to do, here or elsewhere. Called when this worker runs nothing."""
 
 
 async def work(
@@ -80,15 +81,14 @@ async def work(
     on_finished: Callable[[Rollout], None] | None = None,
     source: Source | None = None,
 ) -> None:
-    """Run every rollout of a run that is pending, as `worker`, until none is pending or running any more.
+    """Run the pending rollouts of a run, as `worker`, until none is pending or running any more.
 
     With a `source` it goes on until it is cancelled, and asks for more whenever there is room.
 
-    `worker` names this process in leases; what it held before (a restart) is given back first. The stages of `line`,
-    the gateway's, are asked of each outcome before it is stored. `on_finished` hears of each
-    rollout that ends here for good. Cancelling ends the agents and gives the leases back.
-    Errors of the store, of `llm_for`, of `on_finished` and of `source` propagate; `RunnerError` means that no agent can be
-    run.
+    `worker` names this process in leases; what it held before (a restart) is given back first. The gateway's stages, in `line`,
+    are asked about each outcome before it is stored. `on_finished` is called with each rollout that ends here for good.
+    Cancelling ends the agents and gives the leases back. Errors of the store, of `llm_for`, of `on_finished` and of `source`
+    propagate; `RunnerError` means that no agent can be run.
     """
     delivery = _FromStore(store, run, llm_for, worker, config.lease_ttl, source, line)
     await deliver(delivery, runner, config, on_finished=on_finished, news=source.changed if source else None)
@@ -103,16 +103,16 @@ async def deliver(
     news: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Run what `delivery` hands out until it has no more.
+    """Run the attempts that `delivery` hands out until it has no more.
 
-    `news` (cleared here) makes it ask again at once. Once `stop` is set nothing more is leased: agents that run get
-    `config.drain` seconds to end, then they are ended and their leases given back. Otherwise as `work`.
+    Setting `news` (cleared here) makes it ask again at once. Once `stop` is set nothing more is leased: running agents get
+    `config.drain` seconds to end, then they are ended and their leases given back. `on_finished` and errors are as in `work`.
     """
     await _Worker(delivery, runner, config, on_finished, news or asyncio.Event(), stop or asyncio.Event()).execute()
 
 
 class _FromStore:
-    """The `Delivery` of one run, from the store itself."""
+    """The `Delivery` that leases the rollouts of one run from the store itself."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _FromStore:
 
 
 class _Worker:
-    """One call of `deliver`."""
+    """The state of one call of `deliver`."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Worker:
         self._delivery, self._runner, self._config, self._on_finished = delivery, runner, config, on_finished
         self._news, self._stop = news, stop
         self._concurrency = min(runner.concurrency, config.concurrency)
-        self._held: dict[asyncio.Task[None], Lease] = {}  # what the heartbeat renews: until the outcome is taken
+        self._held: dict[asyncio.Task[None], Lease] = {}  # leases to renew: until their outcomes are taken
         self._reporting: set[asyncio.Task[None]] = set()
         self._superseded: set[asyncio.Task[None]] = set()
         self._stale = 0
@@ -214,7 +214,7 @@ class _Worker:
     async def _drain(self, waiting: _Waiting) -> None:
         now = asyncio.get_running_loop().time
         deadline = now() + self._config.drain
-        logger.info("told to end: %d agents get %g s (runner.drain)", len(self._held), self._config.drain)
+        logger.info("stopping: %d agents get %g s to end (runner.drain)", len(self._held), self._config.drain)
         while self._held and now() < deadline:
             await waiting.first(self._held, deadline - now())
             self._collect()
@@ -222,7 +222,7 @@ class _Worker:
             logger.warning("%d agents were ended after %g s (runner.drain)", len(self._held), self._config.drain)
 
     async def _more(self) -> bool:
-        """Lease what there is room for; False when there is nothing left to do, here or elsewhere."""
+        """Lease as many attempts as there is room for. Return False when nothing is left to do, here or elsewhere."""
         if self._stop.is_set():
             return bool(self._held)
         free = self._concurrency - len(self._held)
@@ -231,7 +231,8 @@ class _Worker:
         return bool(self._held) or await self._delivery.unfinished()
 
     async def _lease(self, free: int) -> Sequence[tuple[Lease, LLM | StageError]]:
-        """What `delivery` hands out; nothing when `stop` comes first. What was leased then is given back in the end."""
+        """Lease up to `free` attempts; return none when `stop` comes first. Attempts leased after that are given back in the
+        end."""
         leasing = asyncio.create_task(self._delivery.lease(free))
         told = asyncio.create_task(self._stop.wait())
         try:
@@ -250,7 +251,7 @@ class _Worker:
                 task.result()
 
     async def _attempt(self, lease: Lease, llm: LLM | StageError) -> None:
-        if isinstance(llm, StageError):  # it fails this attempt, and no other
+        if isinstance(llm, StageError):  # it fails this attempt alone
             outcome = Outcome(fault=Fault.INFRASTRUCTURE, error=str(llm))
         else:
             outcome = await self._runner.run(lease, llm)
@@ -270,7 +271,7 @@ class _Worker:
             self._on_finished(rollout)
 
     async def _heartbeat(self) -> None:
-        """Renew every lease; end the agent of one that another worker has taken over."""
+        """Renew every lease, again and again. End the agent of a lease that another worker has taken over."""
         while True:
             await asyncio.sleep(self._config.lease_ttl / 3)
             await asyncio.gather(*(self._renew(task, lease) for task, lease in self._held.items()))
@@ -279,13 +280,14 @@ class _Worker:
         try:
             await self._delivery.renew(lease)
         except StaleAttemptError as error:
-            if not task.done() and task not in self._reporting:  # else its report says how it stands
+            if not task.done() and task not in self._reporting:  # else its report finds that out
                 self._superseded.add(task)
                 task.cancel()
                 self._too_late(lease, error)
 
     async def _release_anyway(self) -> None:
-        """Give the leases back while an error is going out, which must stay the one that is seen."""
+        """Give the leases back while an error propagates. An error in this is only logged, so that the first one stays
+        visible."""
         try:
             await self._delivery.release()
         except Exception as error:  # noqa: BLE001 — the first error says more
@@ -297,18 +299,18 @@ class _Worker:
 
 
 class _Waiting:
-    """Waits for the first of several things that come again and again. A thing that fails raises its error."""
+    """Waits for the first of several events that come again and again. An event whose coroutine fails raises its error."""
 
     def __init__(self, *things: Callable[[], Coroutine[object, object, object]]) -> None:
         self._things = {asyncio.create_task(thing()): thing for thing in things}
 
     @property
     def tasks(self) -> Sequence[asyncio.Task[object]]:
-        """What is being waited for."""
+        """The tasks that wait for the events."""
         return list(self._things)
 
     async def first(self, more: Iterable[asyncio.Task[object]], timeout: float | None = None) -> None:
-        """Return when one of the things has come, or one of `more` is done, or after `timeout` seconds."""
+        """Return when one of the events has come, or one of `more` is done, or after `timeout` seconds."""
         await asyncio.wait({*self._things, *more}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in self._things if task.done()]:
             thing = self._things.pop(task)

@@ -1,10 +1,10 @@
-"""From what an agent did (returned, raised) to the outcome of its attempt, and outcomes as JSON bytes; and what the model
-itself did wrong, told apart from the agent's code and the machines.
+"""Turns what an agent did (returned, raised) into the outcome of its attempt, and outcomes into JSON bytes and back. Tells
+failures that the model caused from those of the agent's code and the machines.
 
-The invariant: whatever an agent returns, the outcome is well formed: finite numbers, printable text, and exactly one of
-reward and fault. Both runners go through the same bytes, and bytes from a worker are only ever parsed as JSON. An attempt that
-failed by the model is not made again. What says so is an adapter, which knows the exceptions of its framework
-(`lightning_policy_fault`), or the record of the model calls.
+The invariant: whatever an agent returns, the outcome is well formed: finite numbers, printable text, and exactly one of reward
+and fault. Both runners go through the same bytes, and bytes from a worker are only ever parsed as JSON. An attempt that the
+model failed is not retried. Two sources blame the model: an adapter, which knows the exceptions of its framework
+(`lightning_policy_fault`), and the record of the model calls.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ from lightning.types import (
 
 CAUSES: Final = {
     "max_turns": "it did not come to an end within the turns that the agent allows",
-    "invented_tool": "it called a tool that there is not",
-    "malformed_output": "its answer has not the form that the agent asked for",
+    "invented_tool": "it called a tool that does not exist",
+    "malformed_output": "its answer does not have the form that the agent asked for",
     "cut_off": "its last answer was cut off at the limit of tokens",
     "context_overflow": "its conversation became longer than the context",
-    "slow_generation": "the time was over while it generated",
+    "slow_generation": "the time ran out while it generated",
 }
-"""What a policy can do wrong, by the word that is counted."""
+"""What a policy can do wrong: the word under which it is counted, and its description."""
 GENERATING: Final = 0.9
-"""The share of an attempt's time from which on a timeout is the policy's own: neither tools nor the agent's code took it."""
+"""A timeout is the policy's fault if its calls took at least this share of the attempt's time."""
 UNREADABLE: Final = re.compile(
     r"^[\w.]*(?:JSONDecodeError|ValidationError|Pars(?:er?|ing)(?:Error|Exception)|ValueError|SyntaxError|LengthFinishReasonError"
     r"|IncompleteOutputException)\b",
     re.MULTILINE,
 )
-"""In an error: an answer could not be read. Any other error after an answer that was cut off is not known to come of that."""
+"""Matches an error about an answer that could not be read. After an answer that was cut off, no other error is blamed on
+that."""
 DEEPEST: Final = 16
-"""Exceptions behind one another that are looked at."""
+"""Most exceptions that are searched along the causes and groups of one."""
 
 
 def cause_of(error: BaseException) -> str:
-    """Which of `CAUSES` an exception tells of, or what it was raised from or groups; empty for any other."""
+    """Return the word of `CAUSES` for an exception, an exception in its group or one that it was raised from; "" for none."""
     for each in _chain(error):
         found = plugins().hook.lightning_policy_fault(error=each)
         if found in CAUSES:
@@ -79,7 +80,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def cause_in_record(outcome: Outcome, calls: Sequence[Transition]) -> str:
-    """Which of `CAUSES` the model calls of an attempt tell of that has failed; empty for none."""
+    """Return the word of `CAUSES` that the model calls of a failed attempt show; "" for none."""
     answered = [call for call in calls if call.status.answered]
     if outcome.fault is Fault.TIMEOUT:
         slow = outcome.seconds > 0 and generating_seconds(calls) >= GENERATING * outcome.seconds
@@ -93,7 +94,8 @@ def cause_in_record(outcome: Outcome, calls: Sequence[Transition]) -> str:
 
 
 def generating_seconds(calls: Sequence[Transition]) -> float:
-    """How long at least one call was under way that was answered, or ended with the attempt."""
+    """Return the seconds during which at least one call was under way. Calls count that were answered or ended with the
+    attempt."""
     total, until = 0.0, float("-inf")
     generating = [call for call in calls if call.status.answered or call.status is CallStatus.ABORTED]
     for call in sorted(generating, key=lambda each: each.started_at):
@@ -103,12 +105,13 @@ def generating_seconds(calls: Sequence[Transition]) -> float:
 
 
 def described(cause: str, error: str) -> str:
-    """The error of an attempt that failed so; `read_cause` finds the cause in it."""
+    """Return the error text of an attempt that failed by this cause; `read_cause` finds the cause in it."""
     return f"{cause} ({CAUSES[cause]}): {error}"
 
 
 def read_cause(error: str) -> str:
-    """The cause in the error of an attempt that the policy failed; `other` for one that another release or client wrote."""
+    """Return the cause in the error of an attempt that the policy failed; `other` if another release or client wrote the
+    error."""
     word = error.partition(" ")[0]
     return word if word in CAUSES else "other"
 
@@ -126,14 +129,14 @@ ONE_LOOP = (
 MAX_ERROR = 4000
 """Characters kept of an agent's traceback: its end, where the cause is."""
 LONGEST_CAUSE = 120
-"""Characters of what is said before it of a fault of the policy's."""
+"""Characters that are kept free before the traceback for the cause of a fault of the policy."""
 
 
 def score(value: object) -> tuple[float, dict[str, float]]:
-    """What an agent returned as `(reward, named parts)`.
+    """Return what an agent returned as `(reward, named parts)`.
 
-    A dict's key `reward` is the total and the other keys are kept beside it; without that key the total is the sum of
-    the parts. Raises `DataError` when it is no reward.
+    A dict's key `reward` is the total and the other keys are kept beside it; without that key the total is the sum of the
+    parts. Raises `DataError` for a value that is no reward.
     """
     if not isinstance(value, Mapping):
         return number(value, "the agent's reward"), {}
@@ -146,7 +149,7 @@ def score(value: object) -> tuple[float, dict[str, float]]:
 
 
 def returned(value: object, attempt: ActiveAttempt, seconds: float) -> Outcome:
-    """The outcome of an agent that returned."""
+    """Return the outcome of an agent that returned `value`; a fault of the agent if that is no reward."""
     try:
         reward, rewards = score(value)
     except DataError as error:
@@ -163,7 +166,7 @@ def returned(value: object, attempt: ActiveAttempt, seconds: float) -> Outcome:
 
 
 def raised(error: BaseException, attempt: ActiveAttempt, seconds: float) -> Outcome:
-    """The outcome of an agent that raised: the end of its traceback, without the API key."""
+    """Return the outcome of an agent that raised: a fault, with the end of its traceback, without the API key."""
     try:
         text = "".join(traceback.format_exception(error)).rstrip()
     except Exception as broken:  # noqa: BLE001 — isolates the user's exception classes
@@ -177,7 +180,7 @@ def raised(error: BaseException, attempt: ActiveAttempt, seconds: float) -> Outc
 
 
 def failed(fault: Fault, error: str, attempt: ActiveAttempt | None = None, seconds: float = 0.0) -> Outcome:
-    """An outcome without a reward."""
+    """Return an outcome with a fault and no reward. From `attempt` it takes what the agent has reported so far."""
     outcome = Outcome(fault=fault, error=_end(error, MAX_ERROR), seconds=seconds)
     if attempt is None:
         return outcome
@@ -195,24 +198,24 @@ def _end(text: str, length: int) -> str:
 
 
 def encode_request(task: Task, llm: LLM) -> bytes:
-    """One attempt to run, as JSON."""
+    """Encode one attempt to run as JSON."""
     fields = {"input": task.input, "expected": task.expected, "metadata": dict(task.metadata), "id": task.id}
     call = [llm.base_url, llm.api_key, llm.model, dict(llm.prompts), llm.seed, dict(llm.extras)]
     return _dump({"task": fields, "llm": call})
 
 
 def decode_request(data: bytes) -> tuple[Task, LLM]:
-    """The inverse of `encode_request`."""
+    """Decode the task and the `llm` of an attempt that `encode_request` encoded."""
     request = json.loads(data)
     return Task(**request["task"]), LLM(*request["llm"])
 
 
 def encode_outcome(outcome: Outcome, notes: Mapping[str, Json] | None = None) -> bytes:
-    """An outcome as JSON of at most `LONGEST_REPLY` bytes and `MOST_VALUES` values. Text that is not Unicode is made so.
+    """Encode an outcome as JSON of at most `LONGEST_REPLY` bytes and `MOST_VALUES` values. Text that is not Unicode is made so.
 
-    `notes` are those of stages (`AttemptStage.noted`), as `notes_in` reads them. What JSON cannot say, or what is too long, is
-    left out: tool arguments first, then every report; never the reward. Extras do not travel: an agent's process speaks for no
-    plugin.
+    `notes` come from stages (`AttemptStage.noted`); `notes_in` reads them. If JSON cannot express a value, or the text is too
+    long, tool arguments are left out first, then everything that the agent reported; never the reward. Extras do not travel,
+    because an agent's process must not speak for a plugin.
     """
     silent = Outcome(reward=outcome.reward, fault=outcome.fault, error=outcome.error, seconds=outcome.seconds)
     for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):
@@ -224,7 +227,7 @@ def encode_outcome(outcome: Outcome, notes: Mapping[str, Json] | None = None) ->
 
 
 def without_arguments(outcome: Outcome) -> Outcome:
-    """The outcome without the arguments and the results of its tool events, which may be of any length."""
+    """Return the outcome without the arguments and the results of its tool events, which may be of any length."""
     events = tuple(
         replace(event, arguments=None, result="", incomplete=event.incomplete or bool(event.result))
         for event in outcome.tool_events
@@ -233,7 +236,7 @@ def without_arguments(outcome: Outcome) -> Outcome:
 
 
 def sanitized(outcome: Outcome) -> Outcome:
-    """The outcome as it would arrive from another process; the agent's fault when it would not."""
+    """Return the outcome as it would arrive from another process; a fault of the agent if it could not arrive."""
     try:
         return decode_outcome(encode_outcome(outcome))
     except ValueError as error:
@@ -276,7 +279,8 @@ def decode_outcome(data: bytes) -> Outcome:
 
 
 def read_tool_event(fields: dict[str, Any]) -> ToolEvent:
-    """A tool event from its fields. Raises `KeyError`, `TypeError` or `AttributeError` for what is none."""
+    """Read a tool event from its JSON fields. Raises `KeyError`, `TypeError` or `AttributeError` for fields of anything
+    else."""
     caller = fields["caller"]
     return ToolEvent(
         name=str(fields["name"]),
@@ -301,7 +305,7 @@ def _caller(fields: dict[str, Any]) -> Caller:
 
 
 def notes_in(data: bytes) -> dict[str, Json]:
-    """The notes of stages in an encoded outcome, by their names."""
+    """Return the notes of stages in an encoded outcome, by the stages' names."""
     if b'"notes": {' not in data:  # nearly always, and the outcome is parsed already
         return {}
     found = json.loads(data).get("notes")

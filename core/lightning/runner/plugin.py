@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def process_runner(agent: Agent, config: Config) -> Runner:
-    """Worker processes; see `lightning.runner.process`."""
+    """Make a runner that runs agents in worker processes (`lightning.runner.process`)."""
     from lightning.runner.process import ProcessRunner
 
     return ProcessRunner(agent, config.runner)
 
 
 def inline_runner(agent: Agent, config: Config) -> Runner:
-    """This process; see `lightning.runner.inline`."""
+    """Make a runner that runs agents in this process (`lightning.runner.inline`)."""
     from lightning.runner.inline import InlineRunner
 
     return InlineRunner(agent, config.runner)
@@ -28,6 +28,6 @@ def inline_runner(agent: Agent, config: Config) -> Runner:
 
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`process` (the default) and `inline`."""
+    """Register the runners `process` (the default) and `inline`."""
     register("process", process_runner)
     register("inline", inline_runner)

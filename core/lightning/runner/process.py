@@ -1,6 +1,6 @@
 """Runs each agent in a worker process of its own: a crash, a leak or a hang costs that one rollout and nothing else.
 
-The invariant: a worker runs one rollout at a time; one that was killed, timed out or answered nonsense is never used again.
+The invariant: a worker runs one rollout at a time. A worker that was killed, timed out or sent no outcome is never used again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessRunner:
-    """A pool of at most `config.concurrency` workers, forked from a process that has the imports done; where a plugin's stage
-    encloses processes, from one for each worker, which is alone in it.
+    """A pool of at most `config.concurrency` workers, forked from a process that has the imports done. Where a plugin's stage
+    encloses processes, each worker has such a process for itself and is alone in its enclosure.
 
-    Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment, and Anthropic's two; what they
-    print goes where this process prints; standard input is empty. Only a process that left its process group (a daemon)
-    escapes a kill. `agent` may be packed already (`pack_agent`), on another machine.
+    Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment, and Anthropic's two. What they print
+    goes where this process prints; standard input is empty. Only a process that left its process group (a daemon) escapes a
+    kill. `agent` may be bytes that `pack_agent` made, also on another machine.
     """
 
     def __init__(self, agent: Agent | bytes, config: RunnerConfig) -> None:
@@ -50,7 +50,7 @@ class ProcessRunner:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, and `RunnerError` or
+        """Load the agent once, in a new process. Raises `RunnerError` when it cannot be loaded there, and `RunnerError` or
         `ConfigError` when a plugin's stage cannot do what the settings ask for. Idempotent."""
         if self._server is None:
             await self._line.begin()
@@ -59,7 +59,7 @@ class ProcessRunner:
             self._replies = Budget()
             enclosure = self._line.enclosure("")
             self._server = await self._new_server(enclosure)
-            if enclosure is not None:  # it has shown that the agent can be loaded; each rollout has its own
+            if enclosure is not None:  # it has shown that the agent can be loaded; each worker has its own
                 await self._server.close()
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
@@ -121,8 +121,8 @@ class ProcessRunner:
         self._line.close()
 
     async def _take(self, request: bytes) -> tuple[Worker, bytes]:
-        """An idle worker that still lives, else a new one; and the request as it is to read it. In an enclosure it is
-        alone there, and the gateway may have another address."""
+        """Return an idle worker that still lives, or a new one, and the request for it. In an enclosure the gateway may have
+        another URL, so the request is encoded again."""
         if self._line.enclosing:
             return await self._take_enclosed(request)
         while self._idle:

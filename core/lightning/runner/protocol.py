@@ -25,10 +25,10 @@ class Runner(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """Attempts at once."""
+        """The largest number of attempts that run at once."""
 
     async def start(self) -> None:
-        """Get ready. Raises `RunnerError` when the agent cannot be run. Idempotent."""
+        """Get ready to run attempts. Raises `RunnerError` when the agent cannot be run. Idempotent."""
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this ends the agent."""
@@ -39,7 +39,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class StagedRunner(Protocol):
-    """A runner in whose own process stages of plugins stand around attempts."""
+    """A runner that asks the stages of plugins about its attempts itself, instead of clients that do."""
 
     @property
     def stages(self) -> Mapping[str, str]:
@@ -62,10 +62,10 @@ class Site:
 
 @runtime_checkable
 class ClientRunner(Runner, Protocol):
-    """A runner whose agents run in clients of the run's server, which it starts and replaces where machines are plenty.
+    """A runner whose agents run in clients of the run's server. It starts the clients, on other machines, and replaces them.
 
     Its `concurrency` is 0: nothing is leased in this process, and `run` is never called.
     """
 
     async def attend(self, site: Site) -> None:
-        """Keep clients going until this is cancelled, then end them. Raises `RunnerError` when there can be none."""
+        """Keep clients running until this is cancelled, then end them. Raises `RunnerError` when no client can run."""

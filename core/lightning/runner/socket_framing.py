@@ -1,8 +1,8 @@
 """Messages over a socket: four bytes of length (big endian), then the payload.
 
 The invariant: a message is read whole or not at all; a peer that went away reads as the end, never as a short message. What an
-agent's process sends is held to a length and to a share of the memory before it is read, and to a number of JSON values before
-it is parsed. A request and its reply begin with one name, so that no reply is taken for that of another request.
+agent's process sends is limited in length and in memory before it is read, and in the number of JSON values before it is
+parsed. A request and its reply begin with the same name, so that no reply is taken for that of another request.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import struct
 from lightning.memory_budget import VALUE_BYTES, Holder, json_values
 
 MAX_FRAME = 256 * 1024 * 1024
-"""Bytes; a longer announced length means that something else wrote to the socket."""
+"""Most bytes of a message. A longer announced length means that something else wrote to the socket."""
 LONGEST_REPLY = 32 * 1024 * 1024
-"""Bytes of what an agent's process reports of a rollout."""
+"""Most bytes of the report of a rollout from an agent's process."""
 MOST_VALUES = 500_000
-"""JSON values of it, counted by commas and brackets."""
+"""Most JSON values of such a report, counted by commas and brackets."""
 LONGEST_NEWS = 1024 * 1024
-"""Bytes of what the fork server tells, which imports the agent's modules."""
+"""Most bytes of a message from the fork server, which has run the imports of the agent's modules."""
 
 NAME = 8
 """Bytes of the name that a request and its reply begin with."""
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("!I")
 
 
 def pack(payload: bytes) -> bytes:
-    """A payload as it goes over the wire. Raises `ValueError` when it is too long."""
+    """Return a payload with its length before it, as it is sent. Raises `ValueError` when it is too long."""
     if len(payload) > MAX_FRAME:
         raise ValueError(f"a message of {len(payload)} bytes is longer than {MAX_FRAME}")
     return _LENGTH.pack(len(payload)) + payload
@@ -54,14 +54,14 @@ def send(sock: socket.socket, payload: bytes) -> None:
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """The next message from a blocking socket; None when the peer is gone."""
+    """Return the next message from a blocking socket; None when the peer is gone."""
     head = _receive_exactly(sock, _LENGTH.size)
     return None if head is None else _receive_exactly(sock, _length(head))
 
 
 async def read_reply(reader: asyncio.StreamReader, holder: Holder, name: bytes) -> bytes:
-    """The next message from a stream, sent by an agent's process in reply to the request `name`. `holder` waits for the memory
-    that it and its JSON take.
+    """Return the reply of an agent's process to the request `name`, read from a stream. `holder` waits for the memory that the
+    reply and its parsed JSON take.
 
     Raises `asyncio.IncompleteReadError` when the peer is gone, and `ValueError` for a message that is too long, has too many
     values, or replies to another request.
@@ -69,7 +69,7 @@ async def read_reply(reader: asyncio.StreamReader, holder: Holder, name: bytes) 
     length = _length(await reader.readexactly(_LENGTH.size), LONGEST_REPLY + NAME) - NAME
     if length < 0 or await reader.readexactly(NAME) != name:
         raise ValueError("a message that does not reply to this rollout's request")
-    # All at once: who held the bytes and waited for the values could wait for another one that does the same.
+    # All at once: two readers that hold their bytes and wait for memory for the values could wait for each other.
     held = max(length, min(length + VALUE_BYTES * min(length, MOST_VALUES), holder.largest))
     if not await holder.wait(held, None):
         raise ValueError(f"a message needs {held} bytes of memory, more than there may be for one")

@@ -1,16 +1,16 @@
-"""Where plugins stand around an attempt: the points, and what happens when a stage fails.
+"""The points around an attempt where stages of plugins are asked, and what happens when a stage fails.
 
-The invariant: stages fail closed. A runner whose stage cannot begin does not start; an attempt around which a stage fails ends
-as after any fault of the infrastructure, with the plugin's name as its cause, and is made again. No stage is left out silently,
-and a setting that a stage carries out is refused where that stage is not.
+The invariant: stages fail closed. A runner whose stage cannot begin does not start. An attempt around which a stage fails ends
+with a fault of the infrastructure that names the plugin, and is retried. No stage is left out silently, and a setting that a
+stage carries out is refused where that stage is missing.
 
-    begun      the runner starts: refuse what cannot be                                  (in the runner's process)
-    enclosure  a process of agents is about to begin: say what it begins in             (in the runner's process)
-    installed  such a process has begun, and has not loaded its agent: attach to it     (in the agents' process)
-    around     the agent is about to be called: a context around that                   (in the agents' process)
-    noted      the agent has ended: what to tell this stage in the runner's process     (in the agents' process)
-    heard      the outcome has come, with that note                                     (in the runner's process)
-    closed     the runner ends                                                          (in the runner's process)
+    begun      the runner starts: refuse what cannot be done                        (in the runner's process)
+    enclosure  a process of agents is about to begin: say what encloses it          (in the runner's process)
+    installed  such a process has begun, and has not loaded its agent: attach to it (in the agents' process)
+    around     the agent is about to be called: a context around the call           (in the agents' process)
+    noted      the agent has ended: a note for this stage in the runner's process   (in the agents' process)
+    heard      the outcome has come, with that note                                 (in the runner's process)
+    closed     the runner ends                                                      (in the runner's process)
 """
 
 from __future__ import annotations
@@ -30,86 +30,87 @@ if TYPE_CHECKING:
     from lightning.config import RunnerConfig
 
 API: Final = 1
-"""The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
-it did, and the change log says what to change in a stage."""
+"""The version of the contract between a runner and its stages. A minor release raises it when a stage written for the old
+version would behave differently, and the change log says what to change in a stage."""
 OF_STAGES: Final = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files", "tool_limits")
-"""Settings of the runner that stages of plugins carry out."""
+"""Settings of the runner that only stages of plugins carry out."""
 
 
 class Enclosure(Protocol):
-    """What a stage has a process of agents begin in. There is one for each process, which is alone in it, and it ends with that
-    process. In there the process is a child of process 1, with process ids of its own."""
+    """The isolated place, made by a stage, in which a process of agents runs. Each process has one for itself, which ends with
+    it. Inside, the process is a child of process 1, with process ids of its own."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables in there, but for those of lightning's own."""
+        """The environment variables inside, without those that lightning adds."""
 
     @property
     def inside(self) -> Callable[[socket.socket], None] | None:
-        """Called in there when a process of an agent has been forked, with a socket whose other end `attend` gets. It is
-        pickled into the process."""
+        """The function that each forked process of an agent calls first, inside, with a socket whose other end `attend` gets.
+        It is pickled into the process. None for nothing to call."""
 
     def start(
         self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Begin the command in there, with no standard input, these descriptors, and these variables besides its own. Killing
-        what is returned ends all that is in there."""
+        """Start the command inside, with no standard input, these descriptors, and these variables besides its own. Killing the
+        returned process ends everything inside."""
 
     def reaches(self, base_url: str) -> bool:
-        """Whether an agent in there can call the gateway at this URL."""
+        """Whether an agent inside can call the gateway at this URL."""
 
     def url(self, base_url: str) -> str:
-        """The gateway's URL as agents in there are to use it."""
+        """Return the gateway's URL as agents inside must use it."""
 
     async def attend(self, control: socket.socket) -> Callable[[], None]:
-        """Serve what `inside` asks for on a socket that does not block, and return what ends that. `RunnerError` ends the
-        process."""
+        """Serve what `inside` asks for, over a non-blocking socket, and return the function that ends this. A `RunnerError`
+        ends the process."""
 
 
 class AttemptStage(Stage):
-    """A plugin's place around the attempts of a runner. One is made for each runner; it overrides the methods of the points
-    where it stands.
+    """A plugin's stage around the attempts of a runner. Each runner makes its own. The stage overrides the methods of the
+    points where it is to be asked.
 
     `begun` and `enclosure` are called in the runner's process. Then the stage is pickled into each process of agents, where
-    `installed`, `around` and `noted` are called; with `runner='inline'` that is the runner's own process. So its module is one
-    that a new process can import, and should be quick to import. `heard` and `closed` are called in the runner's process.
+    `installed`, `around` and `noted` are called; with `runner='inline'` that is the runner's own process. So a new process must
+    be able to import the stage's module, quickly if possible. `heard` and `closed` are called in the runner's process.
 
     `begun` and `enclosure` may raise a `ConfigError` or a `RunnerError`, which ends the run; `around` may raise
-    `AttemptRefusedError`, which ends the attempt as it says. Anything else that a method raises is a failure of the plugin.
+    `AttemptRefusedError`, which ends the attempt with its fault. Anything else that a method raises is a failure of the plugin.
     """
 
     files: Collection[str] = ()
-    """Files and folders that it reads in the processes of agents, once it has `begun`."""
+    """Files and folders that the stage reads in the processes of agents, known once `begun` was called."""
 
     async def begun(self) -> None:
-        """The runner starts."""
+        """Prepare for the runner's start, or raise."""
 
     def enclosure(self, base_url: str, files: Sequence[str]) -> Enclosure:
-        """What a process of agents begins in whose first rollout has this gateway; with an empty URL it has none, and only
-        shows that the agent can be loaded. Stages read `files` in there. One stage of a runner may stand here."""
+        """Return the enclosure for a process of agents whose first rollout uses this gateway. An empty URL means no gateway:
+        the process only shows that the agent can be loaded. Stages read `files` inside. At most one stage of a runner may have
+        this method."""
         raise NotImplementedError
 
     def installed(self) -> Callable[[], None]:
-        """A process of agents has begun. Returns what undoes it."""
+        """Attach to a process of agents that has just begun. Return the function that undoes this."""
         raise NotImplementedError
 
     def around(self, task: Task, llm: LLM) -> AbstractContextManager[None] | None:
-        """A context around the agent's call, in that call's `contextvars`; None where there is nothing to do. It is entered
-        where waiting holds up no other agent, and left on the event loop, if there is one. `llm.extras` has what the gateway's
-        stage of the same name says of this attempt (`CallStage.told`)."""
+        """Return a context around the agent's call, in that call's `contextvars`; None for no context. It is entered where
+        waiting holds up no other agent, and left on the event loop, if there is one. `llm.extras` has what the gateway's stage
+        of the same name says of this attempt (`CallStage.told`)."""
 
     def noted(self, outcome: Outcome) -> Json:
-        """The agent has ended like this. What `heard` is to know besides, as JSON; None for nothing."""
+        """Return a note for `heard`, as JSON, when the agent has ended with this outcome; None for no note."""
 
     def heard(self, outcome: Outcome, note: Json) -> None:
-        """An attempt has ended whose process was not killed and did not die. The agent could have written the `note` itself."""
+        """Look at an attempt that has ended, unless its process was killed or died. The agent could have forged the `note`."""
 
     def closed(self) -> None:
-        """The runner ends."""
+        """Clean up when the runner ends."""
 
 
 class AttemptRefusedError(RunnerError):
-    """A stage ends an attempt before its agent is called. `fault` is whose that is."""
+    """Raised by a stage to end an attempt, mostly before its agent is called. `fault` says whose fault that is."""
 
     def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
@@ -120,7 +121,7 @@ class AttemptRefusedError(RunnerError):
 
 
 class FailedStageError(AttemptRefusedError):
-    """A stage failed, and with it the attempt."""
+    """Raised when a stage fails, which fails its attempt."""
 
     def __init__(self, message: str, fault: Fault = Fault.INFRASTRUCTURE) -> None:
         super().__init__(message, fault)
@@ -156,11 +157,11 @@ class AttemptLine(StageLine[AttemptStage]):
 
     @property
     def enclosing(self) -> str:
-        """The stage that encloses the processes of agents, for people; empty without one."""
+        """The name of the stage that encloses the processes of agents, for messages; empty without one."""
         return self._enclosing.said if self._enclosing else ""
 
     def refuse_enclosing(self, config: RunnerConfig) -> None:
-        """Raise `RunnerError` where a stage would enclose the processes of agents: there are none."""
+        """Raise `RunnerError` if a stage encloses the processes of agents, in a runner that has no such processes."""
         if self._enclosing is None:
             return
         asked, plain = self._enclosing.stage.carries_out, type(config)()
@@ -172,13 +173,14 @@ class AttemptLine(StageLine[AttemptStage]):
         )
 
     async def begin(self) -> None:
-        """See `AttemptStage.begun`. Raises `ConfigError` and `RunnerError`."""
+        """Call `begun` of each stage. Raises `ConfigError` and `RunnerError`."""
         for each in self.at("begun"):
             with CONTRACT.blaming(each, "begun"):
                 await each.stage.begun()
 
     def enclosure(self, base_url: str) -> Enclosure | None:
-        """See `AttemptStage.enclosure`; None where no stage stands there. What fails of it is the stage's failure."""
+        """Return the enclosure of the stage that makes one; None if no stage does. Its later errors are failures of that
+        stage."""
         if self._enclosing is None:
             return None
         files = [file for each in self.stages for file in each.stage.files]
@@ -196,18 +198,18 @@ class AttemptLine(StageLine[AttemptStage]):
                 ) from error
 
     def install(self) -> Callable[[], None]:
-        """See `AttemptStage.installed`: all of them, or none. Raises what the first one raises that fails."""
+        """Call `installed` of each stage and return the function that undoes all. Raises the first failure, with all undone."""
         with ExitStack() as installing:
             for each in self.at("installed"):
                 with CONTRACT.blaming(each, "installed"):
                     if not callable(undo := each.stage.installed()):
                         raise TypeError(f"it returned {undo!r} and not what undoes it")
-                installing.callback(_undo, each, undo)
+                installing.callback(_done, each, "installed", undo)
             return installing.pop_all().close
 
     def around(self, task: Task, llm: LLM) -> list[Around]:
-        """What the stages put around a call of the agent, to be given to `enter`. Raises `AttemptRefusedError`, also for an
-        attempt that is told of a stage which is not here, and nothing else."""
+        """Return the contexts of the stages around a call of the agent, for `enter`. Raises only `AttemptRefusedError`: for a
+        stage that refuses or fails, and for an attempt with extras of a stage that is not here."""
         for name in llm.extras:
             if name not in self.versions:
                 raise AttemptRefusedError(
@@ -224,7 +226,7 @@ class AttemptLine(StageLine[AttemptStage]):
         return found
 
     def noted(self, outcome: Outcome) -> dict[str, Json]:
-        """See `AttemptStage.noted`: by the names of the stages that note something. Raises `AttemptRefusedError`."""
+        """Return the notes of the stages that have one (`AttemptStage.noted`), by name. Raises `AttemptRefusedError`."""
         notes: dict[str, Json] = {}
         for each in self.at("noted"):
             with _failing(each, "noted"):
@@ -233,23 +235,24 @@ class AttemptLine(StageLine[AttemptStage]):
         return notes
 
     def heard(self, outcome: Outcome, notes: Mapping[str, Json]) -> None:
-        """See `AttemptStage.heard`. Raises `AttemptRefusedError`."""
+        """Call `heard` of each stage with its note, if any. Raises `AttemptRefusedError`."""
         for each in self.at("heard"):
             with _failing(each, "heard"):
                 each.stage.heard(outcome, notes.get(each.name))
 
     def close(self) -> None:
-        """See `AttemptStage.closed`. Raises what the first one raises that fails."""
-        for each in self.at("closed"):
-            with CONTRACT.blaming(each, "closed"):
-                each.stage.closed()
+        """Call `closed` of each stage. Raises a failure when all of them have been called."""
+        with ExitStack() as closing:
+            for each in reversed(self.at("closed")):
+                closing.callback(_done, each, "closed", each.stage.closed)
 
 
 Around = tuple[NamedStage[AttemptStage], AbstractContextManager[None]]
 
 
 def enter(contexts: ExitStack, around: Sequence[Around], llm: LLM) -> None:
-    """Enter what stages put around a call of the agent. Raises `AttemptRefusedError` and nothing else, and so does leaving."""
+    """Enter the contexts of stages around a call of the agent. Entering and leaving raise `AttemptRefusedError` and nothing
+    else."""
     for each, context in around:
         with _failing(each, "around", llm.api_key):
             context.__enter__()
@@ -260,49 +263,49 @@ NO_STAGES: Final = AttemptLine()
 
 
 class _Blamed:
-    """An enclosure whose failures are those of its stage."""
+    """An enclosure whose errors are reported as failures of the stage that made it."""
 
     def __init__(self, each: NamedStage[AttemptStage], enclosure: Enclosure) -> None:
         self._each, self._enclosure = each, enclosure
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """See `Enclosure`."""
+        """The variables inside the enclosure."""
         with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.environment
 
     @property
     def inside(self) -> Callable[[socket.socket], None] | None:
-        """See `Enclosure`."""
+        """The function that each forked process calls first."""
         with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.inside
 
     def start(
         self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """See `Enclosure`."""
+        """Start a command in the enclosure."""
         with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.start(command, pass_fds, environment)
 
     def reaches(self, base_url: str) -> bool:
-        """See `Enclosure`."""
+        """Whether agents in the enclosure can call the gateway at this URL."""
         with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.reaches(base_url)
 
     def url(self, base_url: str) -> str:
-        """See `Enclosure`."""
+        """Return the gateway's URL inside the enclosure."""
         with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.url(base_url)
 
     async def attend(self, control: socket.socket) -> Callable[[], None]:
-        """See `Enclosure`."""
+        """Serve one process in the enclosure."""
         with CONTRACT.blaming(self._each, "enclosure"):
             return await self._enclosure.attend(control)
 
 
-def _undo(each: NamedStage[AttemptStage], undo: Callable[[], None]) -> None:
-    with CONTRACT.blaming(each, "installed"):
-        undo()
+def _done(each: NamedStage[AttemptStage], point: str, do: Callable[[], None]) -> None:
+    with CONTRACT.blaming(each, point):
+        do()
 
 
 def _leave(each: NamedStage[AttemptStage], context: AbstractContextManager[None], llm: LLM) -> None:
@@ -322,6 +325,5 @@ def _failing(each: NamedStage[AttemptStage], point: str, secret: str = "") -> It
 
 
 def attempt_line(config: RunnerConfig) -> AttemptLine:
-    """The stages that plugins register, one of each kind for a runner with these settings. Raises what `Contract.made`
-    raises."""
+    """Make the stages that plugins register, for a runner with these settings. Raises what `Contract.made` raises."""
     return AttemptLine(CONTRACT.made(config, config), config.stage_order)

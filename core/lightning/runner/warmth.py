@@ -1,7 +1,7 @@
-"""What a rollout builds in its process that each new process would build again: certificate stores and pydantic's models.
+"""Certificate stores and pydantic models that the first rollout had to build, built in advance for later processes.
 
-The invariant: a rollout gets what it would have built, and nothing that another one has touched. The first rollout tells what
-it needed; the fork server builds that, unused, and each process that it forks has a copy of its own.
+The invariant: a rollout gets what it would have built, and nothing that another rollout has touched. The first rollout reports
+what it needed; the fork server builds that without using it, and each process that it forks has its own copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 MOST_CONTEXTS: Final = 8
-"""Contexts of one kind that are made in advance."""
+"""Most contexts of the same certificate files that are made in advance."""
 SAME_FOR_ALL: Final = ssl.Purpose.SERVER_AUTH
 
 
@@ -31,7 +31,8 @@ class Stores:
 
     @classmethod
     def of(cls, purpose: ssl.Purpose, cafile: object, capath: object, cadata: object) -> Stores | None:
-        """Of the arguments of `ssl.create_default_context`; None where a context cannot be made in advance."""
+        """Return the files that these arguments of `ssl.create_default_context` name; None if no context can be made in
+        advance."""
         if purpose is not SAME_FOR_ALL or cadata is not None or os.environ.get("SSLKEYLOGFILE"):
             return None
         if not isinstance(cafile, str | None) or not isinstance(capath, str | None) or not (cafile or capath):
@@ -43,7 +44,7 @@ class Stores:
 
 
 class Contexts:
-    """Takes the place of `ssl.create_default_context`: hands out what was made in advance, each once, and counts the rest."""
+    """Replaces `ssl.create_default_context`. Hands out each context made in advance once, makes the others, and counts all."""
 
     def __init__(self) -> None:
         self.asked: Counter[Stores] = Counter()
@@ -52,7 +53,7 @@ class Contexts:
         self._made: dict[Stores, list[ssl.SSLContext]] = {}
 
     def make(self, stores: Stores, count: int) -> None:
-        """Make contexts in advance."""
+        """Make up to `count` contexts in advance."""
         made = [
             self._make(cafile=stores.cafile or None, capath=stores.capath or None)
             for _ in range(min(count, MOST_CONTEXTS))
@@ -60,7 +61,7 @@ class Contexts:
         self._made[stores] = made
 
     def install(self) -> None:
-        """From now on, in this process."""
+        """Replace `ssl.create_default_context` by this object, in this process."""
         self._make = ssl.create_default_context  # a library may have put its own in its place since
         ssl.create_default_context = self  # what libraries call by its module's name
 
@@ -72,7 +73,7 @@ class Contexts:
         capath: Any = None,
         cadata: Any = None,
     ) -> ssl.SSLContext:
-        """As `ssl.create_default_context`."""
+        """Return a context for these arguments of `ssl.create_default_context`."""
         stores = Stores.of(purpose, cafile, capath, cadata)
         if stores is not None:
             self.asked[stores] += 1
@@ -82,7 +83,7 @@ class Contexts:
         return self._make(purpose, cafile=cafile, capath=capath, cadata=cadata)
 
     def told(self) -> list[dict[str, Any]]:
-        """What was asked for, as JSON."""
+        """Return which certificate files were asked for and how often, as JSON."""
         return [{"stores": asdict(stores), "count": count} for stores, count in self.asked.items()]
 
 
@@ -96,7 +97,7 @@ def built_models() -> list[list[str]]:
 
 
 def build_model(module: str, name: str) -> None:
-    """Build such a model now. Raises what it raises."""
+    """Build the pydantic model `name` of a module. Raises what its building raises."""
     model = getattr(importlib.import_module(module), name)
     model.model_rebuild()
 

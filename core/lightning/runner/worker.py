@@ -1,15 +1,15 @@
 """A worker process: runs one rollout at a time, for as long as its socket is open.
 
 The invariant: between rollouts a worker keeps only what the agent's own modules keep (and one event loop, so that the async
-clients which frameworks cache stay usable); the rollout's context and environment end with the rollout. What the user has
-said of proxies stays, and a host with a public name is reached as they said.
+clients which frameworks cache stay usable); the rollout's context and environment end with the rollout. The user's proxy
+settings stay, and still hold for hosts with public names.
 
-The agent's own process alone comes back from its code. A child that does (`os.fork`) ends there, as a program would: with what
-it has printed, with the code of its `sys.exit`, and with one line that says so.
+Only the agent's own process returns from the agent's code. A forked child (`os.fork`) that returns from it ends there, as a
+program would: its output is written, the code of its `sys.exit` is kept, and one line says so.
 
-What is random (`random`, numpy, torch and `uuid.uuid4`) is seeded anew for each rollout. Nothing that keeps secrets is touched
+Random generators (`random`, numpy, torch and `uuid.uuid4`) are seeded anew for each rollout. Sources of secrets are left alone
 (`os.urandom`, `secrets`, `random.SystemRandom`). An attempt with a seed draws the same numbers each time it is run, as far as
-its threads come in the same order, and its siblings draw others.
+its threads come in the same order; the other rollouts of its group draw other numbers.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def _torch(module: ModuleType, seed: int | None) -> None:
 
 
 LATER: Final[dict[str, Callable[[Any, int | None], None]]] = {"numpy.random": _numpy, "torch": _torch}
-"""Modules that an agent may import at any time, and how to seed them."""
+"""Modules that an agent may import at any time, with the functions that seed them."""
 
 
 class _Seeded:
-    """Stands where the module `uuid` looks for `os`: its random bytes follow from the seed.
+    """Replaces `os` in the module `uuid`: its random bytes follow from the seed.
 
-    Replacing `uuid.uuid4` itself would miss who has imported that function before.
+    Replacing `uuid.uuid4` itself would not reach code that has imported that function before.
     """
 
     def __init__(self) -> None:
         self.generator: random.Random | None = None
 
     def urandom(self, size: int) -> bytes:
-        """Bytes for the next id."""
+        """Return random bytes for the next id."""
         return os.urandom(size) if self.generator is None else self.generator.randbytes(size)
 
     def __getattr__(self, name: str) -> object:
@@ -86,8 +86,8 @@ _seed: int | None = None
 
 
 def seed_process(seed: int | None) -> None:
-    """Begin a rollout: with this seed, or with one that nobody knows. Forks share the generators' state, and the siblings of a
-    group must not all explore the same way."""
+    """Seed the random generators for a rollout; None seeds them unpredictably. Forked workers share the generators' state
+    before, and the rollouts of a group must not all explore the same way."""
     global _seed
     _seed = seed
     random.seed(seed)
@@ -105,7 +105,7 @@ _imported: dict[str, ModuleType] = {}
 
 @cache
 def _seed_later() -> None:
-    """Seed what is imported from now on, too."""
+    """Have the modules of `LATER` seeded also when they are imported later."""
     for name in LATER:
         on_import(name, lambda module, name=name: _found(name, module))  # type: ignore[misc]
 
@@ -118,7 +118,7 @@ def _found(name: str, module: ModuleType) -> None:
 
 @contextmanager
 def without_children() -> Iterator[None]:
-    """Nothing but this process leaves the block: a child that was forked inside, and returns from it or raises, ends."""
+    """Let only this process leave the block. A child that was forked inside and returns from it, or raises, is ended."""
     process, error = os.getpid(), None
     try:
         yield
@@ -165,8 +165,8 @@ def serve(
     needs: int | None = None,
     line: AttemptLine = NO_STAGES,
 ) -> None:
-    """Answer requests, each under its name, until the parent closes the socket. After the first, what it has imported and built
-    since the fork is written to the descriptor `needs`, as a line of JSON."""
+    """Answer requests, each under its name, until the parent closes the socket. After the first one, write to the descriptor
+    `needs` which modules were imported and what was built since the fork, as a line of JSON."""
     before, places = set(sys.modules), list(sys.path)
     seed_process(None)  # until a rollout has a seed of its own: what the agent's modules draw when they are imported
     contexts.install()
@@ -201,13 +201,14 @@ def _tell_needs(descriptor: int, before: set[str], places: Sequence[str], contex
 
 
 def _has_no_state_of_a_rollout(name: str) -> bool:
-    """Whether a module is a library's, or lightning's. The user's own may keep what belongs to one rollout, such as a generator
+    """Whether a module is a library's, or lightning's. A module of the user may keep state of one rollout, such as a generator
     of random numbers."""
     return name.startswith("lightning") or is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
 def _found_in(places: Sequence[str], name: str) -> bool:
-    """Whether a process that has this path finds no other module under this name: agents put folders of theirs before it."""
+    """Whether a process with this path finds the same module under this name. Agents may put their own folders before the
+    path."""
     there, here = PathFinder.find_spec(name, places), getattr(sys.modules.get(name), "__spec__", None)
     if there is None or here is None:
         return True  # it is built in, or a finder of its own knows it
@@ -217,8 +218,8 @@ def _found_in(places: Sequence[str], name: str) -> bool:
 
 
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner, line: AttemptLine = NO_STAGES) -> Outcome:
-    """One attempt, inside what the stages of plugins put around it. What the agent raises, `SystemExit` included, is its
-    outcome."""
+    """Run one attempt inside the contexts that plugins' stages put around it. An exception of the agent, `SystemExit` included,
+    becomes its outcome."""
     started = time.monotonic()
     with _environment(llm), activate(llm, alone=True) as attempt:
         context = contextvars.copy_context()  # what the agent sets there ends with the rollout
@@ -276,8 +277,8 @@ async def _awaited(result: Awaitable[Reward], attempt: ActiveAttempt) -> Reward:
 
 @contextlib.contextmanager
 def _environment(llm: LLM) -> Iterator[None]:
-    """The variables that clients of OpenAI and Anthropic read by themselves, for agents never told about `llm`, and those that
-    keep calls to the gateway from a proxy."""
+    """Set, for one rollout, the variables that clients of OpenAI and Anthropic read, for agents that do not use `llm`, and the
+    variables that keep calls to the gateway from a proxy."""
     ours = {**for_rollout(llm.base_url, llm.api_key), **without_proxy(os.environ, llm.base_url)}
     before = {name: os.environ.get(name) for name in ours}
     _set(ours)
@@ -296,10 +297,10 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
-    """`NO_PROXY` and `no_proxy` with the host of `url` after what the user has there; nothing where there is no proxy.
+    """Return `NO_PROXY` and `no_proxy` with the host of `url` added to the user's value; nothing if no proxy is set.
 
-    A proxy cannot reach a gateway on loopback or in a private network, and none is to see the keys of rollouts. One that has a
-    public name may be reached through the proxy alone, and stays as it is.
+    A proxy cannot reach a gateway on loopback or in a private network, and must not see the keys of rollouts. A host with a
+    public name may be reachable only through the proxy, so nothing is returned for it either.
     """
     # Either variable would also hide the proxy of macOS's settings.
     if not any(

@@ -5,11 +5,11 @@ that is decoded against another parent than it was encoded with, raises `StoreEr
 
 Layout of a blob, all integers little-endian:
 
-    byte 0       codec version, 1
+    byte 0       codec version, 2
     bytes 1-8    BLAKE2b-64 of the decoded content (see `content_digest`)
-    varints      how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
-    rest         two zstandard frames, `low` and `high`, of the further prompt ids and response ids (int32) and the
-                 log-probabilities (float32); nothing when there are none
+    bytes 9-28   how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
+    rest         two zstandard frames without their magic number, `low` and `high`, of the further prompt ids and response ids
+                 (int32) and the log-probabilities (float32); nothing when there are none
 
 The parent of a call is an earlier call whose full tokens (prompt + response) begin as this prompt begins: the previous turn of
 the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored.
@@ -47,15 +47,17 @@ from lightning.types import LogProbs, TokenIds, shared_prefix
 
 K = TypeVar("K")
 """By what a database finds a call."""
-VERSION: Final = 1
+VERSION: Final = 2
 LEVEL: Final = 3
+FORMAT: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
 DIGEST_BYTES: Final = 8
 """Against accidents, not forgers: what an optimizer step trained is proven by the SHA-256 digests of its `StepRecord`."""
 HEAD_BYTES: Final = 1 + DIGEST_BYTES
 """What `stored_digest` reads of a blob."""
+HEADER: Final = struct.Struct(f"<B{DIGEST_BYTES}s5I")
+"""What a blob begins with."""
 ITEM: Final = 4
 """Bytes of a packed token id or log-probability."""
-_MAX_SHIFT: Final = 35
 _LEAST_BLOCK: Final = 4
 """Bytes of the shortest block of a zstandard frame: one byte, and how often it repeats."""
 _MOST_OF_BLOCK: Final = 128 << 10
@@ -91,9 +93,9 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         # long matches only: short ones in planes of few distinct bytes cost more than their entropy
-        parameters = zstandard.ZstdCompressionParameters.from_level(LEVEL, min_match=7)
+        parameters = zstandard.ZstdCompressionParameters.from_level(LEVEL, min_match=7, format=FORMAT)
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        self.decompressor = zstandard.ZstdDecompressor()
+        self.decompressor = zstandard.ZstdDecompressor(format=FORMAT)
 
 
 _local = _Local()
@@ -131,15 +133,16 @@ def full_tokens(tokens: CallTokens) -> bytes:
 
 def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
     """BLAKE2b-64 over the three packed arrays, each preceded by its length, so that no two contents look alike."""
-    digest = hashlib.blake2b(struct.pack("<3Q", len(prompt), len(response), len(logprobs)), digest_size=DIGEST_BYTES)
-    for part in (prompt, response, logprobs):
-        digest.update(part)
-    return digest.digest()
+    lengths = struct.pack("<3Q", len(prompt), len(response), len(logprobs))
+    return hashlib.blake2b(b"".join((lengths, prompt, response, logprobs)), digest_size=DIGEST_BYTES).digest()
 
 
 def stored_digest(blob: bytes) -> bytes:
     """The content digest a blob claims to have, without decoding it; the first `HEAD_BYTES` of the blob are enough."""
-    _check_version(blob)
+    if not blob:
+        raise StoreError("token blob is corrupt: it is empty")
+    if blob[0] != VERSION:
+        raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
     return bytes(blob[1:HEAD_BYTES])
 
 
@@ -168,7 +171,7 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
     planes = _to_planes(rest + packed.response, packed.logprobs)
     low, high = (_local.compressor.compress(plane) if plane else b"" for plane in planes)
     lengths = (len(part) // ITEM for part in (rest, packed.response, packed.logprobs))
-    return b"".join((bytes((VERSION,)), packed.digest, *map(to_varint, (shared, *lengths, len(low))), low, high))
+    return HEADER.pack(VERSION, packed.digest, shared, *lengths, len(low)) + low + high
 
 
 def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
@@ -177,12 +180,14 @@ def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
     Raises `StoreError` when the blob is damaged, of another codec, or does not belong to this parent.
     """
     digest = stored_digest(blob)
-    (shared, n_rest, n_response, n_logprobs, n_low), start = _read_varints(blob, 1 + DIGEST_BYTES, 5)
+    if len(blob) < HEADER.size:
+        raise StoreError("token blob is corrupt: its header is cut off")
+    _, _, shared, n_rest, n_response, n_logprobs, n_low = HEADER.unpack_from(blob)
     if shared * ITEM > len(parent):
         raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
     n_ids = n_rest + n_response
-    low = _decompress(blob[start : start + n_low], 2 * n_ids + 3 * n_logprobs)
-    high = _decompress(blob[start + n_low :], 2 * n_ids + n_logprobs)
+    low = _decompress(blob[HEADER.size : HEADER.size + n_low], 2 * n_ids + 3 * n_logprobs)
+    high = _decompress(blob[HEADER.size + n_low :], 2 * n_ids + n_logprobs)
     ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
     prompt, response = parent[: shared * ITEM] + ids[: n_rest * ITEM], ids[n_rest * ITEM :]
     if content_digest(prompt, response, logprobs) != digest:
@@ -197,40 +202,6 @@ def _native(data: bytes) -> bytes:
     return b"".join(data[at : at + ITEM][::-1] for at in range(0, len(data), ITEM))
 
 
-def _check_version(blob: bytes) -> None:
-    if not blob:
-        raise StoreError("token blob is corrupt: it is empty")
-    if blob[0] != VERSION:
-        raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
-
-
-def to_varint(value: int) -> bytes:
-    """LEB128: seven bits a byte, lowest first, the top bit says that more follow."""
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
-
-
-def _read_varints(blob: bytes, at: int, count: int) -> tuple[list[int], int]:
-    """`count` varints from byte `at` on, and where they end."""
-    values: list[int] = []
-    value = shift = 0
-    while len(values) < count:
-        if at >= len(blob) or shift > _MAX_SHIFT:
-            raise StoreError("token blob is corrupt: its header is cut off or makes no sense")
-        value |= (blob[at] & 0x7F) << shift
-        if blob[at] > 0x7F:
-            shift += 7
-        else:
-            values.append(value)
-            value = shift = 0
-        at += 1
-    return values, at
-
-
 def _decompress(frame: bytes, size: int) -> bytes:
     """Decompress exactly `size` bytes; the size is checked first, so that a damaged frame cannot ask for all memory."""
     if not size:
@@ -240,7 +211,7 @@ def _decompress(frame: bytes, size: int) -> bytes:
     if size > _MOST_OF_BLOCK * (len(frame) // _LEAST_BLOCK + 1):
         raise StoreError("token blob is corrupt: no frame of its length can hold what its header says")
     try:
-        if zstandard.frame_content_size(frame) != size:
+        if zstandard.get_frame_parameters(frame, FORMAT).content_size != size:
             raise StoreError("token blob is corrupt: its header and its compressed frame disagree about the size")
         payload = _local.decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -287,8 +258,8 @@ _DIGEST: Final = 16
 
 def block_digests(packed: bytes) -> bytes:
     """The digests of the whole blocks of packed tokens, one behind the other."""
-    ends = range(_BLOCK, len(packed) + 1, _BLOCK)
-    return b"".join([hashlib.blake2b(packed[end - _BLOCK : end], digest_size=_DIGEST).digest() for end in ends])
+    blocks = (packed[end - _BLOCK : end] for end in range(_BLOCK, len(packed) + 1, _BLOCK))
+    return b"".join([hashlib.blake2b(block, digest_size=_DIGEST).digest() for block in blocks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,10 +300,6 @@ class Fingerprint:
                 rest = prompt.packed[same * _BLOCK : (same + 1) * _BLOCK]
                 within = max(within, shared_prefix(rest, edge, ITEM))
         return same * _BLOCK // ITEM + within
-
-    def is_extended(self, shared: int) -> bool:
-        """Whether a prompt that shares so many tokens begins with all of them."""
-        return shared * ITEM == self.length
 
 
 @dataclass(frozen=True)
@@ -459,10 +426,6 @@ class Decoder:
         tokens = decode(blob, self._full[parent] if parent is not None else b"")
         self._full[n] = full_tokens(tokens)
         return tokens
-
-    def full(self, n: int) -> bytes:
-        """The packed full tokens of a transition that was decoded before."""
-        return self._full[n]
 
     async def _resolve(self, child: int, parent: int | None) -> None:
         """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""

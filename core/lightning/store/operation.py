@@ -102,7 +102,8 @@ class Operation:
         kinds = self.signature.parameters.values()
         self._defaults = {part.name: part.default for part in kinds if part.default is not part.empty}
         self._positional = tuple(part.name for part in kinds if part.kind is not part.KEYWORD_ONLY)
-        if owned is None and OWNED.isdisjoint(self.signature.parameters) and not _lists_runs(function):
+        named = owned is not None or not OWNED.isdisjoint(self.signature.parameters)
+        if not named and get_type_hints(function)["return"] != list[Run]:  # which are cut down by what each says itself
             raise TypeError(
                 f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}, or a rule of "
                 "its own: owned=RULE, owned=for_admins where no project's token may use it"
@@ -182,33 +183,19 @@ class OperationGroup:
             )
         return found
 
-    def lacking(self, operation: Operation, where: str) -> StoreError:
-        """The error for a server that does not have the plugin."""
-        return StoreError(
-            f"{where} cannot do {operation.name}: it has no plugin that brings {self.name!r}, or another release of it. "
-            f"Install {self.distribution} there, and start the server again"
-        )
-
 
 def operation(
     function: Callable[Concatenate[Any, P], Awaitable[R]],
-    route: str,
-    scopes: tuple[Scope, ...],
+    route: str = "",
+    scopes: tuple[Scope, ...] = ADMIN,
     *,
     owned: Rule | None = None,
     **line: Any,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
     """An `Operation` as a method of the class that it stands in, which has `async call(operation, arguments)`; or as a function
-    of a module, which is called with a store. `line` are further fields of its `HttpLine`."""
-    made: Any = Operation(function, HttpLine(route, scopes, **line), owned=owned)
-    return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
-
-
-def _own(
-    function: Callable[Concatenate[Any, P], Awaitable[R]],
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """An operation of every store, whose line stands where the store is served."""
-    made: Any = Operation(function)
+    of a module, which is called with a store. `line` are further fields of its `HttpLine`; the lines of the store's own
+    operations, which have no `route` here, stand where the store is served."""
+    made: Any = Operation(function, HttpLine(route, scopes, **line) if route else None, owned=owned)
     return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
 
 
@@ -217,39 +204,33 @@ def operations_of(table: type) -> tuple[Operation, ...]:
     return tuple(entry for entry in vars(table).values() if isinstance(entry, Operation))
 
 
-def _lists_runs(function: Callable[..., Any]) -> bool:
-    """Whether a list of all can be cut down to a project's, by what each item says itself."""
-    answered: bool = get_type_hints(function)["return"] == list[Run]
-    return answered
-
-
 class Operations:
     """A `Store` but for `open`, `close` and `watch`, each of whose methods is one `call` of what derives from this."""
 
-    list_runs = _own(Store.list_runs)
-    put_run = _own(Store.put_run)
-    get_run = _own(Store.get_run)
-    list_rollouts = _own(Store.list_rollouts)
-    count_rollouts = _own(Store.count_rollouts)
-    create_rollouts = _own(Store.create_rollouts)
-    get_rollout = _own(Store.get_rollout)
-    lease = _own(Store.lease)
-    release = _own(Store.release)
-    renew = _own(Store.renew)
-    complete = _own(Store.complete)
-    next_seq = _own(Store.next_seq)
-    transitions = _own(Store.transitions)
-    append = _own(Store.append)
-    transitions_of = _own(Store.transitions_of)
-    attempts_of = _own(Store.attempts_of)
-    steps = _own(Store.steps)
-    last_step = _own(Store.last_step)
-    commit_step = _own(Store.commit_step)
-    metrics = _own(Store.metrics)
-    log_metrics = _own(Store.log_metrics)
-    get_state = _own(Store.get_state)
-    put_state = _own(Store.put_state)
-    keep_state = _own(Store.keep_state)
+    list_runs = operation(Store.list_runs)
+    put_run = operation(Store.put_run)
+    get_run = operation(Store.get_run)
+    list_rollouts = operation(Store.list_rollouts)
+    count_rollouts = operation(Store.count_rollouts)
+    create_rollouts = operation(Store.create_rollouts)
+    get_rollout = operation(Store.get_rollout)
+    lease = operation(Store.lease)
+    release = operation(Store.release)
+    renew = operation(Store.renew)
+    complete = operation(Store.complete)
+    next_seq = operation(Store.next_seq)
+    transitions = operation(Store.transitions)
+    append = operation(Store.append)
+    transitions_of = operation(Store.transitions_of)
+    attempts_of = operation(Store.attempts_of)
+    steps = operation(Store.steps)
+    last_step = operation(Store.last_step)
+    commit_step = operation(Store.commit_step)
+    metrics = operation(Store.metrics)
+    log_metrics = operation(Store.log_metrics)
+    get_state = operation(Store.get_state)
+    put_state = operation(Store.put_state)
+    keep_state = operation(Store.keep_state)
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Do one operation with all of its arguments, by name."""

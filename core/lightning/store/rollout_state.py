@@ -132,13 +132,6 @@ def committed_otherwise(record: StepRecord, digest: str) -> ConflictError:
     )
 
 
-def named_twice(record: StepRecord, rollout: str) -> ConflictError:
-    """The refusal of a step that names one of its rollouts twice."""
-    return ConflictError(
-        f"step {record.step} of run {record.run!r} names rollout {rollout!r} twice: a step trains each rollout once"
-    )
-
-
 def used_up(record: StepRecord, rollout: str, steps: int, limit: int) -> ConflictError:
     """The refusal of a rollout that was in as many steps as it may be."""
     return ConflictError(
@@ -152,15 +145,11 @@ class Ending:
     """An outcome, checked and in database form. `digest` tells a repeated call from a contradicting one."""
 
     reward: float | None
-    rewards: str
     fault: str
-    error: str
-    seconds: float
-    tool_events: str
-    step_rewards: str
-    labels: str
-    step_states: str
-    extras: bytes | None
+    standing: tuple[float | None, str, str, str, float]
+    """Reward, rewards, fault, error and seconds, which the rollout stands with from now on."""
+    kept: tuple[str, str, str, str, bytes | None]
+    """Tool events, step rewards, labels, step states and extras, which are kept with the attempt."""
     digest: str
 
 
@@ -185,20 +174,22 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         name: finite(value, f"reward {name!r} of rollout {rollout!r}") for name, value in outcome.rewards.items()
     }
     fault = "" if outcome.fault is None else Fault(outcome.fault).value
-    values = (
+    standing = (
         reward,
         dump(rewards),
         fault,
         plain_text(outcome.error),
         finite(outcome.seconds, f"the duration of rollout {rollout!r}"),
+    )
+    texts = (
         nouns_to_text(outcome.tool_events, "a tool event"),
         step_rewards_to_text(outcome.step_rewards),
         labels_to_text(outcome.labels),
         nouns_to_text(outcome.step_states, "a state"),
     )
     packed = pack_extras(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
-    text = json.dumps([*values, extras_digest(packed)])
-    return Ending(*values, packed, digest=hashlib.sha256(text.encode()).hexdigest())
+    said = json.dumps([*standing, *texts, extras_digest(packed)])
+    return Ending(reward, fault, standing, (*texts, packed), hashlib.sha256(said.encode()).hexdigest())
 
 
 def after(position: Position, end: Ending) -> Status:
@@ -214,11 +205,6 @@ def is_excused(position: Position, end: Ending, *, spend: bool) -> bool:
     """Whether the attempt that ends so is given back as if it had been released. Those that were released count, too."""
     given_back = position.attempt - position.spent
     return not spend and end.fault == Fault.INFRASTRUCTURE and given_back < EXCUSED
-
-
-def leased(rollout: Rollout) -> Rollout:
-    """The rollout as its next attempt begins: what is left of a lost attempt is wiped."""
-    return replace(rollout, status=Status.RUNNING, attempt=rollout.attempt + 1, fault=None, error="", seconds=0.0)
 
 
 def may_write(position: Position, attempt: int) -> bool:
@@ -304,11 +290,6 @@ def stored_otherwise(transition: Transition) -> ConflictError:
     )
 
 
-def expired_error(worker: str, attempt: int) -> str:
-    """The error text of a rollout whose last allowed attempt was lost."""
-    return plain_text(f"the lease of worker {worker!r} expired on attempt {attempt}, the last one allowed")
-
-
 def record_digest(transition: Transition, content: bytes) -> bytes:
     """The `row_digest` of a transition that is at hand. Two transitions are the same for the store if and only if these
     agree."""
@@ -319,6 +300,5 @@ def row_digest(rollout: str, attempt: int, row: Sequence[Any], content: bytes) -
     """BLAKE2b-64 over every field of a transition: `row` are the values of `rows.CALLS`, `content` is the codec's digest of its
     token arrays. Raises `DataError` or `TypeError` for a row with what no column of it has."""
     *described, packed = row
-    made = hashlib.blake2b(dump([rollout, attempt, *described]).encode() + content, digest_size=codec.DIGEST_BYTES)
-    made.update(packed or b"")
-    return made.digest()
+    whole = b"".join((dump([rollout, attempt, *described]).encode(), content, packed or b""))
+    return hashlib.blake2b(whole, digest_size=codec.DIGEST_BYTES).digest()

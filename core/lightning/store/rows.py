@@ -19,14 +19,14 @@ import hashlib
 import json
 import math
 import struct
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, lru_cache
+from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError, StoreError
 from lightning.store.protocol import Attempt
@@ -75,17 +75,18 @@ def load(text: str, what: str = "a value") -> Json:
 
 def as_list(text: str, what: str) -> list[Any]:
     """`load` of a list. Raises `StoreError` for anything else."""
-    value = load(text, what)
-    if not isinstance(value, list):
-        raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
-    return value
+    return cast("list[Any]", _load_as(list, "a list", text, what))
 
 
 def as_mapping(text: str, what: str) -> Mapping[str, Any]:
     """`load` of an object. Raises `StoreError` for anything else."""
+    return cast("Mapping[str, Any]", _load_as(dict, "an object", text, what))
+
+
+def _load_as(kind: type, expected: str, text: str, what: str) -> Json:
     value = load(text, what)
-    if not isinstance(value, dict):
-        raise StoreError(f"{what} is corrupt in the database: expected an object. Restore the database from a backup")
+    if not isinstance(value, kind):
+        raise StoreError(f"{what} is corrupt in the database: expected {expected}. Restore the database from a backup")
     return value
 
 
@@ -101,19 +102,6 @@ def finite(value: float, what: str) -> float:
     return float(value)
 
 
-def plain_json(value: object) -> object:
-    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
-    if isinstance(value, array):
-        return plain_json(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(item) for item in value]
-    return value
-
-
 LARGEST_EXTRA: Final = 17 << 19
 """Bytes that one plugin may keep with one call, outcome or step: 8.5 MiB, so that every packed exchange fits."""
 LONGEST_NAME: Final = 64
@@ -126,11 +114,9 @@ def pack_extras(extras: Mapping[str, bytes], what: str) -> bytes | None:
     plugin has and for too many bytes."""
     for name, kept in extras.items():
         check_extra(name, kept, what)
-    return b"".join(_extra_entry(name.encode(), extras[name]) for name in sorted(extras)) or None
-
-
-def _extra_entry(head: bytes, kept: bytes) -> bytes:
-    return b"".join((bytes((len(head),)), head, _SIZE.pack(len(kept)), kept))
+    parts = ((name.encode(), extras[name]) for name in sorted(extras))
+    entries = ((bytes((len(head),)), head, _SIZE.pack(len(kept)), kept) for head, kept in parts)
+    return b"".join(chain.from_iterable(entries)) or None
 
 
 def check_extra(name: str, kept: bytes, what: str) -> None:
@@ -255,14 +241,6 @@ class Form:
     read: Callable[[Any, str], Any] | None = None
 
 
-def _optional(form: Form) -> Form:
-    write, read = form.write, form.read
-    return Form(
-        write and (lambda value, what: None if value is None else write(value, what)),
-        read and (lambda value, what: None if value is None else read(value, what)),
-    )
-
-
 def _form(kind: Any) -> Form:
     """How a field of a type is kept, unless its noun says otherwise."""
     if kind in (str, int, bytes):
@@ -278,7 +256,11 @@ def _form(kind: Any) -> Form:
         (some,) = (each for each in arguments if each is not NoneType)
         if isinstance(some, type) and issubclass(some, StrEnum):  # text columns are never NULL
             return Form(lambda value, _: "" if value is None else value.value, lambda v, _: some(v) if v else None)
-        return _optional(_form(some))
+        write, read = (inner := _form(some)).write, inner.read
+        return Form(
+            write and (lambda value, what: None if value is None else write(value, what)),
+            read and (lambda value, what: None if value is None else read(value, what)),
+        )
     if origin is Mapping and arguments[1] is bytes:
         return Form(pack_extras, unpack_extras)
     if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
@@ -297,7 +279,7 @@ PLAIN: Final = Form(lambda text, _: plain_text(text))
 
 
 class Columns(Generic[T]):
-    """The columns of a noun, in the order of its fields but for those that are `first` or `last`.
+    """The columns of a noun, in the order of its fields.
 
     `without` are fields that are kept elsewhere. `named` are columns that are called otherwise, and `forms` fields that are
     kept otherwise than their type says. `what` says which noun an error is about; `words` what a field is called there.
@@ -309,43 +291,40 @@ class Columns(Generic[T]):
         what: str,
         *,
         without: Collection[str] = (),
-        first: Sequence[str] = (),
-        last: Sequence[str] = (),
         named: Mapping[str, str] = MappingProxyType({}),
         forms: Mapping[str, Form] = MappingProxyType({}),
         words: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         kinds = self.kinds = get_type_hints(noun, localns=_UNKEPT)
-        moved = (*without, *first, *last)
-        between = [field.name for field in fields(noun) if field.name not in moved]  # type: ignore[arg-type]
+        names = [field.name for field in fields(noun)]  # type: ignore[arg-type]
         self._noun, self._what = noun, what
-        self.fields: Final[tuple[str, ...]] = (*first, *between, *last)
+        self.fields: Final = tuple(name for name in names if name not in without)
         self.columns: Final = tuple(named.get(name, name) for name in self.fields)
         self._words = {name: words.get(name, f"the {name.replace('_', ' ')}") for name in self.fields}
         self._forms = {name: forms.get(name) or _form(kinds[name]) for name in self.fields}
         self._readers = [(name, form.read) for name, form in self._forms.items() if form.read is not None]
-        self._plans: dict[tuple[str, ...], tuple[Any, list[tuple[int, str, Callable[[Any, str], Value]]]]] = {}
+        self._get = attrgetter(*self.fields)
+        self._writers = [
+            (place, name, form.write) for place, (name, form) in enumerate(self._forms.items()) if form.write
+        ]
 
-    def names(self, prefix: str = "", *, without: Collection[str] = ()) -> str:
-        """The columns as a statement lists them."""
+    def names(
+        self, prefix: str = "", *, without: Collection[str] = (), blank: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """The columns as a statement lists them; `blank` are values in the place of fields that are not to be read."""
         pairs = zip(self.fields, self.columns, strict=True)
-        return ", ".join(prefix + column for name, column in pairs if name not in without)
+        return ", ".join(blank.get(name, prefix + column) for name, column in pairs if name not in without)
 
     def values(self, noun: T, *, without: Collection[str] = ()) -> tuple[Value, ...]:
         """What a database takes for a noun. Raises `DataError` for what it cannot keep."""
-        key = tuple(without)
-        plan = self._plans.get(key)
-        if plan is None:
-            names = [name for name in self.fields if name not in without]
-            writers = [(place, name, write) for place, name in enumerate(names) if (write := self._forms[name].write)]
-            plan = self._plans[key] = attrgetter(*names), writers
-        get, writers = plan
-        values = list(get(noun))
-        for place, name, write in writers:
+        values = list(self._get(noun))
+        for place, name, write in self._writers:
             try:
                 values[place] = write(values[place], "")
             except DataError:  # again, with the words for it: making them costs more than writing does
                 values[place] = write(values[place], f"{self._words[name]} of {self._what.format(_=noun)}")
+        if without:
+            values = [value for name, value in zip(self.fields, values, strict=True) if name not in without]
         return tuple(values)
 
     def read(self, row: Sequence[Any], **more: object) -> T:
@@ -357,20 +336,10 @@ class Columns(Generic[T]):
             try:
                 found[name] = read(found[name], "")
             except StoreError:  # as above
-                found[name] = read(found[name], f"{self._words[name]} of {self._what.format(_=_Fields(found))}")
+                found[name] = read(
+                    found[name], f"{self._words[name]} of {self._what.format(_=SimpleNamespace(**found))}"
+                )
         return self._noun(**found)
-
-
-class _Fields:
-    """A noun that is being read, as `what` sees it."""
-
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.__dict__.update(found)
-
-
-def task_to_text(task: Task) -> str:
-    """A task with its id."""
-    return dump([task.id, task.input, task.expected, dict(task.metadata)], f"task {task.id!r}")
 
 
 def _task_from_text(text: str, what: str) -> Task:
@@ -378,16 +347,12 @@ def _task_from_text(text: str, what: str) -> Task:
     return Task(given, expected, metadata, task)
 
 
-def _resources_to_text(versions: Mapping[str, int], what: str) -> str:
+def resources_to_text(versions: Mapping[str, int], what: str) -> str:
     """Equal text for equal versions. Raises `DataError` for what is no version."""
     for name, version in versions.items():
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise DataError(f"one of {what} names version {version!r} of resource {name!r}: versions are 1, 2, ...")
     return dump({name: versions[name] for name in sorted(versions)})
-
-
-def _call_to_text(key: tuple[str, int, int] | None, what: str) -> str:
-    return "" if key is None else dump(list(key), what)
 
 
 def call_from_text(text: str, what: str) -> tuple[str, int, int] | None:
@@ -404,9 +369,12 @@ ROLLOUTS: Final = Columns(
     "rollout {_.id!r}",
     named={"group": "group_id", "index": "idx"},
     forms={
-        "task": Form(lambda task, _: task_to_text(task), _task_from_text),
-        "resources": Form(_resources_to_text, as_mapping),
-        "parent": Form(_call_to_text, call_from_text),
+        "task": Form(
+            lambda task, _: dump([task.id, task.input, task.expected, dict(task.metadata)], f"task {task.id!r}"),
+            _task_from_text,
+        ),
+        "resources": Form(resources_to_text, as_mapping),
+        "parent": Form(lambda key, what: "" if key is None else dump(list(key), what), call_from_text),
     },
 )
 EARNED: Final = ("status", "attempt", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")
@@ -415,7 +383,6 @@ CALLS: Final = Columns(
     Transition,
     "transition ({_.rollout!r}, {_.attempt}, {_.seq})",
     without=("rollout", "attempt", "prompt_ids", "response_ids", "logprobs"),
-    last=("extras",),
     forms={
         "caller": Form(nouns_to_text, lambda text, _: caller_from_text(text)),
         "versions": Form(lambda parts, _: _versions_to_text(parts), lambda text, _: _versions_from_text(text)),
@@ -435,14 +402,12 @@ SPANS: Final = Columns(
     Span,
     "span {_.span_id!r} of rollout {_.rollout!r}",
     without=("rollout", "attempt"),
-    first=("span_id",),
     forms={"name": PLAIN, "error": PLAIN, "service": PLAIN},
     words={"attributes": "an attribute", "started_at": "started_at", "ended_at": "ended_at"},
 )
 STEPS: Final = Columns(
     StepRecord,
     "step {_.step} of run {_.run!r}",
-    last=("extras", "at"),
     named={"groups": "group_ids"},
     forms={
         "rollouts": Form(
@@ -463,8 +428,3 @@ def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
     if rollout.max_attempts < 1:
         raise DataError(f"rollout {rollout.id!r} has max_attempts={rollout.max_attempts}: it must be at least 1")
     return ROLLOUTS.values(rollout, without=EARNED)
-
-
-def versions_of_resources(rollout: Rollout) -> str:
-    """The resources of a rollout, equal text for equal versions. Raises `DataError` for what is no version."""
-    return _resources_to_text(rollout.resources, f"the resources of rollout {rollout.id!r}")

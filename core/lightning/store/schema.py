@@ -13,7 +13,7 @@ from typing import Final
 from lightning.errors import SchemaError
 from lightning.installation import other_format
 
-SCHEMA: Final = 6
+SCHEMA: Final = 7
 """What stores keep, and how: the tables and columns, or keys, and what is in them."""
 
 

@@ -76,19 +76,15 @@ class Bell:
         self._lock = threading.Lock()
         self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
-    def ring(self, runs: Iterable[str]) -> None:
-        """Wake whoever watches one of the runs."""
+    def ring(self, runs: Iterable[str] | None = None) -> None:
+        """Wake whoever watches one of the runs; every watch if there are none, since nobody knows what has changed."""
         with self._lock:
-            woken = [waiter for run in runs for waiter in self._waiting.get(run, ())]
+            woken = [
+                waiter for run in (self._waiting if runs is None else runs) for waiter in self._waiting.get(run, ())
+            ]
         for loop, event in woken:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits there
                 loop.call_soon_threadsafe(event.set)
-
-    def ring_all(self) -> None:
-        """Wake every watch: nobody knows what has changed."""
-        with self._lock:
-            runs = list(self._waiting)
-        self.ring(runs)
 
     @contextlib.contextmanager
     def listening(self, run: str, event: asyncio.Event) -> Iterator[None]:

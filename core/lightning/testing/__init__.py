@@ -1,7 +1,7 @@
-"""For tests of agents and plugins: the adapters' conformance kit, a check of what a plugin imports, a scripted vLLM, a chat
-server, tiny models, and small decision tasks that score credit functions.
+"""Help for tests of agents and plugins: the adapters' conformance kit, a check of what a plugin imports, a scripted vLLM, a
+chat server, tiny models, and small decision tasks that score credit functions.
 
-Everything is imported when it is first used: only `AdapterContract` needs pytest, and only the tiny models need torch.
+Each name is imported when it is first used: only `AdapterContract` needs pytest, and only the tiny models need torch.
 """
 
 from __future__ import annotations

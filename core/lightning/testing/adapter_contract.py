@@ -1,6 +1,6 @@
-"""The conformance kit: what every adapter has to do, as tests. Subclass `AdapterContract` and run pytest.
+"""The conformance kit: tests of all that an adapter has to do. Subclass `AdapterContract` and run pytest.
 
-The invariant: the checks know no framework; they look at what reached the policy server and at what the store holds.
+The invariant: the checks know no framework; they look at the requests that reached the policy server and at the store.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ class AdapterContract(ContractHarness):
         self.all_named(again, "installed again,")
 
     def clean(self, when: str) -> None:
-        """Check `leftovers`."""
+        """Check that `leftovers` is empty."""
         left = self.leftovers()
         check(not left, f"{when} it still holds {left!r}")
 
@@ -411,7 +411,7 @@ class AdapterContract(ContractHarness):
             check(following.span_id != retried.span_id, f"the next call has the span of the one before: {following}")
 
     def test_broken_receiver_does_not_break_the_agent(self) -> None:
-        """What receives events raises: the agent goes on."""
+        """The receiver of events raises: the agent goes on."""
 
         def broken(event: ToolEvent | StepState) -> NoReturn:
             raise RuntimeError(f"the kit's receiver is broken ({event.name})")
@@ -434,7 +434,7 @@ class AdapterContract(ContractHarness):
         check(marks == {self.adapter}, f"the calls of a failing adapter should be marked with its name, not {marks}")
 
     def test_provider_failure_surfaces(self) -> None:
-        """The policy server refuses: the agent's user sees it, and nothing of it is left."""
+        """The policy server refuses a call: the agent's user sees the error, and no state is left."""
         with self.installed():
             ran = self.play(self.solver, REFUSE)
             check(
@@ -446,7 +446,7 @@ class AdapterContract(ContractHarness):
 
     @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
     def test_cancelling_leaves_no_state(self, stream: bool) -> None:
-        """The run is cancelled while the model is sampling: its call is aborted, and nothing of it is left."""
+        """The run is cancelled while the model is sampling: its call is aborted, and no state is left."""
         self.need("cancel")
         if stream:
             self.need("stream")
@@ -503,7 +503,7 @@ class AdapterContract(ContractHarness):
         self.house.play(self.house.until(lambda: not self.leftovers(), "the abandoned run to leave nothing"))
 
     async def _abandoned(self, asked: Callable[[str], int]) -> str:
-        """Give a run up during its first model call; the user's text, which no other run has."""
+        """Abandon a run during its first model call. Return the user's text, which no other run has."""
         lease, llm = self.house.lease()
         text = lease.rollout.id
         with activate(llm), self.house.paused():

@@ -18,7 +18,7 @@ from typing import Any, Self
 from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, Caller
 
 PIECES = re.compile(r"\s*\S+|\s+")
-"""What a stream of a text is made of."""
+"""Matches the pieces into which the stream of a text is cut: words with the space before them."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class ChatRequest:
 
     @property
     def key(self) -> str:
-        """The API key it came with."""
+        """The API key of the request."""
         return self.headers.get("authorization", "").removeprefix("Bearer ")
 
     @property
     def rollout(self) -> str | None:
-        """The rollout token that the tap wrote."""
+        """The rollout token that the tap put into the headers; None without one."""
         return self.headers.get(ROLLOUT_HEADER)
 
     @property
     def caller(self) -> Caller | None:
-        """The caller that the tap wrote."""
+        """The caller that the tap put into the headers; None without one."""
         text = self.headers.get(CALLER_HEADER)
         if text is None:
             return None
@@ -57,8 +57,8 @@ class ChatRequest:
 
 @dataclass
 class ChatServer:
-    """Answers `POST .../chat/completions`, plain or streamed, with `answer(call)`; use it in a `with` block. Responses and
-    Messages are answered in their own shapes, as the gateway makes them of a chat.
+    """Answers `POST .../chat/completions`, plain or streamed, with `answer(call)`; use it in a `with` block. Requests of
+    Responses and Messages get answers in their own shapes, which the gateway's code makes of a chat answer.
 
     An `answer` that raises `ConnectionError` drops the connection, as a dying server does.
     """
@@ -81,7 +81,7 @@ class ChatServer:
         self._thread.join()
 
     def llm(self, key: str = "test-key", model: str = "policy") -> LLM:
-        """What to give to an agent."""
+        """Return the `llm` for an agent that is to call this server."""
         return LLM(f"http://127.0.0.1:{self._server.server_address[1]}/v1", key, model)
 
 
@@ -90,7 +90,7 @@ class _HTTPServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A dropped connection is meant, or the client's business; everything else is a fault of the test."""
+        """Ignore a dropped connection, which is meant or the client's business. Any other error is a fault of the test."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -104,7 +104,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             server.connections += 1
 
         def do_POST(self) -> None:
-            """Record, then answer."""
+            """Record the request, then answer it."""
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
             call = ChatRequest(self.path, headers, json.loads(body or b"{}"))
@@ -121,13 +121,13 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 — http.server's name
-            """Say nothing."""
+            """Do not log requests."""
 
     return Handler
 
 
 def _answer(call: ChatRequest, text: str) -> tuple[bytes, int]:
-    """The body of the answer, and its status."""
+    """Return the body of the answer, and its status."""
     from lightning.config import GatewayConfig
     from lightning.gateway.gateway import spoken
     from lightning.gateway.http import RefusalError
@@ -152,7 +152,7 @@ def _completion(call: ChatRequest, text: str) -> dict[str, Any]:
 
 
 def _stream(call: ChatRequest, text: str) -> bytes:
-    """The usage only where it was asked for."""
+    """Return the events of a stream. The usage is left out unless the request asks for it."""
     chunks = _chunks(call, text)
     if not (call.body.get("stream_options") or {}).get("include_usage"):
         chunks.pop()
@@ -160,7 +160,7 @@ def _stream(call: ChatRequest, text: str) -> bytes:
 
 
 def _chunks(call: ChatRequest, text: str) -> list[dict[str, Any]]:
-    """One for each word, then the finish, and the usage."""
+    """Return a chunk for each word, then the finish, and the usage."""
     deltas: list[tuple[dict[str, str], str | None]] = [({"content": piece}, None) for piece in PIECES.findall(text)]
     chunks = [
         {**_head("chat.completion.chunk"), "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
@@ -174,7 +174,7 @@ def _head(kind: str) -> dict[str, Any]:
 
 
 def _usage(call: ChatRequest, text: str) -> dict[str, int]:
-    """A token for each word: no tokenizer is here."""
+    """Count a token for each word, since there is no tokenizer."""
     prompt = sum(len(str(message.get("content") or "").split()) for message in call.body.get("messages") or ())
     completion = len(text.split())
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,6 +1,6 @@
-"""How the conformance kit runs an adapter's agents: what a subclass supplies, and the runner's part around it.
+"""How the conformance kit runs an adapter's agents: the methods that a subclass supplies, and the part of the runner.
 
-The invariant: a rollout here goes the way it goes in training (tap, adapter by its entry point, `activate`, gateway, store),
+The invariant: a rollout here takes the same way as in training (tap, adapter by its entry point, `activate`, gateway, store),
 so what a check reads is what would be trained on.
 """
 
@@ -42,10 +42,10 @@ CAPABILITIES = {
     "messages": "`solver(llm, 'messages')`, the Anthropic Messages API",
     "own_processor": "`own_processor`, the user's own callbacks beside the adapter's",
 }
-"""What an adapter may claim, and what it then has to do or to supply."""
+"""The capabilities that an adapter may claim, each with what the adapter then has to do or to supply."""
 
 KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "LANGSMITH_API_KEY")
-"""Of the machine that runs the kit; an agent must not find them."""
+"""Variables of the machine that runs the kit; an agent must not find them."""
 
 _HOUSE = pytest.StashKey[House]()
 
@@ -54,14 +54,14 @@ T = TypeVar("T")
 
 
 class ContractHarness:
-    """What `AdapterContract`'s checks are written with; see there."""
+    """The methods with which the checks of `AdapterContract` are written."""
 
     adapter: ClassVar[str] = ""
     capabilities: ClassVar[frozenset[str]] = frozenset()
     replies: ClassVar[ReplyFormat] = ReplyFormat()
+    """How the framework words requests to the model and its decisions, where it has no native tool calls."""
     results_as_tools_end: ClassVar[bool] = False
     """Whether the framework sends the results of tools that ran at once in the order in which they ended."""
-    """How the framework words what the model is asked and decides, where these are not native tool calls."""
 
     # what a subclass supplies -------------------------------------------------------------------------------------
     def solver(self, llm: LLM, dialect: str = "chat") -> object:
@@ -98,11 +98,11 @@ class ContractHarness:
         return asyncio.run(self.run(agent, text))
 
     def own_processor(self) -> AbstractContextManager[list[object]]:
-        """The user's own callback or processor, attached inside the block; yields the list of what it has seen."""
+        """Attach the user's own callback or processor inside the block. Yields the list of what it has seen."""
         raise NotImplementedError(f"{type(self).__name__}.own_processor")
 
     def leftovers(self) -> object:
-        """What is left of the adapter once it is uninstalled, in it and in the framework: it has to be empty."""
+        """Return what is left of the adapter once it is uninstalled, in it and in the framework. It has to be empty."""
         return ()
 
     # the runner's part --------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class ContractHarness:
     def _in_house(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> Iterator[None]:
-        """The servers, no keys of the machine, and no network but the loopback address."""
+        """Give each test the servers, no keys of the machine, and no network but the loopback address."""
         if not self.adapter:
             pytest.fail(f"{type(self).__name__}.adapter: say the name of your plugin (its entry point's, up to a dot)")
         self.house = house_of(request.config)
@@ -136,13 +136,13 @@ class ContractHarness:
         )
 
     def need(self, capability: str) -> None:
-        """Skip a check that the adapter does not claim."""
+        """Skip a check if the adapter does not claim this capability."""
         if capability not in self.capabilities:
             pytest.skip(f"the adapter {self.adapter} does not claim {capability!r} ({CAPABILITIES[capability]})")
 
     @contextlib.contextmanager
     def installed(self, receiver: Callable[[ToolEvent | StepState], None] | None = None) -> Iterator[None]:
-        """The adapter, and the tap, installed as the runner installs them. Fails when it does not let itself install."""
+        """Install the adapter and the tap as the runner does. Fail the test if the adapter cannot be installed."""
         with _complaints() as said, contextlib.ExitStack() as undoing:
             undoing.callback(install_tap())
             try:
@@ -165,18 +165,19 @@ class ContractHarness:
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
-        """The tap alone, with no adapter."""
+        """Install the tap alone, with no adapter."""
         with contextlib.ExitStack() as undoing:
             undoing.callback(install_tap())
             undoing.callback(plugins().install_adapters(self._emit, []))
             yield
 
     def solver_calls(self, tools: int = 1) -> int:
-        """Model calls that the solver makes to call this many tools, one after the other, and to answer."""
+        """Return how many model calls the solver makes to call this many tools, one after the other, and to answer."""
         return tools + self.replies.answering_calls
 
     def solved(self, ran: Ran, tools: int = 1, failed: int = 0) -> None:
-        """Check that the solver did its work: its answer, its calls, of which so many failed."""
+        """Check that the solver did its work: its answer, and the number of its calls, with `failed` further ones that
+        failed."""
         __tracebackhide__ = True
         if ran.error is not None:
             raise ran.error
@@ -188,7 +189,7 @@ class ContractHarness:
         )
 
     def all_named(self, ran: Ran, when: str, calls: int = 0) -> None:
-        """Check that every call of a run of the solver has its name; there are `calls`, by default those to call one tool."""
+        """Check that every call of a solver's run has its name. `calls` is their number, by default that for one tool."""
         __tracebackhide__ = True
         names = ["solver"] * (calls or self.solver_calls())
         check(ran.agents == names, f"{when} the calls are named {ran.agents}")
@@ -198,19 +199,19 @@ class ContractHarness:
         emit(event)
 
     def go(self, make: Make, text: str = "hi", *, stream: bool = False) -> Ran:
-        """One rollout with the adapter installed, as `play`; fails when the agent raises."""
+        """Run a rollout with the adapter installed, as `play`; raise the agent's error."""
         with self.installed():
             ran = self.play(make, text, stream=stream)
         return unbroken(ran)
 
     def play(self, make: Make, text: str = "hi", *, stream: bool = False) -> Ran:
-        """One rollout, on the loop of all agents, with whatever is installed right now."""
+        """Run a rollout, on the loop of all agents, with whatever is installed now."""
         before = len(self.house.fake.requests)
         ran = self.house.play(self.attempt(make, text, stream=stream))
         return replace(ran, bodies=self.house.bodies(before))
 
     async def attempt(self, make: Make, text: str, *, stream: bool = False, threaded: bool = False) -> Ran:
-        """One rollout, in the current task; `threaded` runs the agent in a bare thread. What it raises is in the result."""
+        """Run a rollout in the current task; `threaded` runs the agent in a bare thread. The result holds the agent's error."""
         lease, llm = self.house.lease()
         answer, error = "", None
         with activate(llm) as active:
@@ -226,7 +227,7 @@ class ContractHarness:
         return self.house.finish(lease, active, answer, error)
 
     def attempt_sync(self, make: Make, text: str) -> Ran:
-        """One rollout in the current thread, by `run_sync`."""
+        """Run a rollout in the current thread, by `run_sync`."""
         lease, llm = self.house.lease()
         answer, error = "", None
         with activate(llm) as active:
@@ -237,7 +238,7 @@ class ContractHarness:
         return self.house.finish(lease, active, answer, error)
 
     def nobody(self, when: str) -> None:
-        """Check that the adapter names nobody where no agent runs."""
+        """Check that the adapter names no caller where no agent runs. `when` is for the message."""
         caller = plugins().identify()
         check(
             caller is None or failed_adapter(caller),
@@ -247,7 +248,7 @@ class ContractHarness:
 
     @contextlib.contextmanager
     def identify(self, wrap: Callable[[Callable[[], object]], Callable[[], object]]) -> Iterator[None]:
-        """Put something around the adapter's `lightning_identify`; install the adapter inside the block."""
+        """Wrap the adapter's `lightning_identify` for the block; install the adapter inside the block."""
         item = self._hook()
         original = item.function
         setattr(item, "function", wrap(original))  # noqa: B010 — pluggy calls it final, for mypy
@@ -264,7 +265,7 @@ class ContractHarness:
 
 
 def house_of(config: pytest.Config) -> House:
-    """The servers of this test session, started when they are first asked for."""
+    """Return the servers of this test session, started at the first call."""
     if _HOUSE not in config.stash:
         house = House()
         house.start()
@@ -274,14 +275,14 @@ def house_of(config: pytest.Config) -> House:
 
 
 def check(condition: object, message: str) -> None:
-    """Fail with words for the adapter's author."""
+    """Fail the test with a message for the adapter's author, unless the condition holds."""
     __tracebackhide__ = True
     if not condition:
         pytest.fail(message, pytrace=False)
 
 
 def unbroken(ran: Ran) -> Ran:
-    """A rollout whose agent ended well and whose adapter did not fail."""
+    """Return a rollout after a check that its agent ended well and its adapter did not fail."""
     __tracebackhide__ = True
     if ran.error is not None:
         raise ran.error
@@ -291,22 +292,22 @@ def unbroken(ran: Ran) -> Ran:
 
 
 def traces(ran: Ran) -> list[tuple[str, list[int]]]:
-    """Who called, with the sampled token ids."""
+    """Return each call's agent and sampled token ids."""
     return [(call.caller.agent, list(call.response_ids)) for call in ran.calls]
 
 
 def calculator(ran: Ran) -> list[ToolEvent]:
-    """The runs of the solver's tool."""
+    """Return the events of the solver's tool."""
     return [event for event in ran.events if event.name == "calculator"]
 
 
 def named(caller: Caller | None) -> str:
-    """A caller in a message."""
+    """Describe a caller in a message."""
     return "nobody" if caller is None else f"{'/'.join(caller.path)} (agent {caller.agent!r})"
 
 
 def in_thread(function: Callable[[], T]) -> T:
-    """Run in a bare thread, which has no context of its own; return what it returns, raise what it raises."""
+    """Run a function in a bare thread, which has no context of its own. Return its result, or raise its error."""
     outcome: Future[T] = Future()
 
     def call() -> None:
@@ -321,7 +322,7 @@ def in_thread(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _complaints() -> Iterator[list[str]]:
-    """What the plugin manager says about adapters inside the block."""
+    """Collect the plugin manager's warnings about adapters inside the block."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""What the conformance kit runs agents against: the real gateway and store before a policy server with a script.
+"""The servers of the conformance kit: the real gateway and store before a scripted policy server.
 
-The invariant: the servers live on an event loop in a thread of their own, so an agent may block its own thread; and all
-async agents of a test session run on one loop, since frameworks cache clients which belong to the loop they were made on.
+The invariant: the servers live on an event loop in a thread of their own, so an agent may block its own thread. All async
+agents of a test session run on one other loop, since frameworks cache clients, which belong to the loop they were made on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lightning.types import LLM, Json, Lease, Outcome, Rollout, Run, Task, ToolE
 T = TypeVar("T")
 
 LIMIT = 60.0
-"""Seconds that anything in the kit may take before it counts as stuck."""
+"""Most seconds of any operation of the kit; after them it counts as stuck."""
 PAUSE = 20.0
-"""Seconds after which a paused model goes on by itself."""
+"""Seconds after which a paused model resumes by itself."""
 
 
 def with_sorted_results(body: str) -> str:
-    """A request in which results of tools that ran at once stand in the order of their calls' ids: some frameworks send them
-    in the order in which the tools ended."""
+    """Return a request in which results of tools that ran at once are sorted by their calls' ids: some frameworks send them in
+    the order in which the tools ended."""
     request = json.loads(body)
     groups = itertools.groupby(request.get("messages") or (), lambda message: message.get("role") == "tool")
     parts = [sorted(part, key=lambda told: told["tool_call_id"]) if is_tool else list(part) for is_tool, part in groups]
@@ -46,7 +46,7 @@ def with_sorted_results(body: str) -> str:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one rollout left behind. `answer` is the agent's final text, or `error` is what it raised."""
+    """The record of one rollout. `answer` is the agent's final text; `error` is what the agent raised, or None."""
 
     answer: str
     error: BaseException | None
@@ -63,11 +63,11 @@ class Ran:
 
 @dataclass
 class House:
-    """The servers of a test session. Methods block and may be called from any thread but the servers' own."""
+    """The servers of a test session. The methods block and may be called from any thread but the servers' own."""
 
     fake: FakeVLLM = field(default_factory=FakeVLLM)
     replies: ReplyFormat = field(default_factory=ReplyFormat)
-    """How the script's requests and replies are worded."""
+    """How the framework words the script's requests and replies."""
 
     def __post_init__(self) -> None:
         if self.fake.script is None:
@@ -113,7 +113,7 @@ class House:
 
     @property
     def store(self) -> Store:
-        """The store, for coroutines that `do` runs."""
+        """The store. Use it in coroutines that `do` runs."""
         return self._store
 
     def play(self, agents: Coroutine[Any, Any, T]) -> T:
@@ -127,7 +127,8 @@ class House:
         parent: tuple[str, int, int] | None = None,
         config: Mapping[str, Json] | None = None,
     ) -> tuple[Lease, LLM]:
-        """A new rollout, leased, and what its agent needs; with a `parent` a branch, of a run with this configuration."""
+        """Create and lease a rollout, and return the lease with the agent's `llm`. With a `parent` it is a branch; `config` is
+        its run's configuration."""
         name = f"contract-{next(self._numbers)}"
         return self.do(self._lease(name, task or Task(input=name), parent, config or {}))
 
@@ -141,13 +142,13 @@ class House:
         return lease, self._gateway.llm(lease)
 
     def finish(self, lease: Lease, active: ActiveAttempt, answer: str, error: BaseException | None) -> Ran:
-        """Report a rollout as the runner does, and read from the store what it left there."""
+        """Report a rollout as the runner does, and read its record from the store."""
         outcome = returned(1.0, active, 0.0) if error is None else raised(error, active, 0.0)
         _, calls, attempt = self.end(lease, outcome)
         return Ran(answer, error, tuple(calls), tuple(attempt.tool_events))
 
     def end(self, lease: Lease, outcome: Outcome) -> tuple[Rollout, list[Transition], Attempt]:
-        """Report an outcome as a runner does; what the store has then."""
+        """Report an outcome as a runner does. Return the rollout, its calls and its attempt from the store."""
         rollout, attempt = lease.rollout.id, lease.attempt
         ended = self.do(self._report(rollout, attempt, outcome))
         return ended, self.calls(lease), self.do(self._store.attempts_of([(rollout, attempt)]))[0]
@@ -158,7 +159,8 @@ class House:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The model samples nothing inside the block, for `PAUSE` at most: an agent may block the loop that would leave it."""
+        """Keep the model from sampling inside the block, at most for `PAUSE`: an agent may block the loop that would leave the
+        block."""
         self.do(self._turn(sampling=False))
         try:
             yield
@@ -173,15 +175,16 @@ class House:
             self._loop.call_later(PAUSE, self.fake.resume)
 
     def calls(self, lease: Lease) -> list[Transition]:
-        """The rollout's calls that are in the store by now."""
+        """Return the rollout's calls that are in the store by now."""
         return self.do(self._store.transitions(lease.rollout.id, lease.attempt))
 
     def bodies(self, start: int = 0) -> list[str]:
-        """The requests that have reached the policy server since it had `start` of them."""
+        """Return the requests to the policy server, as JSON, without the first `start`."""
         return [json.dumps(request.body) for request in self.fake.requests[start:]]
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait, on any loop, for something to come true. Raises `AssertionError` after `LIMIT`."""
+        """Wait, on any loop, until a condition is true; errors name `what` is awaited. Raises `AssertionError` after
+        `LIMIT`."""
         try:
             async with asyncio.timeout(LIMIT):
                 while not condition():  # noqa: ASYNC110 — what is waited for happens on another loop

@@ -1,7 +1,7 @@
-"""What the model of the conformance kit says: a script that plays every agent the kit asks for, in the framework's own words.
+"""The model of the conformance kit: a script that plays every agent the kit needs, in the framework's own wording.
 
-The invariant: a reply is a function of the request alone, tool call ids included, so that two runs of one agent send the same
-requests. What the script cannot play is answered with a 400 that tells the adapter's author what the agent lacks.
+The invariant: a reply depends on the request alone, tool call ids included, so that two runs of one agent send the same
+requests. A request that the script cannot play is answered with a 400 that tells the adapter's author what the agent lacks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BAD = "bad"
 INVENT = "invent"
 """A user text with this word makes the solver call a tool that it does not have, and then its own."""
 INVENTED = "no_such_tool"
-"""The name of that tool."""
+"""The name of the invented tool."""
 
 NAMED = re.compile(r"You are (\w+)\.")
 PARAMETERS = {"calculator": "expression"}
-"""Parameters whose names the kit gives."""
+"""The parameters whose names the kit requires, by tool."""
 ANSWERS = {
     "solver": ANSWER,
     "boss": "Both have answered.",
@@ -38,11 +38,11 @@ ANSWERS = {
     "checker": "Approved by the checker.",
     "echo": "Echo of {text}",
 }
-"""What each of the kit's agents says in the end."""
+"""The final answer of each of the kit's agents."""
 
 
 class ScriptTurn(NamedTuple):
-    """What a request says. `results` is how many tool results it holds that came after the user's text."""
+    """What a request says: the agent's name, the user's text, and the number of tool `results` after that text."""
 
     agent: str
     text: str
@@ -50,17 +50,17 @@ class ScriptTurn(NamedTuple):
 
 
 class ReplyFormat:
-    """How a framework words what the model is asked and what it decides: by default in native messages and tool calls.
+    """How a framework words a request to the model and the model's decision: by default in native messages and tool calls.
 
     Derive from it for a framework that has the model write its decisions as text, and give an instance to the contract as
-    `replies`. The script decides; `read` says what it is asked, and `calls` and `answer` say what it decides.
+    `replies`. The script decides; `read` reads its requests, and `calls` and `answer` word its decisions.
     """
 
     answering_calls: ClassVar[int] = 1
-    """Model calls that an agent makes to answer, once its tools have run."""
+    """How many model calls an agent makes to answer, once its tools have run."""
 
     def read(self, body: Mapping[str, Any]) -> ScriptTurn:
-        """What a chat request says."""
+        """Read the agent, the text and the number of results from a chat request."""
         messages = body["messages"]
         system = " ".join(text_of(item) for item in messages if item["role"] in ("system", "developer"))
         found = NAMED.search(system)
@@ -70,7 +70,8 @@ class ReplyFormat:
         return ScriptTurn(found[1] if found else "", text, results)
 
     def calls(self, body: Mapping[str, Any], wanted: Mapping[str, str]) -> Reply:
-        """Call tools, each with a text as its first parameter: all at once, or the first one where a reply holds one call."""
+        """Word the decision to call tools, each with a text as its first parameter: all at once, or the first one where a reply
+        holds one call."""
         offered = {item["function"]["name"]: item["function"] for item in body.get("tools") or ()}
         missing = sorted(set(wanted) - {INVENTED} - set(offered))
         if missing:
@@ -89,12 +90,12 @@ class ReplyFormat:
         return Reply(tool_calls=calls)
 
     def answer(self, body: Mapping[str, Any], text: str) -> Reply:
-        """Answer the user."""
+        """Word the final answer to the user."""
         return Reply(text)
 
 
 def play(body: Mapping[str, Any], replies: ReplyFormat) -> Reply:
-    """What the model says to a chat request, by the agent's name and the user's text."""
+    """Return what the model says to a chat request, by the agent's name and the user's text."""
     agent, text, results = replies.read(body)
     if not agent:
         said = [text_of(item) for item in body["messages"] if item["role"] in ("system", "developer")]
@@ -109,7 +110,7 @@ def play(body: Mapping[str, Any], replies: ReplyFormat) -> Reply:
 
 
 def _tools(agent: str, text: str, results: int) -> dict[str, str]:
-    """The tools that an agent calls next."""
+    """Return the tools that an agent calls next, each with the text of its parameter; empty if it answers."""
     if agent == "solver":
         steps = [{INVENTED: "x"}] if INVENT in text else [{"calculator": "bad"}] if BAD in text else []
         steps.append({"calculator": "6 * 7"})
@@ -126,11 +127,11 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def refusal(message: str) -> Reply:
-    """A 400 with words for the adapter's author."""
+    """Return a reply with status 400 and a message for the adapter's author."""
     return Reply(status=400, message=message)
 
 
 def _call_id(messages: Sequence[Mapping[str, Any]], number: int) -> str:
-    """Different in each turn of a conversation, the same when the conversation is repeated."""
+    """Return an id that differs in each turn of a conversation, and is the same when the conversation is repeated."""
     seed = json.dumps([messages, number], sort_keys=True).encode()
     return f"chatcmpl-tool-{zlib.crc32(seed):08x}{len(messages):02x}{number:02x}"

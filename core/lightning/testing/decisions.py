@@ -1,14 +1,14 @@
-"""Small decision tasks whose true advantages are known, and the rollouts that a fixed policy makes in them. In the
-bifurcation tasks a few calls decide and the others only make noise, in one of the ways that agents know.
+"""Small decision tasks whose true advantages are known, rollouts of a fixed policy in them, and scores of credit functions. In
+the bifurcation tasks a few calls decide and the others only make noise, in one of the ways that occur in agents.
 
-The invariant: what is sampled and what is computed come from one description. The rollouts are real `Group`s with prompt
-ids, agents and step rewards; their truth is solved exactly (linear equations, so loops are allowed), never estimated. Every
-bifurcation task has a single difficulty, which its `about` names, so that a score on it says something.
+The invariant: the sampled rollouts and the exact truth come from one description. The rollouts are real `Group`s with prompt
+ids, agents and step rewards. The truth is solved exactly (linear equations, so loops are allowed), never estimated. Every
+bifurcation task has a single difficulty, which its `about` names, so that its score has a clear meaning.
 
-A branch is what a real one would be. It has its own calls alone, from a state that its parent was in; the prefix that it
-shares is in its reward, and in step rewards that name its parent's calls.
+A branch here is recorded as a real one. It has only its own calls, from a state that its parent was in. The prefix that it
+shares counts in its reward, and in step rewards that name its parent's calls.
 
-The score of a credit function, how near it comes to the true advantages and what that does to the policy gradient, is a
+The score of a credit function (how near it comes to the true advantages, and what that does to the policy gradient) is a
 property of the credit and the task. Sampling noise is in the score only where it is meant to be (`correlation`, `variance`,
 `cosine`: what a step has to live with); it is taken out of `bias`.
 """
@@ -37,13 +37,13 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Places: TypeAlias = npt.NDArray[np.int64]
 
 BEGIN = 0
-"""The first token id of every prompt; then come those of the states, then those of the actions."""
+"""The first token id of every prompt. The ids after it are those of the states, then those of the actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionOutcome:
-    """What may follow an action: the call earns `step_reward` (as with `lightning.reward`), and the rollout goes on in
-    `state`, or, where that is empty, ends with `reward`."""
+    """One possible outcome of an action. The call earns `step_reward` (as with `lightning.reward`). The rollout goes on in
+    `state`, or ends with `reward` if `state` is empty."""
 
     probability: float = 1.0
     state: str = ""
@@ -53,7 +53,7 @@ class ActionOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy answers with `probability`. It does not know which of the outcomes follows."""
+    """An action that the policy takes with `probability`. The policy does not know which of the outcomes will follow."""
 
     probability: float
     outcomes: tuple[ActionOutcome, ...]
@@ -70,18 +70,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What is exactly so in a task of S states with at most A actions, in the order of its states."""
+    """The exact quantities of a task with S states and at most A actions, in the order of its states."""
 
     values: Floats
     """V, shape (S,): the expected return from each state on, undiscounted."""
     advantages: Floats
     """A = Q - V, shape (S, A); 0 where a state has fewer actions."""
     policy: Floats
-    """Probabilities, shape (S, A)."""
+    """Probabilities of the actions, shape (S, A)."""
     visits: Floats
-    """How many calls a rollout makes in each state, expected, shape (S,)."""
+    """The expected number of calls in each state during a rollout, shape (S,)."""
     trained: npt.NDArray[np.bool_]
-    """Shape (S,)."""
+    """Whether each state's calls are trained, shape (S,)."""
 
     @property
     def gradient(self) -> Floats:
@@ -92,11 +92,11 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class DecisionTask:
-    """A task: named states, the first of which every rollout begins in.
+    """A task: named states, of which the first begins every rollout.
 
-    With `memory`, as in a chat, a call's prompt holds the whole history: all states and answers so far, and the present
-    state. Without, it is the present state alone, so that rollouts with different histories meet again. Raises
-    `ConfigError` for probabilities that are none, states that do not exist, and rollouts that cannot end.
+    With `memory`, as in a chat, a call's prompt holds the whole history: all states and answers so far, and the present state.
+    Without, the prompt is the present state alone, so that rollouts with different histories meet again. Raises `ConfigError`
+    for numbers that are no probabilities, states that do not exist, and rollouts that cannot end.
     """
 
     name: str
@@ -121,7 +121,7 @@ class DecisionTask:
             raise ConfigError(f"{self.name}: a rollout that comes to {min(endless)!r} can never end")
 
     def truth(self) -> Truth:
-        """Values, advantages and visits under the task's own policy."""
+        """Compute values, advantages and visits under the task's own policy."""
         places = {name: place for place, name in enumerate(self.states)}
         count, width = len(places), max(len(state.actions) for state in self.states.values())
         policy, rewards = np.zeros((count, width)), np.zeros((count, width))
@@ -143,7 +143,7 @@ class DecisionTask:
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
-    """A group, and for each trajectory which state each call was in and which action it took, shape (calls,)."""
+    """A sampled group, and for each trajectory the state of each call and the action taken, shape (calls,)."""
 
     group: Group
     states: tuple[Places, ...]
@@ -158,7 +158,7 @@ def sample_group(
     name: str = "group",
     values: Floats | None = None,
 ) -> SampledGroup:
-    """`size` rollouts of a task. `values`, shape (S,), is what a critic says of each state: it becomes
+    """Sample `size` rollouts of a task. `values`, shape (S,), are a critic's values of the states: they become
     `Trajectory.values`, NaN for calls that are not trained."""
     paths = [walk(task, DecisionPath(), rng) for _ in range(size)]
     made = [path_trajectory(task, path, name, index, values) for index, path in enumerate(paths)]
@@ -167,7 +167,7 @@ def sample_group(
 
 @dataclass(slots=True)
 class DecisionPath:
-    """The calls of one rollout: state, action and step reward of each; and the reward at the end."""
+    """The calls of one rollout (state, action and step reward of each), and the reward at the end."""
 
     states: list[int] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
@@ -175,12 +175,12 @@ class DecisionPath:
     reward: float = 0.0
 
     def part(self, calls: slice) -> DecisionPath:
-        """Some of its calls."""
+        """Return the path with only these calls."""
         return DecisionPath(self.states[calls], self.actions[calls], self.steps[calls], self.reward)
 
 
 def walk(task: DecisionTask, path: DecisionPath, rng: np.random.Generator, at: int = 0) -> DecisionPath:
-    """The path, which leads to the state `at`, with the policy's calls from there to the end."""
+    """Extend a path that leads to the state `at` by the policy's calls from there to the end, and return it."""
     places = {state: place for place, state in enumerate(task.states)}
     decisions = list(task.states.values())
     while True:
@@ -200,7 +200,7 @@ def walk(task: DecisionTask, path: DecisionPath, rng: np.random.Generator, at: i
 def path_trajectory(
     task: DecisionTask, path: DecisionPath, group: str, index: int, values: Floats | None = None
 ) -> Trajectory:
-    """The path with token ids: one for each state and each action, with the policy's logprob."""
+    """Return the path as a trajectory: one token id for each state and each action, with the policy's logprob."""
     decisions = list(task.states.values())
     made = make_trajectory([], rollout=f"{group}/{index}", group=group, index=index, reward=path.reward)
     prompt, calls = [BEGIN], []
@@ -220,14 +220,14 @@ def path_trajectory(
 
 
 def as_sampled(name: str, made: Sequence[Trajectory], paths: Sequence[DecisionPath]) -> SampledGroup:
-    """The group of these trajectories, whose calls are those of the paths."""
+    """Return the group of these trajectories, whose calls are those of the paths."""
     states = tuple(np.array(path.states, dtype=np.int64) for path in paths)
     actions = tuple(np.array(path.actions, dtype=np.int64) for path in paths)
     return SampledGroup(Group(name, tuple(made)), states, actions)
 
 
 def _drawn(rng: np.random.Generator, choices: Sequence[Action] | Sequence[ActionOutcome]) -> int:
-    """The index of one of the choices, by their probabilities."""
+    """Draw the index of one of the choices, by their probabilities."""
     last = len(choices) - 1
     left = rng.random() if last else 0.0
     for index in range(last):
@@ -243,7 +243,7 @@ def _check_probabilities(what: str, probabilities: Sequence[float]) -> None:
 
 
 def _can_end(states: Mapping[str, Decision]) -> set[str]:
-    """The states from which a rollout ends with some probability."""
+    """Return the states from which a rollout ends with some probability."""
     ending: set[str] = {""}
     while True:
         more = {
@@ -263,7 +263,7 @@ def _can_end(states: Mapping[str, Decision]) -> set[str]:
 
 @cache
 def bifurcation_tasks() -> Mapping[str, DecisionTask]:
-    """All of them, by name."""
+    """Return all bifurcation tasks, by name."""
     made = (
         early(), late(), long_chain(), two_agents(), consult(), wasteful_tool(), late_bill(), recombining(), retry()
     )  # fmt: skip
@@ -271,21 +271,21 @@ def bifurcation_tasks() -> Mapping[str, DecisionTask]:
 
 
 def early(noise: int = 4) -> DecisionTask:
-    """The first call decides, then come calls that change nothing."""
+    """A task whose first call decides; the calls after it change nothing."""
     states = {"choose": Decision((_go(0.5, "right-1"), _go(0.5, "wrong-1")))}
     states |= _chain("right-", noise, 0.9) | _chain("wrong-", noise, 0.1)
     return DecisionTask("early", states, about="the first call decides, the others are noise")
 
 
 def late(noise: int = 4) -> DecisionTask:
-    """Calls that change nothing, then one that decides."""
+    """A task whose last call decides; the calls before it change nothing."""
     states = {f"noise-{place}": _noise(f"noise-{place + 1}" if place < noise else "choose") for place in _to(noise)}
     states["choose"] = Decision((_end(0.5, 0.9), _end(0.5, 0.1)))
     return DecisionTask("late", states, about="the last call decides, the others are noise")
 
 
 def long_chain(calls: int = 12, decisive: int = 6) -> DecisionTask:
-    """One bifurcation in the middle of many calls."""
+    """A task with one deciding call in the middle of many that change nothing."""
     states = {
         f"noise-{place}": _noise(f"noise-{place + 1}" if place + 1 < decisive else "choose")
         for place in _to(decisive - 1)
@@ -296,7 +296,7 @@ def long_chain(calls: int = 12, decisive: int = 6) -> DecisionTask:
 
 
 def two_agents(turns: int = 2) -> DecisionTask:
-    """A planner whose first call decides, a writer who changes nothing, and a judge who is not trained."""
+    """A task with a planner whose first call decides, a writer who changes nothing, and a judge who is not trained."""
     states = {"plan": Decision((_go(0.5, "right-1"), _go(0.5, "wrong-1")), "planner")}
     for side, success in (("right-", 0.9), ("wrong-", 0.1)):
         for turn in _to(turns):
@@ -308,7 +308,7 @@ def two_agents(turns: int = 2) -> DecisionTask:
 
 
 def consult() -> DecisionTask:
-    """A router that does the work alone, or asks an expert, whose own decision matters less than being asked."""
+    """A task with a router that does the work alone, or asks an expert, whose own decision matters less than being asked."""
     states = {
         "route": Decision((_go(0.5, "expert"), _end(0.5, 0.1)), "router"),
         "expert": Decision((_end(0.5, 0.95), _end(0.5, 0.65)), "expert"),
@@ -317,7 +317,7 @@ def consult() -> DecisionTask:
 
 
 def wasteful_tool(calls: int = 4) -> DecisionTask:
-    """A call of a useless tool costs a quarter at once; success is a coin toss."""
+    """A task in which a call of a useless tool costs a quarter at once; success is a coin toss."""
     states = {}
     for place in _to(calls):
         after = f"work-{place + 1}" if place < calls else ""
@@ -333,7 +333,7 @@ def wasteful_tool(calls: int = 4) -> DecisionTask:
 
 
 def late_bill(noise: int = 2) -> DecisionTask:
-    """The first call decides what a later call has to pay, which cannot help it."""
+    """A task whose first call decides what a later call has to pay, which that call cannot change."""
     states = {"choose": Decision((_go(0.5, "careful-1"), _go(0.5, "careless-1")))}
     for side, cost in (("careful-", 0.0), ("careless-", -0.5)):
         states |= {
@@ -345,10 +345,10 @@ def late_bill(noise: int = 2) -> DecisionTask:
 
 
 def recombining(stages: int = 3, memory: bool = False) -> DecisionTask:
-    """Luck puts the rollout into one of three places, which differ by 0.4; then each call earns 0.2 or nothing.
+    """A task in which luck puts the rollout into one of three places, which differ by 0.4; then each call earns 0.2 or nothing.
 
-    Prompts show the place and the stage, so rollouts meet whatever they did before. With `memory` they show that too, and
-    fewer stand in the same state.
+    Prompts show the place and the stage, so rollouts meet again in the same state. With `memory` prompts also show the earlier
+    actions, and fewer rollouts share a state.
     """
     order = ("low", "mid", "high")
     states = {"start": _noise(*(f"{name}-1" for name in order))}
@@ -363,7 +363,7 @@ def recombining(stages: int = 3, memory: bool = False) -> DecisionTask:
 
 
 def retry() -> DecisionTask:
-    """Try with care, try in haste, or give up; a failed try costs a little and leads back to the same prompt."""
+    """A task to try with care, try in haste, or give up; a failed try costs a little and leads back to the same prompt."""
     states = {
         "read": _noise("easy", "hard"),
         "easy": _try("easy", 0.8, 0.5),
@@ -381,7 +381,7 @@ def _try(name: str, careful: float, hasty: float) -> Decision:
 
 
 def _go(probability: float, *states: str) -> Action:
-    """An action that leads to one of the states, each as likely."""
+    """An action that leads to one of the states, with equal probabilities."""
     return Action(probability, tuple(ActionOutcome(1.0 / len(states), state) for state in states))
 
 
@@ -406,7 +406,7 @@ def _to(count: int) -> range:
 
 
 class ChoosesPoints(Protocol):
-    """Chooses at which calls of trunks to branch, as `lightning_branching.branch_points.branch_points` does."""
+    """A function that chooses the calls of trunks to branch at, as `lightning_branching.branch_points.branch_points` does."""
 
     def __call__(
         self,
@@ -417,17 +417,17 @@ class ChoosesPoints(Protocol):
         branches: Sequence[Trajectory] = ...,
         per_call: float | None = ...,
     ) -> Sequence[tuple[Trajectory, Transition]]:
-        """The calls, each with its trunk, for so many tokens."""
+        """Return the chosen calls, each with its trunk, for this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSampling:
-    """How a group is sampled instead of as independent rollouts: `trunks` of them, and for the tokens of the others branches,
-    at the calls that `points` chooses `by`.
+    """How to sample a group as a tree instead of independent rollouts: `trunks` of these, and branches for the tokens of the
+    others, at the calls that `points` chooses `by`.
 
-    A call is a token here. Branches may sample so many calls for each of the trunks' as the group has other rollouts for each
-    trunk; by `variance`, half of them before it looks at returns, as with `trainer.sampling = tree`. With `per_call`, each
-    call has so many branches on average, whatever that costs.
+    A call counts as one token here. The branches may sample as many calls as the left-out rollouts would have, estimated from
+    the trunks. With `variance`, half of them are spent before returns are looked at, as with `trainer.sampling = tree`. With
+    `per_call`, each call has this many branches on average, whatever that costs.
     """
 
     points: ChoosesPoints
@@ -449,7 +449,7 @@ def sample_tree(
     name: str = "group",
     values: Floats | None = None,
 ) -> SampledGroup:
-    """A group that samples about as many calls as `size` independent rollouts. `values` as of `sample_group`."""
+    """Sample a group with about as many calls as `size` independent rollouts have. `values` is as in `sample_group`."""
     paths = [walk(task, DecisionPath(), rng) for _ in range(tree.trunks)]
     trunks = [path_trajectory(task, path, name, index, values) for index, path in enumerate(paths)]
     made, own = list(trunks), list(paths)
@@ -467,7 +467,7 @@ def sample_tree(
 
 
 def branch_of(whole: Trajectory, trunk: Trajectory, seq: int) -> Trajectory:
-    """What is recorded of a rollout that begins as its trunk did up to the call `seq`."""
+    """Return a branch as it is recorded: the rollout `whole` without the calls before `seq`, which it shares with its trunk."""
     name = whole.rollout.id
     calls = [replace(call, seq=place, id=f"{name}/{place}") for place, call in enumerate(whole.transitions[seq:])]
     known = [call.id for call in (*trunk.transitions[:seq], *calls)]
@@ -484,31 +484,33 @@ def branch_of(whole: Trajectory, trunk: Trajectory, seq: int) -> Trajectory:
 
 
 def independent(group: Sequence[Trajectory]) -> int:
-    """How many of the trajectories are no branches."""
+    """Return how many of the trajectories are not branches."""
     return sum(member.rollout.parent is None for member in group)
 
 
 @dataclass(frozen=True, slots=True)
 class CreditScore:
-    """How good a credit's advantages are on a task. Gradients are with respect to one logit for each action of each state,
-    and every call counts alike: no clipping, no normalisation by tokens."""
+    """How good a credit's advantages are on a task. Gradients are with respect to one logit for each action of each state, and
+    every call has the same weight: no clipping, no normalisation by tokens."""
 
     correlation: float
-    """Pearson's, between given and true advantages over all trained calls; 0 when the given ones are all the same."""
+    """Pearson's correlation between given and true advantages over all trained calls; 0 when the given ones are all the
+    same."""
     slope: float
-    """Of the given advantages on the true ones, by least squares: 1 when a better action gets that much more."""
+    """The slope of the given advantages on the true ones, by least squares: 1 if a better action gets exactly its advantage
+    more."""
     bias: float
-    """0 to 1: what part of the truth remains after the *expected* gradient, at its best scale, is taken away. With Â(s, a)
-    the expected gradient per visit (the mean advantage of action a in state s, less that of the state) it is
-    min over c >= 0 of ||c Â - A|| / ||A||, weighted by visits: the sine of the angle between them. Noise is
-    removed by multiplying the means of two halves of the groups."""
+    """0 to 1: the part of the truth that remains after the *expected* gradient, at its best scale, is subtracted. With Â(s, a)
+    the expected gradient per visit (the mean advantage of action a in state s, less that of the state) it is min over c >= 0 of
+    ||c Â - A|| / ||A||, weighted by visits: the sine of the angle between them. Noise is removed by multiplying the means of
+    two halves of the groups."""
     variance: float
-    """The summed variance of one group's gradient over the squared length of its expectation: so many groups have to be
-    averaged until noise is as long as signal. Infinite when there is no signal."""
+    """The summed variance of one group's gradient over the squared length of its expectation: the number of groups to average
+    until noise is as long as signal. Infinite when there is no signal."""
     cosine: float
-    """Between one group's gradient and the true one, averaged over groups; 0 for a group whose gradient is 0."""
+    """The cosine between one group's gradient and the true one, averaged over groups; 0 for a group whose gradient is 0."""
     calls: float
-    """How many calls a group sampled, on average."""
+    """The mean number of calls that a group sampled."""
 
 
 def score_credit(
@@ -524,11 +526,10 @@ def score_credit(
 ) -> CreditScore:
     """Sample groups of a task and compare the credit's advantages with the true ones.
 
-    `advantage` is the low level's estimator. Credits that read `Trajectory.values` are given the exact value of each state
-    plus a normal error of deviation `value_error`, drawn once for each state: a critic errs in the same way each time.
-    With `tree`, a group has fewer independent rollouts and branches of them, for about as many calls (`CreditScore.calls`)
-    as `group_size` rollouts make.
-    Raises `DataError` when the credit does not give one finite number for each call.
+    `advantage` is the estimator that the credit is given. Credits that read `Trajectory.values` get the exact value of each
+    state plus a normal error of deviation `value_error`, drawn once for each state: a critic errs in the same way each time.
+    With `tree`, a group has fewer independent rollouts and branches of them, for about as many calls (`CreditScore.calls`) as
+    `group_size` rollouts make. Raises `DataError` when the credit does not give one finite number for each call.
     """
     scores = score_credits(
         {"credit": credit},
@@ -554,7 +555,7 @@ def score_credits(
     value_error: float = 0.0,
     tree: TreeSampling | None = None,
 ) -> dict[str, CreditScore]:
-    """Score several credits on the same rollouts, as `score_credit` does one."""
+    """Score several credits on the same rollouts, each as `score_credit` does."""
     if groups < 2:
         raise ConfigError(f"groups={groups}: the score needs at least 2")
     truth = task.truth()
@@ -571,7 +572,7 @@ def score_credits(
 
 
 def _calls(credit: Credit, sampled: Sequence[SampledGroup], advantage: GroupAdvantage) -> Floats:
-    """The advantages of all calls of all groups, flat."""
+    """Return the credit's advantages of all calls of all groups, in one flat array. Raises `DataError` for other shapes."""
     parts: list[Floats] = []
     for each in sampled:
         given = [np.asarray(part, dtype=np.float64) for part in credit(each.group, advantage)]
@@ -615,7 +616,7 @@ def _score(truth: Truth, given: Floats, sampled: Sequence[SampledGroup]) -> Cred
 
 
 def _regression(given: Floats, true: Floats) -> tuple[float, float]:
-    """Pearson's correlation, and the slope of the given on the true advantages."""
+    """Return Pearson's correlation, and the slope of the given on the true advantages."""
     given, true = given - given.mean(), true - true.mean()
     common, own, others = float(given @ true), float(given @ given), float(true @ true)
     if others == 0.0:
@@ -624,7 +625,7 @@ def _regression(given: Floats, true: Floats) -> tuple[float, float]:
 
 
 def _bias(one: Floats, other: Floats, true: Floats, weights: Floats) -> float:
-    """The sine of the angle between expected and true gradient, in the metric of visits; 1 beyond a right angle."""
+    """Return the sine of the angle between expected and true gradient, weighted by visits; 1 beyond a right angle."""
     seen = weights > 0
     one, other, true = (part[seen] / np.sqrt(weights[seen]) for part in (one, other, true))
     along, across = float(one @ true), float(other @ true)

@@ -54,8 +54,8 @@ Script = Callable[[Mapping[str, Any]], Reply]
 class FakeVLLM:
     """The server. Start it with `async with`, or `start`/`close`; `port` 0 takes a free one.
 
-    Replies come from the queue, then from `script(request body)`, then are `default`. `requests` holds what arrived,
-    `aborted` the request ids whose client hung up, `healthy` what `/health` says, `packs` whether it has our middleware for
+    Replies come from the queue, then from `script(request body)`, then are `default`. `requests` holds what arrived, `aborted`
+    the request ids whose client hung up. `healthy` is the answer of `/health`, `packs` whether it has our middleware for
     logprobs (`lightning.policy_server.packed_logprobs`), `tokenizes` whether it has `/tokenize`. Of its chat template
     `shows_tools` says whether it knows tools, `system_first` whether it refuses a system message that is not the first, and
     `skips_thinking` whether it heeds `enable_thinking`. `aliases` are further names of the model, `claim` is the word that a
@@ -99,7 +99,7 @@ class FakeVLLM:
         return (self.model, *self.aliases)
 
     def queue(self, *replies: Reply) -> None:
-        """Answer the next requests with these (one for each choice when `n > 1`)."""
+        """Answer the next requests with these replies (one for each choice when `n > 1`)."""
         self._queue.extend(replies)
 
     def pause(self) -> None:
@@ -111,11 +111,11 @@ class FakeVLLM:
         self._running.set()
 
     def hang(self) -> None:
-        """The engine stands still from now on, as one whose device hangs: only what does not ask it is answered (`/health`)."""
+        """Make the engine stand still, as one whose device hangs: only routes that do not need it answer (`/health`)."""
         self._turning.clear()
 
     def in_flight(self) -> dict[str, int]:
-        """Tokens sampled so far by each choice of the requests not answered yet, keyed as `Update.in_flight` is."""
+        """Return the tokens sampled so far by each choice of the unanswered requests, with the keys of `Update.in_flight`."""
         return {job.key(item.index): item.sampled for job in self._jobs for item in job.generations}
 
     async def start(self) -> None:
@@ -158,7 +158,7 @@ class FakeVLLM:
         return web.json_response({"object": "list", "data": [{"id": name, **rest} for name in self._names]})
 
     async def _rpc(self, request: web.Request) -> web.Response:
-        """The worker extension's `lightning_attach`, which the engine answers between two steps."""
+        """Answer the worker extension's `lightning_attach`, which the engine answers between two steps."""
         await self._turning.wait()
         return web.json_response({"results": [{"version": 0, "pid": 1, "claim": self.claim}]})
 
@@ -285,17 +285,17 @@ class FakeVLLM:
 
 
 class EventWriter:
-    """Writes events, cut into pieces of `size` bytes when that is not 0."""
+    """Writes events to a stream, cut into pieces of `size` bytes when that is not 0."""
 
     def __init__(self, response: web.StreamResponse, size: int) -> None:
         self._response, self._size = response, size
 
     async def event(self, chunk: Mapping[str, Any]) -> None:
-        """One `data:` event."""
+        """Write one `data:` event."""
         await self.raw(b"data: " + compact(chunk) + b"\n\n")
 
     async def raw(self, data: bytes) -> None:
-        """Bytes as they are."""
+        """Write bytes without a frame."""
         size = self._size or len(data)
         for start in range(0, len(data), size):
             await self._response.write(data[start : start + size])
@@ -304,7 +304,7 @@ class EventWriter:
 
 
 def error_response(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
-    """vLLM's error as an answer."""
+    """Return an answer with vLLM's error object."""
     return web.json_response({"error": error_object(status, message, kind, param)}, status=status)
 
 

@@ -1,7 +1,8 @@
-"""Holds a process's network to the loopback address, for tests: whatever would leave the machine is refused and named.
+"""Holds a process's network to the loopback address, for tests: any connection that would leave the machine is refused and
+named.
 
-The invariant: after the block `socket` is exactly as it was. Names are refused before they are looked up, since the
-question to a name server leaves the machine as well. Event loops in C (uvloop) do not ask Python's `socket` and are not held.
+The invariant: after the block `socket` is exactly as it was. Names are refused before they are looked up, since the query to a
+name server leaves the machine as well. Event loops in C (uvloop) do not call Python's `socket` and are not held.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def hold_network() -> Iterator[list[str]]:
 
 
 def is_local(host: object) -> bool:
-    """Whether a host, as a socket takes it, is this machine: a loopback address, `localhost`, or None (a server's)."""
+    """Whether a host, as a socket takes it, is this machine: a loopback address, `localhost`, or None (any address of a
+    server)."""
     text = host.decode(errors="replace") if isinstance(host, bytes) else host
     if text is None or text in ("", "localhost"):
         return True

@@ -1,7 +1,7 @@
-"""One rollout of an agent against a model that plays a script: what training would see of it.
+"""Runs one rollout of an agent against a model that plays a script, and returns what training would see of it.
 
-The invariant: it goes the way it goes in training (tap, adapters, stages, gateway, store, judged outcome), in this process and
-without another server, so that a debugger and a test's patches reach the agent.
+The invariant: the rollout takes the same way as in training (tap, adapters, stages, gateway, store, judged outcome), in this
+process and without another server, so that a debugger and a test's patches reach the agent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ atexit.register(_loop.close)
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """What a rollout left in the store. `rollout` has its reward, the named parts of it, or its fault and error."""
+    """What the store has of a rollout. `rollout` has its reward and the named parts of it, or its fault and error."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -39,7 +39,7 @@ class RolloutRecord:
 
     @property
     def rewards_of_calls(self) -> Mapping[str, Mapping[str, float]]:
-        """The sum of the step rewards of each name, by the id of the call that they are for (empty: nobody knew which)."""
+        """The sum of the step rewards of each name, by the id of the call that they are for ("" if the call is unknown)."""
         found: dict[str, dict[str, float]] = {}
         for step in self.step_rewards:
             named = found.setdefault(step.response_id, {})
@@ -57,9 +57,9 @@ def rollout(
     """Run an agent once on a task and return what was recorded.
 
     `script` is what the model says: a function from a chat request's body to a `Reply`, or the replies in order, where a text
-    or a `ToolCall` is short for a reply. A call after the last is refused (400). `adapters` are the names of those to install;
-    None installs all that are found. What the agent raises is in `rollout.error`. The agent runs in this thread, or in another
-    one while an event loop runs here; async ones on one loop for all rollouts of this process. Random numbers are not seeded.
+    or a `ToolCall` is short for a reply. A call after the last is refused (400). `adapters` names the adapters to install; None
+    installs all that are found. An error of the agent is in `rollout.error`. The agent runs in this thread, or in another one
+    while an event loop runs here; async agents run on one loop for all rollouts of this process. Random numbers are not seeded.
     """
     asked = task if isinstance(task, Task) else Task(task)
     house = House(FakeVLLM(script=script if callable(script) else _in_order(script)))
@@ -81,7 +81,7 @@ def rollout(
 
 
 def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
-    """On one loop for all rollouts, as in a worker: clients that an agent keeps belong to the loop they began in."""
+    """Run the agent on one loop for all rollouts, as in a worker: clients that it keeps belong to the loop they began in."""
     if not _free.acquire(blocking=False):  # a rollout inside another one, or in a thread beside it
         with asyncio.Runner() as loop:
             return run_here(agent, task, llm, loop)

@@ -1,6 +1,6 @@
-"""What a plugin may import of the core, and a check of that for its author: `check_imports("my_plugin")`.
+"""The modules of the core that a plugin may import, and a check for its author: `check_imports("my_plugin")`.
 
-The invariant: nothing is imported to find out; sources are read.
+The invariant: the check imports nothing of the plugin; it reads sources.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a store of SQL": (
             "lightning.store.relational.transaction",
             "lightning.store.threads",
-            "lightning.store.relational.rollouts",
+            "lightning.store.relational.operations",
             "lightning.store.schema",
             "lightning.store.relational.store",
             "lightning.store.sqlite.connection",
@@ -174,7 +174,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.checkpoints",
             "lightning.trainer.own_loop",
             "lightning.trainer.context",
-            "lightning.trainer.replay",
             "lightning.trainer.teacher",
         ),
         "a stage at a run's beginning and end": (
@@ -195,8 +194,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Modules that plugins may import, by what they are for. Any module called `protocol` is public as well.
 
-The first two groups are kept: they change only with an entry in the change log. The others are what the core's own rooms are
-made of and change with them."""
+The first two groups are stable: they change only with an entry in the change log. The others are parts of the core's own rooms
+and change with them.
+"""
 
 FOR_ADAPTERS = ("any plugin", "an adapter, of spans")
 
@@ -204,8 +204,8 @@ FOR_ADAPTERS = ("any plugin", "an adapter, of spans")
 def check_imports(package: str, *groups: str) -> None:
     """Raise `AssertionError` when a module or package imports what is private in the core.
 
-    Each import is named with its file and line, and with the public module that offers the same where there is one. `groups` of
-    `PUBLIC` limit what is allowed, such as to `FOR_ADAPTERS`.
+    The error names each import with its file and line, and a public module that offers the same, if there is one. `groups` of
+    `PUBLIC` limit what is allowed, such as to `FOR_ADAPTERS`; none allows all groups.
     """
     allowed = {module for group in groups or PUBLIC for module in PUBLIC[group]}
     found = [
@@ -220,7 +220,7 @@ def check_imports(package: str, *groups: str) -> None:
 
 def _sources(package: str) -> list[Path]:
     try:
-        spec = find_spec(package)  # it imports what a dotted name lies in
+        spec = find_spec(package)  # this imports the parents of a dotted name
     except ModuleNotFoundError:
         spec = None
     if spec is None or spec.origin is None:
@@ -230,7 +230,7 @@ def _sources(package: str) -> list[Path]:
 
 
 def _imports(file: Path) -> Iterator[tuple[int, str, str]]:
-    """Line, module of the core, and the name that is imported from it."""
+    """Yield the imports from the core in a file: the line, the module, and the imported name ("" for a module)."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             named = [(alias.name, "") for alias in node.names]
@@ -262,11 +262,11 @@ def _cure(module: str, name: str, allowed: set[str]) -> str:
 
 @functools.cache
 def _offered(public: str) -> frozenset[tuple[str, str]]:
-    """What a module passes on: names, each with the module that it takes it from."""
+    """Return the names that a module imports and so offers, each with the module that it comes from."""
     file = _file_of(public)
     assert file is not None, f"{public} is listed and is not there"
     passed = {(module, name) for _, module, name in _imports(file)}
-    for module, name in list(passed):  # what a package offers it often has from a module of its own
+    for module, name in list(passed):  # a package often offers a name of one of its own modules
         if name and module != public and (_file_of(module) or file).name == "__init__.py":
             passed |= {(inner, same) for inner, same in _offered(module) if same == name}
     return frozenset(passed)

@@ -1,10 +1,10 @@
-"""A pytest plugin for tests of agents and adapters. Nothing happens before it is asked for:
+"""A pytest plugin for tests of agents and adapters. It is off until a test suite asks for it:
 
     pytest_plugins = ["lightning.testing.pytest_plugin"]        # in the top conftest.py
 
 or `pytest -p lightning.testing.pytest_plugin`, for one run.
 
-`AdapterContract` needs none of it; its tests hold the network by themselves.
+`AdapterContract` does not need it: its tests hold the network by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["chat_server", "loopback_only", "pytest_addoption"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--loopback-only` holds the network for every test of the run."""
+    """Add the option `--loopback-only`, which holds the network for every test of the run."""
     parser.addoption(
         "--loopback-only", action="store_true", help="refuse connections beyond the loopback address, and fail the test"
     )
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def loopback_only() -> Iterator[list[str]]:
-    """Holds the network to the loopback address; what was refused is in the list, and fails the test unless taken out."""
+    """Hold the network to the loopback address. The list has the refused hosts; any that is left in it fails the test."""
     with hold_network() as refused:
         yield refused
     if refused:

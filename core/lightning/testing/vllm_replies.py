@@ -1,9 +1,9 @@
-"""What vLLM 0.31's OpenAI server says, byte by byte, to a scripted reply: answers, chunks, ids, logprobs and nulls; and what
-its chat route refuses with a 400, for a fake that is no more patient than the real one.
+"""Makes what vLLM 0.31's OpenAI server sends for a scripted reply, byte by byte: answers, chunks, ids, logprobs and nulls. Also
+refuses with a 400 what vLLM's chat route refuses, so that the fake is as strict as the real server.
 
 The invariant: only the tokens are made up: one per word, the same word always with the same id. Fields are present, absent or
-null exactly as in vLLM (whole answers are dumped with nulls, chunks without what was not set). What is refused here vLLM
-refuses as well; a test asks its own request class and renderer. The fake's model takes pictures, sound and video.
+null exactly as in vLLM (whole answers are dumped with nulls, chunks without fields that were not set). What is refused here
+vLLM refuses as well; a test asks its own request class and renderer. The fake's model takes pictures, sound and video.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What one request is answered with. Ids and logprobs are made from the text unless given; times are in seconds.
+    """The scripted answer to one request. Ids and logprobs are made from the text unless given; times are in seconds.
 
-    `reasoning` comes before the text, as where vLLM has a reasoning parser, and tool calls after it; without a text there is
-    none before tool calls, and a greeting else. `delay` passes before the first token,
-    `token_delay` between tokens. `status` other than 200 answers with vLLM's error object. `die_after` tokens the connection
-    is cut (0: before anything is sent), `error_after` tokens a stream ends with vLLM's error event. `raw` replaces the whole
-    body. `chunk_bytes` cuts a stream's bytes at odd places.
+    `reasoning` comes before the text, as where vLLM has a reasoning parser, and tool calls after it. The default text is empty
+    before tool calls, else a greeting. `delay` passes before the first token, `token_delay` between tokens. `status` other than
+    200 answers with vLLM's error object. After `die_after` tokens the connection is cut (0: before anything is sent), after
+    `error_after` tokens a stream ends with vLLM's error event. `raw` replaces the whole body. `chunk_bytes` cuts a stream's
+    bytes at odd places.
     """
 
     text: str = None  # type: ignore[assignment]  # `__post_init__` sets it
@@ -85,7 +85,7 @@ class Recorded:
 
     @property
     def request_id(self) -> str:
-        """What the client sent as `X-Request-Id`."""
+        """The client's `X-Request-Id`; "" without one."""
         return self.headers.get("x-request-id", "")
 
 
@@ -100,8 +100,8 @@ class ReplyToken:
 
 @dataclass
 class Generation:
-    """One choice being sampled. `sampled` is how many tokens the engine has produced, `done` that it has ended. `calls` are the
-    reply's tool calls, each with an id that no other has, as vLLM gives them where a model writes none."""
+    """One choice being sampled. `sampled` is how many tokens the engine has produced; `done` says that it has ended. `calls`
+    are the reply's tool calls, each with a unique id, as vLLM gives them where a model writes none."""
 
     index: int
     reply: Reply
@@ -117,7 +117,7 @@ class Generation:
 
 @dataclass(eq=False)
 class Job:
-    """A request in the fake engine. `packs` says that logprobs can be packed."""
+    """A request in the fake engine. `packs` says whether logprobs can be packed."""
 
     request: Recorded
     generations: list[Generation]
@@ -128,18 +128,19 @@ class Job:
 
     @property
     def n(self) -> int:
-        """How many choices it has."""
+        """The number of choices."""
         return len(self.generations)
 
     def key(self, index: int) -> str:
-        """How a policy server names this choice in `Update.in_flight` (one prompt, or one choice for each)."""
+        """Return the name of this choice in a policy server's `Update.in_flight` (for one prompt, or one choice for each
+        prompt)."""
         request_id = self.request.request_id
         several = self.n > 1 if len(self.prompts) == 1 else index > 0
         return f"{index}_{request_id}" if several else request_id
 
 
 def tokenize(text: str) -> list[int]:
-    """Made-up ids, one per word: the same word has the same id everywhere."""
+    """Return made-up ids, one per word: the same word has the same id everywhere."""
     pieces = PIECES.findall(text)
     ids = [3 + zlib.crc32(piece.encode()) % (VOCABULARY - 3) for piece in pieces]
     _WORDS.update(zip(ids, pieces, strict=True))
@@ -147,12 +148,12 @@ def tokenize(text: str) -> list[int]:
 
 
 def detokenize(ids: Sequence[int]) -> str:
-    """The text of made-up ids, as far as this process has made them."""
+    """Return the text of made-up ids; ids that this process has not made are left out."""
     return "".join(_WORDS.get(item, "") for item in ids)
 
 
 def tokenize_reply(reply: Reply, index: int) -> list[ReplyToken]:
-    """The tokens a reply is made of, end-of-sequence included when it stopped by itself."""
+    """Return the tokens of a reply, with end-of-sequence when it stopped by itself."""
     texts = (reply.reasoning, reply.text, tool_text(reply))
     pieces = [piece for text in texts for piece in PIECES.findall(text)] or [""]
     ids = [number for text in texts for number in tokenize(text)] or [3]
@@ -166,7 +167,7 @@ def tokenize_reply(reply: Reply, index: int) -> list[ReplyToken]:
 
 
 def tool_text(reply: Reply) -> str:
-    """Tool calls as hermes models write them."""
+    """Return the tool calls of a reply as hermes models write them."""
     calls = (
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         for call in reply.tool_calls
@@ -175,12 +176,12 @@ def tool_text(reply: Reply) -> str:
 
 
 Refusal = tuple[str, str]
-"""The message, and the field that it is about."""
+"""The message of a refusal, and the field that it is about."""
 
 NO_TEXT = "TextEncodeInput must be Union[TextInputSequence, Tuple[InputSequence, InputSequence]]"
-"""What tokenizers say to a text with a lone surrogate, which vLLM passes on."""
+"""The message of tokenizers for a text with a lone surrogate, which vLLM passes on."""
 SYSTEM_NOT_FIRST: Refusal = ("System message must be at the beginning.", "messages")
-"""What a chat template such as Qwen3.5's raises, which vLLM passes on."""
+"""The message of a chat template such as Qwen3.5's, which vLLM passes on."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 UNTRUSTED = (
@@ -193,16 +194,16 @@ RANGES = {
     "frequency_penalty": (-2.0, 2.0),
     "min_p": (0.0, 1.0),
 }
-"""Numbers with the smallest and largest value that is taken."""
+"""Fields that are numbers, with the smallest and the largest accepted value."""
 
 
 def refusal(body: Mapping[str, Any]) -> Refusal | None:
-    """Why vLLM refuses a chat request, or None."""
+    """Return why vLLM refuses a chat request; None if it accepts it."""
     return next(_all(body), None)
 
 
 def cannot_be_tokenized(body: Mapping[str, Any]) -> bool:
-    """Whether something of the prompt is no text: half of a character."""
+    """Whether part of the prompt is no valid text: it has half of a character (a lone surrogate)."""
     try:
         json.dumps([body.get(name) for name in ("messages", "tools", "prompt")], ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -301,37 +302,37 @@ def _message(message: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 class Shape(ABC):
-    """What differs between chat and completions."""
+    """The parts that differ between the routes for chat and completions."""
 
     prefix = ""
 
     def most_tokens(self, body: Mapping[str, Any]) -> tuple[str, int]:
-        """The name of the token limit, and how many the answer may have; 0 where a request does not say."""
+        """Return the name of the token limit, and its value; 0 where a request gives none."""
         return "max_tokens", body.get("max_tokens", 16) or 0
 
     @abstractmethod
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        """The token ids of every prompt in a request."""
+        """Return the token ids of every prompt in a request."""
 
     @abstractmethod
     def whole(self, job: Job, model: str) -> dict[str, Any]:
-        """A whole answer, nulls included (vLLM dumps its model with them)."""
+        """Return a whole answer, nulls included (vLLM dumps its model with them)."""
 
     @abstractmethod
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
+        """Return the chunks before the first token."""
 
     @abstractmethod
     def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
-        """Chunks for one token (vLLM dumps these without fields that were not set)."""
+        """Return the chunks for one token (vLLM dumps these without fields that were not set)."""
 
     def usage_chunk(self, job: Job, model: str) -> dict[str, Any]:
-        """The last chunk when usage was asked for."""
+        """Return the last chunk when usage was asked for."""
         return {**self.frame(job, model), "choices": [], "usage": usage(job)}
 
     @abstractmethod
     def frame(self, job: Job, model: str) -> dict[str, Any]:
-        """The fields every chunk has."""
+        """Return the fields that every chunk has."""
 
 
 class ChatShape(Shape):
@@ -343,12 +344,13 @@ class ChatShape(Shape):
         self._shows_tools, self._skips_thinking = shows_tools, skips_thinking
 
     def most_tokens(self, body: Mapping[str, Any]) -> tuple[str, int]:
-        """See `Shape`."""
+        """Return the name of the token limit, newer or older, and its value; 0 if neither is set."""
         name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
         return name, body.get(name) or 0
 
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        """Every message's text, roles and tools included; as with a chat template, the order of JSON's keys is no matter."""
+        """Tokenize every message's text, roles and tools included. As with a chat template, the order of JSON's keys does not
+        matter."""
         tools = body.get("tools") if self._shows_tools else None
         said = [body["messages"], tools]
         effort, options = body.get("reasoning_effort"), body.get("chat_template_kwargs") or {}
@@ -357,11 +359,11 @@ class ChatShape(Shape):
         return [tokenize(json.dumps(said, sort_keys=True))]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return the fields that every chunk of a chat has."""
         return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": model}
 
     def whole(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return a whole chat answer."""
         wants_ids, wants_logprobs = wants(job.request.body)
         hides = hides_reasoning(job.request.body)
         return {
@@ -393,7 +395,7 @@ class ChatShape(Shape):
         }
 
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return a chunk with the role for each choice."""
         ids = job.prompts[0] if wants(job.request.body)[0] else None
         return [
             {
@@ -413,7 +415,7 @@ class ChatShape(Shape):
         ]
 
     def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return the chunk for a token; none if it shows nothing."""
         wants_ids, wants_logprobs = (yes and not hides_reasoning(job.request.body) for yes in wants(job.request.body))
         delta = chat_delta(generation, token)
         if delta and "reasoning" in delta and hides_reasoning(job.request.body):
@@ -440,18 +442,18 @@ class CompletionShape(Shape):
     prefix = "cmpl-"
 
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        """One or many prompts, as text or ids."""
+        """Return one or many prompts, given as text or ids."""
         prompt = body["prompt"]
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]
         return [tokenize(item) if isinstance(item, str) else list(item) for item in prompt]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return the fields that every chunk of a completion has."""
         return {"id": job.id, "object": "text_completion", "created": job.created, "model": model}
 
     def whole(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return a whole completion."""
         wants_ids, wants_logprobs = job.request.body.get("return_token_ids"), completion_wants(job)
         return {
             **self.frame(job, model),
@@ -480,11 +482,11 @@ class CompletionShape(Shape):
         }
 
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return no chunks: a completion's stream begins with its first token."""
         return []
 
     def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return the chunk for a token, after the prompt if that is echoed."""
         wants_ids, first = job.request.body.get("return_token_ids"), generation.sampled == 1
         said = [*echoed(job, generation), token] if first else [token]
         text = echo_of(job, generation) + token.text if first else token.text
@@ -502,7 +504,7 @@ class CompletionShape(Shape):
 
 
 def chat_message(generation: Generation) -> dict[str, Any]:
-    """The message of a whole answer."""
+    """Return the message of a whole answer."""
     reply = generation.reply
     message: dict[str, Any] = {
         "role": "assistant",
@@ -521,12 +523,13 @@ def chat_message(generation: Generation) -> dict[str, Any]:
 
 
 def function_of(call: ToolCall) -> dict[str, str]:
-    """Name and arguments."""
+    """Return name and arguments of a tool call."""
     return {"name": call.name, "arguments": call.arguments}
 
 
 def chat_delta(generation: Generation, token: ReplyToken) -> dict[str, Any] | None:
-    """What a token shows: its text; or, inside tool calls, mostly nothing, because the tool parser buffers."""
+    """Return what a token adds to a chat stream: its text; or, inside tool calls, mostly None, because the tool parser
+    buffers."""
     reply = generation.reply
     thoughts = len(PIECES.findall(reply.reasoning))
     before = thoughts + len(PIECES.findall(reply.text))
@@ -548,7 +551,7 @@ def chat_delta(generation: Generation, token: ReplyToken) -> dict[str, Any] | No
 
 
 def chat_logprobs(tokens: Sequence[ReplyToken], job: Job) -> dict[str, Any]:
-    """One entry per token."""
+    """Return the logprobs of a chat answer: one entry per token, or packed."""
     if packs(job):
         return unset(job, content=None) | packed_logprobs(tokens)
     return {
@@ -565,7 +568,8 @@ def chat_logprobs(tokens: Sequence[ReplyToken], job: Job) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Sequence[ReplyToken], job: Job, offset: int = 0) -> dict[str, Any]:
-    """Parallel lists; `offset` is where the first of the tokens begins in the text. A prompt's first token has no logprob."""
+    """Return the logprobs of a completion as parallel lists, or packed. `offset` is where the first of the tokens begins in the
+    text. A prompt's first token has no logprob."""
     if packs(job):
         return unset(job, text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[]) | packed_logprobs(tokens)
     lengths = [len(item.text) for item in tokens]
@@ -581,42 +585,42 @@ def completion_logprobs(tokens: Sequence[ReplyToken], job: Job, offset: int = 0)
 
 
 def packs(job: Job) -> bool:
-    """Whether this answer's logprobs are packed: by a server that can, when asked to, and those of the sampled tokens alone."""
+    """Whether an answer's logprobs are packed: if the server can, the request asks, and only sampled tokens have logprobs."""
     body = job.request.body
     asked = job.packs and job.request.headers.get(HEADER) == WANTED
     return asked and not (body.get("top_logprobs") or body.get("echo")) and body.get("logprobs") in (True, 0)
 
 
 def packed_logprobs(tokens: Sequence[ReplyToken]) -> dict[str, Any]:
-    """What `lightning.policy_server.packed_logprobs` makes of them."""
+    """Return the logprobs as `lightning.policy_server.packed_logprobs` sends them."""
     return {FIELD: pack(array("f", [item.logprob for item in tokens]))}
 
 
 def unset(job: Job, **fields: Any) -> dict[str, Any]:
-    """Fields that were not set: whole answers have them, chunks do not."""
+    """Return fields that were not set: whole answers have them, chunks do not."""
     return {} if job.request.body.get("stream") else fields
 
 
 def echoes(job: Job) -> bool:
-    """Whether a completion is to begin with its prompt."""
+    """Whether a completion must begin with its prompt."""
     return bool(job.request.body.get("echo"))
 
 
 def echo_of(job: Job, generation: Generation) -> str:
-    """The prompt's text where it is echoed: vLLM leaves it out for those who ask for ids."""
+    """Return the prompt's text if it is echoed. vLLM leaves it out of an answer with ids."""
     return (
         detokenize(prompt_of(job, generation)) if echoes(job) and not job.request.body.get("return_token_ids") else ""
     )
 
 
 def echoed(job: Job, generation: Generation) -> list[ReplyToken]:
-    """The prompt's tokens where it is echoed."""
+    """Return the prompt's tokens if it is echoed, else none."""
     ids = prompt_of(job, generation) if echoes(job) else []
     return [ReplyToken(item, detokenize([item]), -0.5 if number else math.nan) for number, item in enumerate(ids)]
 
 
 def prompt_logprobs(tokens: Sequence[ReplyToken]) -> list[dict[str, Any] | None] | None:
-    """The prompt's logprobs, which vLLM computes for an echo with logprobs; null where there is none."""
+    """Return the prompt's logprobs, which vLLM computes for an echo with logprobs; None without an echo."""
     return [
         {str(item.id): {"logprob": item.logprob, "rank": 1, "decoded_token": item.text}} if number else None
         for number, item in enumerate(tokens)
@@ -624,7 +628,7 @@ def prompt_logprobs(tokens: Sequence[ReplyToken]) -> list[dict[str, Any] | None]
 
 
 def text_before(generation: Generation) -> int:
-    """How many characters of a choice's own text have been streamed before its last token."""
+    """Return how many characters of a choice's own text were streamed before its last token."""
     return sum(len(item.text) for item in generation.tokens[: generation.sampled - 1])
 
 
@@ -634,8 +638,8 @@ def wants(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def hides_reasoning(body: Mapping[str, Any]) -> bool:
-    """Whether a chat request is to be told nothing of the model's reasoning: then, with a parser, vLLM gives no choice its ids
-    or logprobs, which would show it."""
+    """Whether a chat request asks to hide the model's reasoning. With a reasoning parser, vLLM then gives no choice its ids or
+    logprobs, which would show the reasoning."""
     return body.get("include_reasoning") is False
 
 
@@ -645,12 +649,12 @@ def completion_wants(job: Job) -> bool:
 
 
 def prompt_of(job: Job, generation: Generation) -> list[int]:
-    """The prompt a choice belongs to."""
+    """Return the prompt that a choice belongs to."""
     return job.prompts[generation.index * len(job.prompts) // job.n]
 
 
 def usage(job: Job) -> dict[str, Any]:
-    """Token counts."""
+    """Return the token counts of a request."""
     prompt, completion = sum(map(len, job.prompts)), sum(len(item.tokens) for item in job.generations)
     total = prompt + completion
     return {"prompt_tokens": prompt, "total_tokens": total, "completion_tokens": completion}
@@ -662,12 +666,13 @@ def compact(value: Mapping[str, Any]) -> bytes:
 
 
 def error_object(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    """vLLM's error."""
+    """Return vLLM's error object."""
     return {"message": message, "type": kind, "param": param, "code": status}
 
 
 def too_long(shape: Shape, body: Mapping[str, Any], length: int) -> tuple[str, str, str] | None:
-    """vLLM's refusal (message, type, parameter) of a request whose prompts leave no room for the tokens it asks for."""
+    """Return vLLM's refusal (message, type, parameter) of a request whose prompts leave no room for the requested tokens; None
+    if they do."""
     name, wanted = shape.most_tokens(body)
     prompts, is_text = shape.prompts(body), not isinstance(body.get("prompt"), list)
     if wanted > length:
@@ -680,7 +685,7 @@ def too_long(shape: Shape, body: Mapping[str, Any], length: int) -> tuple[str, s
                 f"your prompt contains {{count}} input tokens, for a total of {{total}} tokens. Please reduce the length of "
                 "the input prompt or the number of requested output tokens."
             )
-            # Of a text vLLM makes no more tokens than tell that it is too long.
+            # vLLM makes only as many tokens of a text as show that it is too long.
             count = min(len(prompt), length - wanted + 1) if is_text else len(prompt)
             atleast = "at least " if count == length - wanted + 1 else ""
             why = why.format(count=f"{atleast}{count}", total=f"{atleast}{count + wanted}")

@@ -1,4 +1,4 @@
-"""Where metrics and finished rollouts go besides the store.
+"""Trackers: where metrics and finished rollouts go besides the store.
 
-The invariant: training neither waits for a tracker nor fails with one. Nothing is imported here: the plugin is light.
+The invariant: training neither waits for a tracker nor fails with one. This module imports nothing, so that plugins stay light.
 """

@@ -1,7 +1,7 @@
 """The `jsonl` tracker: one line of JSON for each call, appended to `metrics.jsonl` in the run's folder.
 
-The invariant: every complete line is valid JSON (not-a-number becomes null); a line that a crash cut short is taken away
-when the run goes on.
+The invariant: every complete line is valid JSON (not-a-number becomes null); a line that a crash cut short is removed when the
+run resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_trackers(register: RegisterTracker) -> None:
-    """`trackers=["jsonl"]`."""
+    """Register the tracker `jsonl`, which is used where the settings name none."""
     register("jsonl", lambda _: JsonLines(), usual=True)
 
 
@@ -51,6 +51,6 @@ class JsonLines:
 
 
 def _complete(file: BinaryIO) -> int:
-    """How many bytes of the file are complete lines."""
+    """Return how many bytes of the file are complete lines."""
     file.seek(0)
     return file.read().rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""Where metrics and finished rollouts go besides the store."""
+"""The protocols of trackers, which receive metrics, finished rollouts and alarms."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning.types import Json, Rollout, StepReward, ToolEvent, Transition
 
 
 class Tracker(Protocol):
-    """Receives the metrics of each step. Slow or failing trackers must never stop training: the trainer logs and goes on.
-    `start` comes first; where it fails nothing else is called."""
+    """Receives the metrics of each step. A slow or failing tracker never stops training: its failure is logged. `start` comes
+    first; if it fails, nothing else is called."""
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None: ...
 
@@ -35,15 +35,15 @@ class AttemptRecord:
 
 @runtime_checkable
 class RolloutTracker(Tracker, Protocol):
-    """A tracker that is also told of each attempt of each rollout that has ended for good; `store` is the run's, for what else
-    it wants to know."""
+    """A tracker that is also told of each attempt of each rollout that has ended for good. `store` is the run's store, for
+    anything else it needs."""
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None: ...
 
 
 @runtime_checkable
 class AlertTracker(Tracker, Protocol):
-    """A tracker that is also told of alarms: `alert` is what targets of `trainer.alerts` get (`run`, `step`, `cause`, `text`
-    with the cure, ...), whether or not there are any."""
+    """A tracker that is also told of alarms. `alert` has the keys that targets of `trainer.alerts` get (`run`, `step`, `cause`,
+    `text` with the cure, ...), and comes even without such targets."""
 
     def alert(self, alert: Mapping[str, Json]) -> None: ...

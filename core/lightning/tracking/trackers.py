@@ -1,7 +1,7 @@
-"""Hands the metrics of each step, alarms and finished rollouts to every tracker of a run, each in a thread of its own.
+"""Hands the metrics of each step, alarms and finished rollouts to every tracker of a run, each tracker in a thread of its own.
 
-The invariant: training neither waits for a tracker nor fails with one. One that cannot start is left out; later a call that
-fails costs what was told by it and no more, for a run outlives a full disk and a backend that is down.
+The invariant: training neither waits for a tracker nor fails with one. A tracker that cannot start is left out. A later call
+that fails loses what it carried and nothing else, because a full disk or a broken backend may recover during a run.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lightning.types import Json, Rollout
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 20.0
-"""How long the end of a run waits for a tracker that is behind; then a quarter of it for metrics and alarms alone."""
+"""Seconds that the end of a run waits for a tracker that is behind; then a quarter of it more, for metrics and alarms alone."""
 MAX_WAITING = 4096
-"""Finished rollouts that wait for one tracker; what is more is not told, since a backend that is down stays down for long."""
+"""Most finished rollouts that wait for one tracker. Further ones are dropped, since a broken backend may stay so for long."""
 
 _Told: TypeAlias = "tuple[int, dict[str, float]] | dict[str, Json] | Rollout"
 """The metrics of a step, an alarm, or a rollout that has ended."""
 
 
 def names_of(config: Config) -> Sequence[str]:
-    """The trackers of a run: those that its settings name, or the usual ones."""
+    """Return the names of a run's trackers: those in its settings, or else the usual ones."""
     named = config.trainer.trackers
     return plugins().usual("trackers") if named is None else named
 
 
 class Trackers:
-    """The trackers of one run, as a context. They are told the settings, without credentials, and what else stands in `about`.
-    Raises `PluginError` for a name that no plugin registers."""
+    """The trackers of one run, as a context. Each is told the settings, without credentials, and the values of `about`. Raises
+    `PluginError` for a name that no plugin registers."""
 
     def __init__(
         self,
@@ -77,18 +77,19 @@ class Trackers:
             feed.put((step, dict(values)))
 
     def alert(self, alert: dict[str, Json]) -> None:
-        """Pass an alarm on to the trackers that have a place for it; returns at once."""
+        """Pass an alarm on to the trackers that take alarms; returns at once."""
         for feed in self._feeds:
             feed.put(alert)
 
     def finished(self, rollout: Rollout) -> None:
-        """A rollout has ended for good; trackers that want to know read it from the store in their own thread."""
+        """Tell trackers that a rollout has ended for good; those that take rollouts read it from the store in their own
+        thread."""
         for feed in self._feeds:
             feed.finished(rollout)
 
 
 class _Feed:
-    """One tracker and the queue before it."""
+    """One tracker, its thread, and the queue of what it is to be told."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class _Feed:
         self._name, self._factory, self._config, self._store = name, factory, config, store
         self._run, self._described, self._folder = run, described, folder
         self._queue: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
-        self._wants_rollouts = True  # until the tracker is made, nobody knows
+        self._wants_rollouts = True  # unknown until the tracker is made
         self._missed, self._failed = 0, 0
         self._late = False  # the run has ended, and its store closes soon: no rollout is told any more
         # A daemon: a tracker that hangs for ever must not keep the process.
@@ -176,7 +177,7 @@ class _Feed:
 
 
 async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
-    """The attempts of a rollout in order; lost ones only if they called the model."""
+    """Return the attempts of a rollout in order; an attempt before the last only if it called the model."""
     records = []
     numbers = range(1, rollout.attempt + 1)
     for attempt, ended in zip(

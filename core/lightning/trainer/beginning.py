@@ -8,52 +8,42 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.epochs import Epoch
 from lightning.trainer.plan import task_ids
-from lightning.trainer.replay import Rewinder
-from lightning.trainer.run_stages import RunLine, Start
+from lightning.trainer.run_stages import BringForward, RunLine, Start
 from lightning.trainer.runs import changes_of, describe_algorithm, plan_epochs
 from lightning.trainer.teacher import Teacher
-from lightning.types import Run
 
 logger = logging.getLogger(__name__)
 
 
 async def prepare(
     start: Start, line: RunLine, parent: str | None, teacher: Teacher | None = None
-) -> tuple[Run, list[Epoch], Path]:
-    """The run, its epochs, and the folder of the model that it begins with. `parent` is the run to fork, if any.
+) -> tuple[Start, list[Epoch], BringForward | None]:
+    """What the run begins with: its start, with the model; its epochs; and what takes its recorded steps again, if anything
+    does. `parent` is the run to fork, if any.
 
-    Raises `ConfigError` for a parent that a run cannot have, and what `Rewinder` does.
+    Raises `ConfigError` for a parent that a run cannot have, and what `RunLine.bring_forward` does.
     """
     run, model, described, store = start.run, start.model, dict(start.described), start.store
     records = await store.steps(run.id)
-    checkpoints = Checkpoints(start.folder / "checkpoints", start.config.trainer.keep_checkpoints)
     if (begun := await line.begun(start, parent)) is not None:
         run, model = replace(run, config={**run.config, **begun.described}), begun.model
         described |= begun.described
     else:
-        checkpoints.discard(0)  # of a fork that did not begin
+        Checkpoints(start.folder / "checkpoints", keep=1).discard(0)  # of a fork that did not begin
     described["critic"] = described["critic"] or run.config.get("critic", "")
     algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in start.phases]
     epochs = await plan_epochs(store, run, described, algorithms)
-    committed = len(records)
     for epoch in epochs[1:]:
-        if committed and epoch.first == committed + 1:
+        if records and epoch.first == len(records) + 1:
             changed = "\n  ".join(changes_of(epochs, epoch.number))
             start.reporter.say(f"config epoch {epoch.number} begins with step {epoch.first}:\n  {changed}")
             warn_of_tasks(epochs[epoch.number - 1], epoch)
-    given = [algorithm for _, algorithm in start.phases]
-    again = Rewinder(
-        store, records, epochs, checkpoints, start.make_engine, model, start.config, given, teacher=teacher
-    )
-    if again.needed(committed):
-        start.reporter.phase("taking steps again under the settings that they were taken with")
-        await again.bring_to(committed, lambda engine: engine.save(checkpoints.path(committed)))
-    return run, epochs, model
+    start = replace(start, run=run, model=model)
+    return start, epochs, await line.bring_forward(start, records, epochs, teacher)
 
 
 def warn_of_tasks(before: Epoch, after: Epoch) -> None:

@@ -1,7 +1,8 @@
 """Training states on disk, one folder per step, the newest few kept.
 
 The invariant: the store says which step was committed; a checkpoint is only ever a cache of that step's weights, and one
-that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store.
+that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store, where a
+plugin does that (`RunStage.bring_forward`); elsewhere they taught nothing.
 """
 
 from __future__ import annotations

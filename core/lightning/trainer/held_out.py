@@ -1,7 +1,7 @@
-"""The held-out evaluations of a run: which was the best, its model on disk, and whether to go on.
+"""The held-out evaluations of a run: which was the best, its model on disk, and whether training should stop.
 
-The invariant: all of it follows from the run's evaluations and from what is on disk, so that a resumed run keeps the same model
-and ends after the same step. Of evaluations that are equally good the first one is the best.
+The invariant: all of this follows from the run's evaluations and from the files on disk, so that a resumed run keeps the same
+model and ends after the same step. Of equally good evaluations the first one is the best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEP = re.compile(r"step-(\d{8})")
 
 
 def check_held_out(config: Config, val: object) -> None:
-    """Raise `ConfigError` where settings look at held-out rewards and there are none, or only those of the first and the last
+    """Raise `ConfigError` if settings need held-out rewards and there are none, or only those of the first and the last
     step."""
     trainer = config.trainer
     asked = [
@@ -61,12 +61,12 @@ class HeldOut:
 
     @property
     def results(self) -> tuple[Evaluation, ...]:
-        """All of them, by their steps."""
+        """All evaluations, sorted by step."""
         return tuple(self._results[step] for step in sorted(self._results))
 
     @property
     def best(self) -> Evaluation | None:
-        """The best one; None without any."""
+        """The best evaluation; None without any."""
         return max(self.results, key=_score, default=None)
 
     def is_over(self, patience: int) -> bool:
@@ -76,20 +76,21 @@ class HeldOut:
 
     @property
     def kept(self) -> Evaluation | None:
-        """The evaluation whose model is on disk."""
+        """The evaluation whose model is on disk; None if there is none."""
         names = (_STEP.fullmatch(entry.name) for entry in self._folder.glob("step-*"))
         steps = [int(name.group(1)) for name in names if name]
         return max((self._results[step] for step in steps if step in self._results), key=_score, default=None)
 
     def keep(self, result: Evaluation, export: Callable[[Path], object]) -> None:
-        """Write the engine's model, which `result` is of, if it is better than the one on disk. Raises `EngineError`."""
+        """Write the engine's model, which `result` evaluates, if it is better than the one on disk, and remove that one. Raises
+        `EngineError`."""
         kept = self.kept
         if kept is not None and (kept.step == result.step or _score(result) <= _score(kept)):
             return
         if (best := self.best) is not None and _score(best) > _score(result):
             logger.warning(
-                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), and the model of then was not kept: "
-                "trainer.keep was not 'best' yet. To have it: a new run with --from %s@%d",
+                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), but that model was not kept, because "
+                "trainer.keep was not 'best' yet. To get it, start a new run with --from %s@%d",
                 best.step,
                 _score(best),
                 _score(result),
@@ -103,8 +104,8 @@ class HeldOut:
                 shutil.rmtree(other)
 
     def deliver(self, model: Path) -> Evaluation | None:
-        """Put the model that was kept in the place of the run's last one, whole or not at all; returns its evaluation, None
-        where none was kept. Raises `EngineError`."""
+        """Replace the run's exported model by the kept one, wholly or not at all. Return its evaluation; None if no model was
+        kept. Raises `EngineError`."""
         from lightning.engines.files import whole_folder  # safetensors: only where something is trained
 
         kept = self.kept

@@ -31,8 +31,7 @@ from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.own_loop import OWN_LOOP, OwnStep
 from lightning.trainer.plan import VAL, val_rollouts
-from lightning.trainer.replay import take_again
-from lightning.trainer.run_stages import RunLine
+from lightning.trainer.run_stages import BringForward, RunLine
 from lightning.trainer.samplers import Ground, Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import Alarm, StepLine, StepTaken
@@ -84,19 +83,18 @@ class Loop:
     """What the engine has for a reference model, where that is another one than the run began with."""
     stages: StepLine = field(default_factory=StepLine)
     run_line: RunLine = field(default_factory=RunLine)
+    bring_forward: BringForward | None = None
+    """What takes recorded steps again; none: no step that taught is committed before its checkpoint is on disk."""
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.epochs = self.epochs or [Epoch(0, 1, self.stack.run.config)]
-        config = self.stack.config
-        every = (
-            1
-            if self.own_loop
-            else config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
-        )
+        default = 1 if isinstance(self.engine, RevivesWorkers) else None
         self.publisher = Publisher(self.stack, self.engine)
-        self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
+        self.writer = CheckpointWriter(
+            self.checkpoints, self.engine.save, self.stack.config.trainer.checkpoint_every or default
+        )
         self.remarks, self.usage = Remarks(), UsageMeter(self.stack.policy)
         self.held_out = HeldOut(self.stack.folder, compared_since(self.epochs))
 
@@ -291,9 +289,10 @@ class Loop:
         *,
         taught: bool,
     ) -> None:
-        """From here on the step is history. The last one is saved before; others beside what comes next."""
+        """From here on the step is history. The last one is saved before, and so is one that nothing could take again; others
+        beside what comes next."""
         last = step == self.stack.config.trainer.steps and (taught or self.writer.unsaved)
-        if last or (self.own_loop and taught):
+        if last or (taught and (self.own_loop or self.bring_forward is None)):
             await self.writer.write(step)
         checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
         record = record_step(
@@ -352,7 +351,8 @@ class Loop:
         return result
 
     async def restore(self) -> None:
-        """Return to the last committed step: load the newest checkpoint, replay the steps since, serve the result.
+        """Return to the last committed step: load the newest checkpoint, take the steps since again, serve the result. Where
+        nothing takes steps again, those since have taught nothing.
 
         The checkpoint of step 0 is what another run had from which this one was forked.
         """
@@ -379,17 +379,15 @@ class Loop:
             return
         for of, other in other_stages(records[-1].context, self.lines).items():
             logger.warning(OTHER_STAGES, of, committed, other, SECTIONS[of])
-        given = [algorithm for _, algorithm in self.schedule.phases]
-        if start < committed:
+        again = records[start:] if self.bring_forward else []
+        if self.bring_forward and again:
             async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise
-                for record in records[start:]:
-                    rate = self.rate(record.step)
-                    await take_again(self.stack.store, record, self.epochs, given, self.engine, rate, self.teacher)
+                await self.bring_forward(self.engine, again)
         self.done = committed
         self.writer.restored(start, committed)
         await self.publisher.recall(records[-1])
         await self.publish()
-        self.reporter.say(f"resumed after step {committed} ({committed - start} replayed from the store)")
+        self.reporter.say(f"resumed after step {committed} ({len(again)} replayed from the store)")
 
     def _refuse_foreign_checkpoints(self) -> None:
         if max(self.checkpoints.steps(), default=0) > 1:

@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run.
+"""The optimizer of a run, and the learning rate of each of its steps.
 
 The invariant: the rate depends on the settings and on the number of committed steps before alone, so that a resumed run goes on
 where it was, and a step that is taken again has its own rate. Steps are counted, never updates, so several updates in a step
@@ -46,6 +46,21 @@ def rate_of(config: Config, run: Mapping[str, Json], step: int) -> float:
 def full_rate(config: Config) -> float:
     """`engine.lr`, or the default of an optimizer."""
     return config.engine.lr or OptimizerConfig().lr
+
+
+def optimizer_of(config: Config) -> OptimizerConfig:
+    """The optimizer of the settings."""
+    engine = config.engine
+    return OptimizerConfig(
+        full_rate(config),
+        engine.betas,
+        engine.weight_decay,
+        engine.eps,
+        engine.max_grad_norm,
+        engine.critic_lr,
+        engine.minibatches,
+        engine.epochs,
+    )
 
 
 def earlier_steps(run: Mapping[str, Json]) -> int:

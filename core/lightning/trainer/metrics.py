@@ -1,9 +1,9 @@
-"""The numbers of a step, besides its times: what was sampled and trained, and what its requests needed of the policy
-server; and which of its calls and groups were not trained, in words, with the cure (`Remarks`).
+"""The metrics of a step, except its times: what was sampled and trained, and what its requests needed of the policy server.
+Also warnings, with the cure, about calls and groups that were not trained (`Remarks`).
 
-The invariant: what was not measured is absent, and never 0: a mean of no rollouts, a share of no tokens, the counts of a server
-that does not count. One that was started again meanwhile gives the counts of what came since. Each remark is made once in a
-process, or at growing distances, and what is said changes nothing.
+The invariant: a metric that was not measured is absent, and never 0: a mean of no rollouts, a share of no tokens, the counts of
+a server that does not count. A server that was restarted meanwhile gives its counts since then. Each warning is made once in a
+process, or at growing distances, and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 LONG_PROMPT = 256
-"""Mean tokens of prompts of which something would be found again, also in vLLM's largest usual blocks of 128."""
+"""Mean tokens of prompts from which on a shared beginning must be found again, even in vLLM's largest usual blocks of 128."""
 CURE = (
     "give vLLM more room (policy_server.kv_cache_bytes; on CUDA policy_server.gpu_memory_utilization), or run fewer agents "
     "at once (runner.concurrency)"
@@ -40,8 +40,8 @@ CURE = (
 
 
 class UsageMeter:
-    """Reads the counters once a step; calls of evaluations between two steps are counted with the later one, and what a server
-    that ran before was asked by others with the first."""
+    """Reads the policy server's counters once a step. Evaluation calls count toward the next step; requests from before we
+    attached count toward the first step."""
 
     def __init__(self, policy: PolicyServer) -> None:
         self._policy = policy
@@ -49,7 +49,8 @@ class UsageMeter:
         self._said = Once()
 
     async def step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """`prefix_hit_share` (of the prompts' tokens, those found in the cache) and `preemptions` since the last time."""
+        """Return the metrics since the last call: `prefix_hit_share` (the share of prompt tokens found in the cache) and
+        `preemptions`. Warn, once each, of preemptions and of a cache that finds nothing."""
         now = await self._policy.usage()
         if now is None:
             return {}
@@ -58,12 +59,14 @@ class UsageMeter:
         self._before = now
         if since.preemptions and self._said.first("preempted"):
             logger.warning(
-                "vLLM put %d requests back for want of KV cache, and computes them again: %s", since.preemptions, CURE
+                "vLLM preempted %d requests because its KV cache was full, and computes them again: %s",
+                since.preemptions,
+                CURE,
             )
         if self._nothing_found(since, groups) and self._said.first("prefixes"):
             logger.warning(
-                "vLLM found no beginning of a prompt in its prefix cache, in %d requests of %.0f tokens on average, though "
-                "rollouts of one task begin alike: %s; or take --no-enable-prefix-caching out of its arguments",
+                "no prompt hit vLLM's prefix cache, in %d requests of %.0f tokens on average, though rollouts of one "
+                "task begin alike: %s; or take --no-enable-prefix-caching out of its arguments",
                 since.requests,
                 since.prompt_tokens / since.requests,
                 CURE,
@@ -79,9 +82,9 @@ class UsageMeter:
 def step_metrics(
     rollouts: Sequence[Rollout], groups: Sequence[Group], batch: Batch, result: StepResult
 ) -> dict[str, float]:
-    """What was sampled, what was left out and why, and what the engine says. Of a step without new rollouts, or whose
-    rollouts have no reward, no reward is known."""
-    begun = [rollout for rollout in rollouts if rollout.parent is None]  # branches begin where somebody chose
+    """Return the metrics of what was sampled, what was left out and why, and the engine's own. Reward metrics are absent for a
+    step without new rollouts, or whose rollouts have no reward."""
+    begun = [rollout for rollout in rollouts if rollout.parent is None]  # branches start where somebody chose
     rewards = [rollout.reward for rollout in begun if rollout.reward is not None]
     calls = [
         len(member.transitions) for group in groups for member in group.trajectories if member.rollout.parent is None
@@ -115,14 +118,14 @@ def any_failed(rollouts: Iterable[Rollout]) -> bool:
 
 
 def policy_faults(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many rollouts failed by the model's own fault, by cause."""
+    """Return how many rollouts failed by the model's own fault, by cause, as metrics."""
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     causes = Counter(read_cause(rollout.error) for rollout in failed if rollout.fault is Fault.POLICY)
     return {f"{POLICY_FAULT}{cause}": float(count) for cause, count in sorted(causes.items())}
 
 
 def trained_calls(groups: Sequence[Group]) -> list[Transition]:
-    """The calls of the groups that belong to the component of interest and have tokens to train on."""
+    """Return the calls of the groups that belong to trained agents and have tokens to train on."""
     return [
         call
         for group in groups
@@ -133,7 +136,7 @@ def trained_calls(groups: Sequence[Group]) -> list[Transition]:
 
 
 def media_calls(groups: Sequence[Group]) -> list[Transition]:
-    """The calls of the groups that would be trained, had their prompts no images, audio, video or files."""
+    """Return the calls of the groups that would be trained if their prompts had no images, audio, video or files."""
     return [
         call
         for group in groups
@@ -144,14 +147,15 @@ def media_calls(groups: Sequence[Group]) -> list[Transition]:
 
 
 def count_too_long(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> int:
-    """How many calls were refused because prompt and answer did not fit, and rollouts that failed by such a refusal."""
+    """Return how many calls were refused because prompt and answer did not fit, plus the rollouts that failed by such a
+    refusal."""
     failed = sum(rollout.status is Status.FAILED and CURE_OF_LENGTH in rollout.error for rollout in rollouts)
     refused = (call for group in groups for member in group.trajectories for call in member.refused)
     return failed + sum(call.finish_reason == TOO_LONG for call in refused)
 
 
 def count_truncated(calls: Iterable[Transition]) -> int:
-    """How many calls ended because their tokens were used up, and not because the model was done."""
+    """Return how many calls ended at the limit of their tokens, and not because the model was done."""
     return sum(call.finish_reason == "length" for call in calls)
 
 
@@ -166,14 +170,14 @@ def staleness(version: int, batch: Batch) -> dict[str, float]:
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:
-    """Response tokens of the groups' calls."""
+    """Return the number of response tokens of the groups' calls."""
     return sum(
         len(call.response_ids) for group in groups for member in group.trajectories for call in member.transitions
     )
 
 
 REASONS: Mapping[str, str] = {
-    "all_rewards_equal": "all that is compared earned the same",
+    "all_rewards_equal": "all rollouts that were compared earned the same",
     "nothing_to_train": "no call belongs to an agent that is trained",
     "too_few_succeeded": "too few of the rollouts succeeded",
     "too_few_trainable": "too few of the rollouts have calls that can be trained on",
@@ -185,11 +189,11 @@ REASONS: Mapping[str, str] = {
     "value_target_not_finite": "the credit function gave the critic a target that is not finite",
     "value_target_too_large": "the credit function gave the critic a target that is too large for float32",
 }
-"""Why groups are left out, in words, by the reason they are counted under."""
+"""Why groups are left out, in words, by the reason under which they are counted."""
 ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})
-"""Reasons that some groups of a healthy run have."""
+"""Reasons that also occur in a healthy run."""
 MOST_NAMES: Final = 20
-"""Callers that a sentence names at most."""
+"""Most callers that a sentence names."""
 CURE_OF_GREEDY = (
     "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
     "all its calls with --set gateway.override_sampling.temperature=1"
@@ -201,7 +205,7 @@ CURE_OF_MEDIA = (
 
 
 class Remarks:
-    """Looks at each step of a run and logs why groups or calls of it are not trained."""
+    """Looks at each step of a run and logs why some of its groups or calls are not trained."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -216,10 +220,11 @@ class Remarks:
         metrics: Mapping[str, float],
         train_agents: Sequence[str],
     ) -> None:
-        """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that."""
+        """Look at a step that has been trained. `metrics` are its own, with the engine's `stepped`, if the engine reports
+        that."""
         self._steps += 1
         calls = trained_calls(groups)
-        # Of a step that was skipped for its numbers the engine has spoken.
+        # If the step was skipped for its numbers, the engine has reported that.
         idle = not metrics.get("stepped", len(batch.samples)) and not metrics.get("skipped_nonfinite")
         self._idle += idle
         if idle and self._idle & (self._idle - 1) == 0:  # the 1st, 2nd, 4th, 8th ... of them
@@ -257,7 +262,7 @@ class Remarks:
 def _why(
     reason: str, groups: Sequence[Group], batch: Batch, calls: Sequence[Transition], train_agents: Sequence[str]
 ) -> str:
-    """What a reason to leave groups out means in this step."""
+    """Explain a reason for which groups of this step are left out."""
     said = f"{batch.skipped[reason]} of {len(groups)} groups are left out as {reason}"
     if reason in REASONS:
         said += f" ({REASONS[reason]})"
@@ -275,7 +280,7 @@ def _nothing_trained(groups: Sequence[Group], train_agents: Sequence[str]) -> st
 
 
 def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
-    """Why none of the calls of these callers is trained, with the cure."""
+    """Explain why none of the calls of these callers is trained, with the cure."""
     known = list(callers)
     if not known:
         return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
@@ -288,7 +293,7 @@ def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> s
 
 
 def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
-    """The globs that match none of the callers, each with the glob that was probably meant, empty where none comes near.
+    """Return the globs that match none of the callers, each with the glob that was probably meant; "" if none is similar.
 
     Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
     """
@@ -308,14 +313,14 @@ def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[st
 
 
 def names_of(callers: Iterable[Caller | str]) -> str:
-    """The names of callers, each once, and how many more there are."""
+    """List the names of callers, each once, at most `MOST_NAMES`, and how many more there are."""
     names = sorted({caller if isinstance(caller, str) else caller.name for caller in callers})
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + rest
 
 
 def callers_of(groups: Sequence[Group]) -> set[Caller]:
-    """Who made the calls of these groups, each once."""
+    """Return the callers of these groups' calls, each once."""
     return {
         Caller(call.caller.agent, call.caller.path)
         for group in groups
@@ -330,7 +335,7 @@ def is_greedy(call: Transition) -> bool:
 
 
 def count_greedy(calls: Iterable[Transition]) -> int:
-    """How many calls were sampled at temperature 0."""
+    """Return how many calls were sampled at temperature 0."""
     return sum(map(is_greedy, calls))
 
 
@@ -340,10 +345,10 @@ def are_greedy(greedy: int, calls: int) -> bool:
 
 
 def are_too_long(calls: int) -> str:
-    """That calls were refused because they are longer than the context, with the cure."""
+    """Say that calls were refused because they are longer than the context, with the cure."""
     return f"{calls} calls were refused, since prompt and answer together are longer than the context. {CURE_OF_LENGTH}"
 
 
 def are_media(media: int, calls: int) -> str:
-    """That calls are not trained because of their media, with the cure; `calls` are those that would be trained otherwise."""
+    """Say that calls are not trained because of their media, with the cure. `calls` is how many would be trained otherwise."""
     return f"{media} of {calls} calls of trained agents are not trained: {CURE_OF_MEDIA}"

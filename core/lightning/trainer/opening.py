@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -32,9 +32,9 @@ from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import base_digest
 from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
 from lightning.trainer.loop import Loop
+from lightning.trainer.lr_schedule import optimizer_of
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.replay import optimizer_of
-from lightning.trainer.run_stages import PROBE, Prompts, RunLine, Start, run_line
+from lightning.trainer.run_stages import PROBE, BringForward, Prompts, RunLine, Start, run_line
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
@@ -52,6 +52,7 @@ class Prepared:
     resources: AsyncExitStack
     start: Start
     epochs: list[Epoch]
+    bring_forward: BringForward | None
     line: RunLine
     prompts: Prompts
     agent: str
@@ -132,7 +133,7 @@ class RunOpening:
         from, None for the core's own."""
         sampler = sampler or TurnSampler()
         line = run_line(self.config)
-        line.check_prompts(self.config.runner.prompts)
+        line.check(self.config)
         runner = self._runner_of(agent, needed=own_loop or bool(val) or self.recorded is None)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -146,12 +147,22 @@ class RunOpening:
             described = self._described(train, val) | ({RECORDED: record.described} if record else {})
             start = await self._start(store, described, reporter)
             teacher = await line.teacher(start)
-            run, epochs, self._base = await prepare(start, line, self.from_run, teacher)
-            start = replace(start, run=run)
-            prompts = await line.prompts(store, run, self.config.runner.prompts)
+            start, epochs, bring_forward = await prepare(start, line, self.from_run, teacher)
+            prompts = await line.prompts(store, start.run, self.config.runner.prompts)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(
-                resources, start, epochs, line, prompts, name_of(agent), runner, train, sampler, teacher, began
+                resources,
+                start,
+                epochs,
+                bring_forward,
+                line,
+                prompts,
+                name_of(agent),
+                runner,
+                train,
+                sampler,
+                teacher,
+                began,
             )
 
     async def _start(self, store: Store, described: Mapping[str, Json], reporter: Reporter) -> Start:
@@ -184,8 +195,7 @@ class RunOpening:
         engine = self._make_engine(made.start.config)
         made.resources.callback(engine.close)
         await check_model(engine, self.model, made.start.reporter)
-        critic = bool(made.epochs[-1].config.get("critic"))
-        stack, base = await self._open_both(made, engine, critic=critic)
+        stack, base = await self._open_both(made, engine, critic=bool(made.epochs[-1].config.get("critic")))
         trackers = await self._begin(made, stack)
         await stack.tell_how_to_call()
         say_how_to_join(stack, made.start.reporter)
@@ -205,6 +215,7 @@ class RunOpening:
             made.teacher,
             step_line(made.start.config),
             made.line,
+            made.bring_forward,
         )
 
     async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:
@@ -246,7 +257,9 @@ class RunOpening:
         run, store = made.start.run, made.start.store
         # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
         restores = bool(
-            self.config.policy_server.attach or await store.last_step(run.id) or self._checkpoints.newest(0) == 0
+            self.config.policy_server.attach
+            or await store.last_step(run.id)
+            or Checkpoints(self.out / "checkpoints", keep=1).newest(0) == 0
         )
         sender = engine.sender() if isinstance(engine, SendsWeights) else None
         # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.
@@ -300,10 +313,6 @@ class RunOpening:
         optimizer = optimizer_of(self.config)
         engine.open(self._base, optimizer, seed=self.config.trainer.seed, critic=critic, **other)
         return base_digest(self._base, self.out / "base.json")
-
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.out / "checkpoints", self.config.trainer.keep_checkpoints)
 
     async def _begin(self, made: Prepared, stack: Stack) -> Trackers:
         """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over.

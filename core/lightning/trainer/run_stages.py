@@ -1,21 +1,23 @@
-"""Where plugins stand at a run's beginning and end: the points, and what happens when a stage fails.
+"""The points at a run's beginning and end where stages of plugins are asked, and what happens when a stage fails.
 
-The invariant: stages fail closed. A stage that fails ends the run, with its plugin's name as the cause. What only a stage can
-find, a prompt, a teacher or another run's state, is refused before anything starts where no stage is there, also when a run
-goes on.
+The invariant: stages fail closed. A stage that fails ends the run, with its plugin's name as the cause. A prompt, a teacher or
+another run's state that only a stage can find is refused before anything starts if that stage is missing, also when a run
+resumes.
 
-    prompts     a run begins, a dry run too: find the prompts that its agents are given
-    teacher     a training begins, or goes on: find the teacher that its algorithms learn from
-    begun       a run begins, or goes on: bring it what it begins with in place of its model
+    prompts     a run begins, a dry run too: find the prompts for its agents
+    teacher     a training begins, or resumes: find the teacher of its algorithms
+    begun       a run begins, or resumes: provide what it starts from in place of its model
+    bring_forward
+                a training begins, or resumes: offer to take its recorded steps again, so that not each needs a checkpoint
     exported    a run has ended, and its model lies in its folder: tell others
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.config import Config
@@ -24,46 +26,53 @@ from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
 from lightning.store.protocol import Store
+from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.run_server import of_project
 from lightning.trainer.teacher import Teacher
-from lightning.types import Json, Rollout, Run
+from lightning.types import Json, Rollout, Run, StepRecord
 
 if TYPE_CHECKING:
     from lightning.trainer.summary import Reporter
 
 API: Final = 1
-"""The number of this file's contract, as that of `lightning.runner.stages`."""
+"""The version of the contract between a run and its stages, with the rules of `lightning.runner.stages.API`."""
 PREFIX: Final = "resource:"
-"""Begins a setting that names a text or a model instead of giving it."""
+"""The beginning of a setting that names a text or a model instead of giving it."""
 FORKED: Final = "forked_from"
 """The key of a run's configuration that names the run and the step whose weights it began with."""
 MODEL: Final = "forked"
-"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
+"""The folder, in the run's own, of the model that a forked run starts from if it could not take the training state."""
 PROBE: Final = "probe"
-"""The key of what `exported` is told with some tokens and the trainer's logprobs of them, by which whoever loads the weights
-can tell that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and the `dtype` they are of."""
+"""The key, in `about` of `exported`, of some tokens and the trainer's logprobs of them. Whoever loads the weights can check by
+them that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and their `dtype`."""
+
+
+BringForward: TypeAlias = Callable[[Engine, Sequence[StepRecord]], Awaitable[None]]
+"""Takes recorded steps again on an engine that is opened with the run's settings and has the state before the first of them.
+Raises `AuditError` for one that cannot be taken again."""
 
 
 @dataclass
 class Prompts:
-    """The prompt templates that a run's agents are given. `own` are texts by component; a stage that gives others derives its
-    own class from this. `bound` are then the resources of the other components, and `versions` what a rollout of this run runs
-    with unless it says otherwise, by resource."""
+    """The prompt templates for a run's agents. `own` are texts by component; a stage that finds others derives its own class
+    from this. There `bound` names the resources of the other components, and `versions` the versions, by resource, that a
+    rollout of this run uses unless it says otherwise."""
 
     own: Mapping[str, str] = field(default_factory=dict)
     bound: dict[str, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
 
     async def stamp(self, store: Store, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with the versions they run with; their texts are at hand from now on."""
+        """Return the rollouts with the versions of the prompts that they use, and load these prompts."""
         return list(rollouts)
 
     def of(self, rollout: Rollout) -> dict[str, str]:
-        """The templates of a rollout, by component."""
+        """Return the templates of a rollout, by component."""
         return dict(self.own)
 
     async def keep(self, store: Store, run: str) -> None:
-        """Remember the choice with the run."""
+        """Store the choice of prompts with the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,35 +103,47 @@ class Begun:
 
 
 class RunStage(Stage):
-    """A plugin's place at a run's beginning and end; it overrides the methods of the points where it stands. `store` is as the
-    run's project sees it. `LightningError`s end the run as they are; anything else is a failure of the plugin."""
+    """A plugin's stage at a run's beginning and end. A subclass overrides the methods of the points where it is to be asked.
+    `store` is limited to the run's project. `LightningError`s end the run as they are; any other exception is a failure of the
+    plugin."""
 
     async def prompts(self, store: Store, run: Run, given: Mapping[str, str], home: str) -> Prompts:
-        """The prompts of a run by its settings `runner.prompts`. The run may go on after a restart, and may not be kept yet.
+        """Find the prompts of a run by its settings `runner.prompts` (`given`). The run may be resumed, and may not be stored
+        yet.
 
-        `home` is the URL of the store that names without a place mean, where it is another than this. One stage may stand here.
+        `home` is the URL of the store that names without a place refer to, if that is not `store`. At most one stage may have
+        this method.
         """
         raise NotImplementedError
 
     async def teacher(self, start: Start) -> Teacher:
-        """The teacher that the run's algorithms ask for (`teacher_of`): it is there, goes together with the model and the
-        engine, and is the one of the steps that were taken. One stage may stand here."""
+        """Find the teacher that the run's algorithms ask for (`teacher_of`). Check that it exists, fits the model and the
+        engine, and is the teacher of the steps that were taken. At most one stage may have this method."""
         raise NotImplementedError
 
     async def begun(self, start: Start, parent: str) -> Begun:
-        """What a run begins with, or has begun with. `parent` is what the user asks for (`--from`); empty where a run goes on
-        that has begun so. A start that fails changes nothing of a run. One stage may stand here."""
+        """Prepare what a run starts from. `parent` is the value of `--from`; it is empty when a run resumes that started so. An
+        error here leaves the run as it was. At most one stage may have this method."""
+        raise NotImplementedError
+
+    async def bring_forward(
+        self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
+    ) -> BringForward:
+        """What takes the run's recorded steps again, those since its newest checkpoint. With such a stage a step may be
+        committed without one. `start` has the model that the run begins with, `records` and `epochs` are all of it, `teacher`
+        is its present one. Where the engine has to be opened with other settings, or another teacher, to take steps again, they
+        are taken here, and a checkpoint of the last one lies in the run's folder then. One stage may stand here."""
         raise NotImplementedError
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
-        """The run's model lies in a folder. `about` says how it was made."""
+        """Tell others that the run's model lies in a folder. `about` says how it was made."""
 
 
 CONTRACT: Final = Contract(
     kind=RunStage,
     asked="run_stages",
     api=API,
-    points=("prompts", "teacher", "begun", "exported"),
+    points=("prompts", "teacher", "begun", "bring_forward", "exported"),
     ordered=(),
     setting="",
     settings=(),
@@ -135,6 +156,7 @@ CONTRACT: Final = Contract(
         ("prompts", "find the prompts of runs"),
         ("teacher", "find the teachers of runs"),
         ("begun", "bring what runs begin with"),
+        ("bring_forward", "take recorded steps again"),
     ),
 )
 
@@ -144,8 +166,21 @@ class RunLine(StageLine[RunStage]):
 
     contract = CONTRACT
 
+    def check(self, config: Config) -> None:
+        """Raise `ConfigError` for settings that only a stage can carry out, where none is there."""
+        self.check_prompts(config.runner.prompts)
+        if (every := config.trainer.checkpoint_every or 1) > 1 and not self.at("bring_forward"):
+            raise ConfigError(
+                CONTRACT.not_carried_out(
+                    f"trainer.checkpoint_every = {every} leaves steps that a resume has to take again",
+                    "bring_forward",
+                    self.versions,
+                    "set trainer.checkpoint_every = 1",
+                )
+            )
+
     def check_prompts(self, given: Mapping[str, str]) -> None:
-        """Raise `ConfigError` for a prompt that only a stage can find, where none is there."""
+        """Raise `ConfigError` for a prompt that only a stage can find, if no stage does."""
         named = next((item for item in given.items() if item[1].startswith(PREFIX)), None)
         if named and not self.at("prompts"):
             raise ConfigError(
@@ -154,7 +189,7 @@ class RunLine(StageLine[RunStage]):
             )
 
     async def prompts(self, store: Store, run: Run, given: Mapping[str, str], *, home: str = "") -> Prompts:
-        """The prompts of a run, see `RunStage.prompts`. Raises `ConfigError` where no stage finds what is named."""
+        """Return the prompts of a run (`RunStage.prompts`). Raises `ConfigError` where no stage finds what is named."""
         self.check_prompts(given)
         for each in self.at("prompts"):
             with CONTRACT.blaming(each, "prompts"):
@@ -162,7 +197,7 @@ class RunLine(StageLine[RunStage]):
         return Prompts(given)
 
     async def teacher(self, start: Start) -> Teacher | None:
-        """The teacher of a run; None for algorithms that ask for none. Raises `ConfigError` where no stage finds it."""
+        """Return the teacher of a run; None for algorithms that ask for none. Raises `ConfigError` where no stage finds it."""
         wanted = [(algorithm.name, name) for _, algorithm in start.phases if (name := teacher_of(algorithm))]
         if not wanted:
             return None
@@ -179,8 +214,8 @@ class RunLine(StageLine[RunStage]):
         )
 
     async def begun(self, start: Start, parent: str | None) -> Begun | None:
-        """What a run begins with (`parent`, see `RunStage.begun`), or has begun with; None for its own model. Raises
-        `ConfigError` where no stage brings it."""
+        """Return what a run starts from (`parent`, see `RunStage.begun`), or has started from when it resumes; None for its own
+        model. Raises `ConfigError` where no stage provides it."""
         before = start.run.config.get(FORKED)
         if parent is None and before is None:
             return None
@@ -192,13 +227,39 @@ class RunLine(StageLine[RunStage]):
             said, cure = f"run {start.run.id!r} began with the weights of {before}", "give another `out`"
         raise ConfigError(CONTRACT.not_carried_out(said, "begun", self.versions, cure))
 
+    async def bring_forward(
+        self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
+    ) -> BringForward | None:
+        """What takes the run's recorded steps again, see `RunStage.bring_forward`; None where no stage does. Raises
+        `ConfigError` for a run that needs it then: a step that taught is newer than the newest checkpoint."""
+        if not (standing := self.at("bring_forward")):
+            saved = Checkpoints(start.folder / "checkpoints", keep=1).newest(len(records)) or 0
+            if taught := [record.step for record in records[saved:] if record.metrics.get("stepped", 1.0)]:
+                raise ConfigError(
+                    CONTRACT.not_carried_out(
+                        f"step {taught[0]} of {start.run.id!r} has no checkpoint, so that a resume has to take it again",
+                        "bring_forward",
+                        self.versions,
+                        "give another `out`",
+                    )
+                )
+            return None
+        with CONTRACT.blaming(standing[0], "bring_forward"):
+            take_again = await standing[0].stage.bring_forward(start, records, epochs, teacher)
+
+        async def bring_forward(engine: Engine, records: Sequence[StepRecord]) -> None:
+            with CONTRACT.blaming(standing[0], "bring_forward"):
+                await take_again(engine, records)
+
+        return bring_forward
+
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
-        """See `RunStage.exported`."""
+        """Tell each stage where the run's model lies (`RunStage.exported`)."""
         for each in self.at("exported"):
             with CONTRACT.blaming(each, "exported"):
                 await each.stage.exported(of_project(store, run.project), run, folder, about)
 
 
 def run_line(config: Config) -> RunLine:
-    """The stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
+    """Make the stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
     return RunLine(CONTRACT.made(config, config.runner))

@@ -1,9 +1,9 @@
-"""Where a step's groups come from: the place of samplers and task orders, and the core's own sampler, which samples when the
-step is due.
+"""The samplers that supply a step's groups, the orders of tasks, and the core's own sampler, which samples when the step is
+due.
 
-The invariant: what a step looked at is a list of groups that can be read from the store again, each finished, each looked
-at by one step only; whatever was planned before an interruption is run to its end after it and not planned twice. A sampler or
-an order that fails ends the step with its plugin's name; a setting that no sampler carries out is refused before a run begins.
+The invariant: a step looks at a list of groups that can be read from the store again, each finished, each looked at by one step
+only. Rollouts planned before an interruption are run to their end after it and not planned twice. A sampler or an order that
+fails ends the step with its plugin's name. A setting that no sampler carries out is refused before a run begins.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 API: Final = 1
-"""The number of this file's contract. A minor release raises it when a sampler or an order that was written for it would not do
-any more what it did, and the change log says what to change in one."""
+"""The version of the contract of samplers and orders. A minor release raises it when one written for the old version would
+behave differently, and the change log says what to change."""
 OF_SAMPLERS: Final = ("sampling", "trunks", "branch_by", "max_staleness")
-"""Settings of the trainer that samplers of plugins carry out."""
+"""Settings of the trainer that only samplers of plugins carry out."""
 RECORDED: Final = "recorded"
-"""What names the record that a run is trained on: an argument of `Trainer`, and a key of the run's configuration."""
+"""The name of the record that a run is trained on: as an argument of `Trainer`, and as a key of the run's configuration."""
 MOST_REASONS = 3
-"""Reasons that a warning names at most."""
+"""Most reasons that a warning names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What a step looked at: the groups, and all of their rollouts, failed ones included, in the same order.
 
-    `seconds` is the time in which they were sampled; `metrics` are the sampler's own. `elsewhere`: other policies than this
-    run's sampled them.
+    `seconds` is the time in which they were sampled; `metrics` are the sampler's own. `elsewhere` says that other policies than
+    this run's sampled them.
     """
 
     rollouts: Sequence[Rollout]
@@ -69,7 +69,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a run asks of its sampler, before anything is opened. `recorded` names the record that it is to be trained on."""
+    """What a run asks of its sampler, before anything is opened. `recorded` names the record to train on; None for none."""
 
     config: Config
     schedule: AlgorithmSchedule
@@ -79,8 +79,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a sampler brings that has a record: its tasks, what the run's configuration says of it, the steps of one pass over
-    it, and what the user is told."""
+    """What a sampler of a record provides: the record's tasks, what the run's configuration says of the record, the number of
+    steps of one pass over it, and a message for the user."""
 
     tasks: Sequence[Task]
     described: Mapping[str, Json]
@@ -90,7 +90,8 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a sampler works with, once everything is open. `finished` hears of every rollout that ends for good."""
+    """The objects that a sampler works with, once everything is open. `finished` is called with every rollout that ends for
+    good."""
 
     stack: Stack
     schedule: AlgorithmSchedule
@@ -102,40 +103,42 @@ class Ground:
 
 
 class TaskOrder(Stage, ABC):
-    """Which tasks come next, by a plugin. One is made for each run, of its tasks and the settings `trainer`.
+    """A plugin's order of a run's tasks. Each run makes its own, from its tasks and the settings `trainer`.
 
-    The same place, after the same committed steps, must give the same tasks, so that a resumed run plans what it planned.
+    The same place, after the same committed steps, must give the same tasks, so that a resumed run plans what it planned
+    before.
     """
 
     async def recall(self, store: Store, run: Run) -> None:
-        """The run begins or goes on: read what its committed steps say."""
+        """Read what the run's committed steps say, when the run begins or resumes."""
 
     async def learn(self, store: Store, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A step is committed that looked at these rollouts; branches are not among them."""
+        """Learn from a committed step that looked at these rollouts; branches are not among them."""
 
     @abstractmethod
     def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
-        """The tasks, those first that are to be sampled first. `place` says what for; tasks with an id of `without` are being
-        sampled, and come last."""
+        """Return the tasks, those to sample first at the beginning. `place` says what they are for; tasks with an id of
+        `without` are being sampled already, and come last."""
 
     def of_step(self, step: int, group_size: int, first: int, count: int) -> list[Task]:
-        """`count` tasks of a step from place `first` on, each once before one comes again. Further waves are further places."""
+        """Return `count` tasks of a step from place `first` on, each once before one comes again. Further waves are further
+        places."""
         ranked = self.ranked(f"step {step}", group_size)
         return [ranked[place % len(ranked)] for place in range(first, first + count)]
 
 
 class Sampler(Stage, ABC):
-    """Where a run's groups come from. One is made for each run, of what the run asks, and opens nothing until `start`.
+    """Supplies a run's groups. Each run makes its own, from what it asks for; nothing is opened until `start`.
 
-    `carries_out` names the settings of the trainer that it carries out: those of `OF_SAMPLERS`, `order` where it takes orders
-    of plugins, and `recorded`. After `begin` it has all that is in `Ground`, the settings as `config`, and `order`. A
-    `LightningError` that it raises ends the run as it says; anything else is a failure of the plugin.
+    `carries_out` names the settings of the trainer that it carries out: those of `OF_SAMPLERS`, `order` if it takes orders of
+    plugins, and `recorded`. After `begin` it has all that is in `Ground`, the settings as `config`, and `order`. A
+    `LightningError` that it raises ends the run as it is; any other exception is a failure of the plugin.
     """
 
     named: NamedStage[Sampler] | None = None
-    """Itself under its name; None for the core's own."""
+    """This sampler with its registered name and plugin; None for the core's own."""
     order: NamedStage[TaskOrder] | None = None
-    """The order of a plugin that the run asks for."""
+    """The order of a plugin that the run asks for; None for an order of the core's."""
     stack: Stack
     schedule: AlgorithmSchedule
     tasks: Sequence[Task]
@@ -147,30 +150,30 @@ class Sampler(Stage, ABC):
 
     # where a plugin stands --------------------------------------------------------------------------------------
     async def record(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
-        """The run in `out` is trained on a record: open it, `resources` closes it. `known` is what the run's configuration says
-        of it, None at its first start."""
+        """Open the record that the run in `out` is trained on; `resources` closes it. `known` is what the run's configuration
+        says of the record, None at the run's first start."""
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Begin what goes on in the background, after the policy server has the weights of the last committed step."""
+        """Start background work, after the policy server has the weights of the last committed step."""
 
     async def close(self) -> None:
-        """End what goes on in the background."""
+        """End background work."""
 
     @abstractmethod
     async def step(self, step: int) -> Sampled:
-        """The groups of a step. Raises `RunnerError` when every one of its rollouts failed."""
+        """Return the groups of a step. Raises `RunnerError` when every one of its rollouts failed."""
 
     @abstractmethod
     async def finish(self, rollouts: list[Rollout]) -> None:
-        """Create rollouts (again, harmlessly, after a resume); every one of them has ended when this returns."""
+        """Create rollouts (again, harmlessly, after a resume), and return when every one of them has ended."""
 
     async def served(self, version: int) -> None:
         """The policy server has the weights of `version`: so many steps are committed."""
 
     # what the loop asks -----------------------------------------------------------------------------------------
     def begin(self, ground: Ground) -> Self:
-        """Everything is open: take what there is to work with."""
+        """Take the objects to work with, once everything is open."""
         self.stack, self.schedule, self.tasks, self.agents = ground.stack, ground.schedule, ground.tasks, ground.agents
         self.reporter, self.finished = ground.reporter, ground.finished
         self.epochs = ground.epochs or [Epoch(0, 1, self.stack.run.config)]
@@ -194,28 +197,28 @@ class Sampler(Stage, ABC):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """The sampler and the order, where plugins bring them, with the versions of their distributions."""
+        """The sampler and the order, if plugins bring them, with the versions of their distributions."""
         found = {} if self.named is None else {self.named.name: self.named.version}
         return found | ({} if self.order is None else {f"order {self.order.name}": self.order.version})
 
     def _blamed(self, point: str) -> AbstractContextManager[None]:
-        """What a plugin's sampler raises in the block ends the step with the plugin's name."""
+        """Turn an exception of a plugin's sampler in the block into an error with the plugin's name, which ends the step."""
         return nullcontext() if self.named is None else SAMPLER.blaming(self.named, point)
 
     async def opened(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
-        """See `record`."""
+        """Call `record`, with the plugin's name in its errors."""
         with self._blamed("record"):
             return await self.record(resources, known, out, project)
 
     async def sample(self, step: int) -> Sampled:
-        """See `step`."""
+        """Call `step`, with the plugin's name in its errors. Raises the plugin's failure if that returns no `Sampled`."""
         with self._blamed(f"step {step}"):
             if not isinstance(found := await self.step(step), Sampled):
                 raise TypeError(f"it returned {found!r:.80} and no Sampled")
             return found
 
     async def committed(self, version: int, rollouts: Sequence[Rollout]) -> None:
-        """See `served`. The last of the committed steps looked at these rollouts."""
+        """Tell the order of the last committed step, which looked at these rollouts, and call `served`."""
         if self.order is not None:
             begun = [
                 rollout for rollout in rollouts if rollout.parent is None
@@ -228,7 +231,7 @@ class Sampler(Stage, ABC):
     async def execute(self, plan: Callable[[int], list[Rollout]], what: str) -> list[Rollout]:
         """Run a planned evaluation to its end. Raises `RunnerError` when it is lost as a whole.
 
-        `plan(n)` plans the n-th try at it; a try that was lost as a whole before a resume is not the last.
+        `plan(n)` plans the n-th try of the evaluation. After a resume, a try that was lost as a whole is followed by another.
         """
         first = plan(0)
         known = await all_rollouts(self.stack.store, first[0].run, split=first[0].split, step=first[0].step)
@@ -238,7 +241,8 @@ class Sampler(Stage, ABC):
 
     # what a sampler may use -------------------------------------------------------------------------------------
     def ordered(self, ask: Callable[[TaskOrder], Sequence[Task]]) -> list[Task]:
-        """The tasks that the order of a plugin says."""
+        """Return the tasks in the order of a plugin. Raises the plugin's failure if it returns anything but tasks of the
+        run."""
         assert self.order is not None, "the run has an order of the core's"
         with ORDER.blaming(self.order, "ranked"):
             found = list(ask(self.order.stage))
@@ -248,7 +252,7 @@ class Sampler(Stage, ABC):
         return found
 
     async def ended(self, planned: list[Rollout], what: str) -> list[Rollout]:
-        """Run planned rollouts of one step and split to their end."""
+        """Run planned rollouts of one step and split to their end, and return all rollouts of their groups."""
         self.reporter.phase(what, len(planned))
         with self._blamed(what):
             await self.finish(planned)
@@ -257,11 +261,11 @@ class Sampler(Stage, ABC):
         return of_groups(known, [rollout.group for rollout in planned])
 
     async def groups_of(self, rollouts: Sequence[Rollout]) -> list[Group]:
-        """The groups of ended rollouts."""
+        """Return the groups of ended rollouts."""
         return await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
 
     def check(self, what: str, rollouts: Sequence[Rollout]) -> None:
-        """Tell how many failed. Raises `RunnerError` when that leaves nothing to learn from."""
+        """Warn how many rollouts failed. Raises `RunnerError` when that leaves nothing to learn from."""
         said = self.tell_failed(what, rollouts)
         if said and is_lost(rollouts):
             raise RunnerError(
@@ -270,7 +274,7 @@ class Sampler(Stage, ABC):
             )
 
     def tell_failed(self, what: str, rollouts: Sequence[Rollout]) -> str:
-        """Warn of those that failed, and return why they did; empty where none has."""
+        """Warn of the failed rollouts, and return why they failed; "" if none has."""
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
         if not failed:
             return ""
@@ -284,25 +288,25 @@ class TurnSampler(Sampler):
     """Samples and trains in turns: every token of a step comes from the weights that the step starts with.
 
     With dynamic sampling a step samples in waves until `tasks_per_step` of its groups teach something, or for
-    `trainer.max_waves` waves; it trains on all that teach.
+    `trainer.max_waves` waves; it trains on all groups that teach.
     """
 
     carries_out: ClassVar[Collection[str]] = ("order",)
 
     async def finish(self, rollouts: list[Rollout]) -> None:
-        """See `Sampler.finish`."""
+        """Run the rollouts to their end."""
         await self.stack.execute(rollouts, self.finished)
 
     def begun(self, group_size: int) -> int:
-        """How many rollouts of a group begin at its task."""
+        """Return how many rollouts of a group begin at its task; a subclass may add the others in `grow`."""
         return group_size
 
     async def grow(self, ended: list[Rollout], group_size: int, what: str) -> list[Rollout]:
-        """Add to groups whose rollouts have ended; returns all of their rollouts."""
+        """Add rollouts to groups that have ended, and return all rollouts of the groups. This sampler adds none."""
         return ended
 
     async def step(self, step: int) -> Sampled:
-        """See `Sampler.step`."""
+        """Sample the groups of a step, in waves with dynamic sampling. Raises `RunnerError` when every rollout failed."""
         began, algorithm = time.monotonic(), self.schedule.at(step)
         count, what = self.config.tasks_per_step, f"rollouts of step {step}"
         waves = self.config.max_waves if samples_dynamically(algorithm) else 1
@@ -327,7 +331,7 @@ class TurnSampler(Sampler):
         return Sampled(rollouts, groups, time.monotonic() - began, metrics)
 
     def _planned(self, step: int, size: int, wave: int, number: int) -> list[Rollout]:
-        """The rollouts of one wave of a step, in the `number`-th try at it."""
+        """Return the rollouts of one wave of a step, in the `number`-th try of the step."""
         config, attempts = self.config, self.stack.config.runner.max_attempts
         count, first = config.tasks_per_step, wave * config.tasks_per_step
         if (order := fixed_order(config.order)) is None:
@@ -343,7 +347,7 @@ class TurnSampler(Sampler):
 
 
 def _per_step(epoch: Epoch, otherwise: int) -> int:
-    """How many tasks a step of a config epoch takes."""
+    """Return how many tasks a step of a config epoch takes; `otherwise` if the epoch does not say."""
     found = epoch.setting("trainer", "tasks_per_step")
     return found if isinstance(found, int) else otherwise
 
@@ -379,8 +383,8 @@ ORDER: Final = Contract(
 
 
 def sampler_of(asked: Asked) -> Sampler:
-    """The sampler that a run asks for: a plugin's, or the core's own. Nothing is opened. Raises `ConfigError` where two would
-    sample the run, for a setting that the sampler does not carry out, and for an order that is not there."""
+    """Return the sampler that a run asks for: a plugin's, or the core's own. Nothing is opened. Raises `ConfigError` if two
+    samplers claim the run, for a setting that the sampler does not carry out, and for an unknown order."""
     named: list[NamedStage[Sampler]] = SAMPLER.made(asked, asked.config.trainer)
     for each in named:
         each.stage.named = each
@@ -407,7 +411,7 @@ def sampler_of(asked: Asked) -> Sampler:
 
 
 def _check_order(name: str) -> None:
-    """Raise `ConfigError` for an order that no plugin has."""
+    """Raise `ConfigError` for an order that no plugin registers."""
     try:
         plugins().get(ORDER.asked, name)
     except PluginError as error:
@@ -415,7 +419,7 @@ def _check_order(name: str) -> None:
 
 
 def _order_of(config: TrainerConfig, tasks: Sequence[Task]) -> NamedStage[TaskOrder] | None:
-    """The order of a plugin that the settings ask for."""
+    """Make the order of a plugin that the settings ask for; None for an order of the core's."""
     if fixed_order(config.order) is not None:
         return None
     _check_order(config.order)

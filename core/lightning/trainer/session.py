@@ -9,8 +9,8 @@
             await session.optim_step(lr=1e-5)
             await session.publish()
 
-The invariant: what such a loop leaves is a run as any other. A step has one batch, of rollouts that no other step has but for
-those that its record declares as reused (`trainer.max_reuse`), and may hold several updates on it; it is on disk before it is
+The invariant: such a loop leaves a run like any other. A step has one batch and may take several updates on it. Its rollouts
+are in no other step, except those that its record declares as reused (`trainer.max_reuse`). A step is on disk before it is
 committed, and `lightning audit` derives its batch again.
 """
 
@@ -45,29 +45,30 @@ from lightning.types import Json, Rollout, Task, Transition
 
 @dataclass
 class _Step:
-    """What the step that is being made has so far. `first` is the number of its next group, `generation` which try it is.
-    `result` is what its rows were up to the first update, `pending` whether there is a gradient, `rows` what updates had."""
+    """The state of the step that is being made. `first` is the number of its next group, `generation` counts the tries of this
+    step. `result` is the engine's result for its rows up to the first update, `pending` says whether there is a gradient,
+    `rows` are the rows that updates have used."""
 
     generation: int
     first: int = 0
     rollouts: list[Rollout] = field(default_factory=list)
     next_index: dict[str, int] = field(default_factory=dict)
-    """The number of the next branch of a group, where there were some."""
+    """The number of the next branch of a group, for groups with branches."""
     seconds: float = 0.0
     batch: Batch | None = None
     result: StepResult | None = None
     pending: bool = False
     rows: set[int] = field(default_factory=set)
     given: list[tuple[int, tuple[str, str]]] = field(default_factory=list)
-    """The rows of the gradient at hand, each by its place in the batch and by its digests as it was given."""
+    """The rows of the present gradient: the place of each in the batch, and its digests when it was given."""
     updates: list[StepResult] = field(default_factory=list)
     computed: list[tuple[float, str]] = field(default_factory=list)
-    """The rate of each update, and the digest of the rows that it was computed on."""
+    """For each update its learning rate, and the digest of the rows that it was computed on."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A batch that `Session.batch` made, of which groups, and its rows' digests as they were then."""
+    """A batch that `Session.batch` made, its groups, and the digests of its rows when it was made."""
 
     batch: Batch
     groups: Sequence[Group]
@@ -82,19 +83,19 @@ class Session:
         self._loop = loop
         self._now: _Step | None = None
         self._groups: dict[str, Group] = {}
-        """The groups that `rollout` has returned, until they were in as many steps as they may be or are too old."""
+        """The groups that `rollout` has returned, until they were in as many steps as they may be, or are too old."""
         self._taken = Counter[str]()
-        """In how many steps each group was."""
+        """For each group the number of steps that it was in."""
         self._trained: set[str] = set()
-        """The rollouts of `_groups` that a step has trained."""
+        """The rollouts of `_groups` that were trained in a step."""
         self._batches: dict[int, _Made] = {}
-        """This step's batches by their identity."""
+        """The batches of this step, by their identity."""
         self._branched = False
-        """Whether there were branches."""
+        """Whether `branch` was called."""
         self._turn = asyncio.Lock()
         self._resources = AsyncExitStack()
         self.kept: Evaluation | None = None
-        """The evaluation that the exported model is of, where `trainer.keep` is `best`."""
+        """The evaluation of the exported model, if `trainer.keep` is `best`."""
 
     async def __aenter__(self) -> Self:
         loop = self._loop
@@ -113,7 +114,7 @@ class Session:
     ) -> None:
         async with self._resources:
             if error is not None:
-                raise error  # so that what was opened hears of it
+                raise error  # so that everything that was opened is told of it
             if self._now is not None and self._now.updates:
                 raise DataError("the last updates are in no step: publish() before the session ends")
             await self._loop.writer.finish()
@@ -126,17 +127,18 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        """What holds the weights. Its methods block: call them in a thread."""
+        """The engine that holds the weights. Its methods block: call them in a thread."""
         return self._loop.engine
 
     @property
     def store(self) -> Store:
-        """Where everything is recorded."""
+        """The store that records everything."""
         return self._loop.stack.store
 
     async def rollout(self, tasks: Sequence[Task | Json], n: int | None = None) -> list[Group]:
         """Run the agent `n` times (default: the algorithm's group size) on each task, by the present policy. May be called
-        several times in a step. Raises `RunnerError` when all fail; some that fail are in the record and in no group."""
+        several times in a step. Raises `RunnerError` when all fail; otherwise rollouts that fail are in the record and in no
+        group."""
         given, loop = as_tasks(tasks, "tasks"), self._loop
         if not given:
             raise DataError("the list of tasks is empty: give rollout() at least one")
@@ -162,9 +164,9 @@ class Session:
             return found
 
     async def branch(self, group: Group, at: Transition, n: int = 8) -> Group:
-        """Run the agent `n` more times from a call of a rollout of the group on: what that was answered before is answered
-        from its record, the rest is sampled. Returns the group with those branches that are valid, in the place of the given
-        one; a warning tells of the others. Raises `DataError` for a group of another step, or a call that cannot be."""
+        """Run the agent `n` more times from a call of one of the group's rollouts on: earlier calls are answered from the
+        record, the others are sampled. Return the group with those branches that are valid, which replaces the given one; a
+        warning tells of the others. Raises `DataError` for a group of another step, or a call from which none can start."""
         if n < 1:
             raise DataError(f"n = {n}: give the number of branches, 1 or more")
         async with self._turn:
@@ -177,7 +179,7 @@ class Session:
             self._forget_batches_of(group, now)
             highest = max(member.index for member in now.rollouts if member.group == group.id)
             first = max(highest + 1, now.next_index.get(group.id, 0))
-            now.next_index[group.id] = first + n  # also where this is interrupted: ids are never of two calls
+            now.next_index[group.id] = first + n  # also if this is interrupted: an id never belongs to two calls
             planned = branch_rollouts([(trunk, at)] * n, first)
             del self._groups[
                 group.id
@@ -196,7 +198,7 @@ class Session:
             return found
 
     def _forget_batches_of(self, group: Group, now: _Step) -> None:
-        """A group is about to change: batches of it are none any more. Raises `DataError` where one is being trained on."""
+        """Drop the batches of a group that is about to change. Raises `DataError` if one of them is being trained on."""
         for name, made in list(self._batches.items()):
             if any(each.id == group.id for each in made.groups):
                 if now.batch is made.batch and (now.updates or now.pending):
@@ -209,9 +211,9 @@ class Session:
             warn_of_credit((self._loop.schedule.at(self.step + 1),))
 
     async def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups that
-        `rollout` has not returned so, that were in more steps than `trainer.max_reuse` allows, or that are older than
-        `trainer.max_staleness` steps."""
+        """Make the rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups
+        that `rollout` has not returned like this, that were in more steps than `trainer.max_reuse` allows, or that are older
+        than `trainer.max_staleness` steps."""
         trainer = self._loop.stack.config.trainer
         if len({group.id for group in groups}) < len(groups):
             raise DataError("a group is there twice: give each once")
@@ -233,10 +235,10 @@ class Session:
             return batch
 
     async def forward_backward(self, batch: Batch, samples: Sequence[Sample] | None = None) -> Mapping[str, float]:
-        """Add the gradient of a batch of this session, or of some of its rows; returns what all rows since the last update
-        were. You may change weights and advantages: the step's record then says that its rows were changed. Raises `DataError`
-        for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError` for a loss that
-        several updates, or parts, would make another."""
+        """Add the gradient of a batch of this session, or of some of its rows. Return the metrics of all rows since the last
+        update. You may change weights and advantages: the step's record then says that its rows were changed. Raises
+        `DataError` for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError` for a
+        loss that several updates, or parts of a batch, would change."""
         async with self._turn:
             loop, now = self._loop, await self._present()
             if id(batch) not in self._batches:
@@ -267,8 +269,9 @@ class Session:
             return result.metrics
 
     async def optim_step(self, lr: float | None = None) -> Mapping[str, float]:
-        """Clip the gradient and update, at this rate or that of the schedule, which counts steps: all updates of one have the
-        same. Raises `DataError` without a gradient, and after `trainer.steps` where the schedule has fallen to 0."""
+        """Clip the gradient and update the weights, at the rate `lr` or at the schedule's. The schedule counts steps, so all
+        updates of a step have the same rate. Raises `DataError` without a gradient, and after `trainer.steps` if the schedule
+        has fallen to 0."""
         async with self._turn:
             loop, now = self._loop, await self._present()
             if not now.pending:
@@ -286,7 +289,7 @@ class Session:
             return result.metrics
 
     def _scheduled(self) -> float:
-        """The rate of the present step. Raises `DataError` where it is 0, at which a step would teach nothing."""
+        """Return the scheduled rate of the present step. Raises `DataError` if it is 0, at which a step would teach nothing."""
         if not (rate := self._loop.rate(self.step + 1)):
             config = self._loop.stack.config
             raise DataError(
@@ -297,8 +300,8 @@ class Session:
         return rate
 
     async def publish(self) -> Mapping[str, float]:
-        """Commit the step and make the policy server serve its weights; returns the step's metrics. Raises `DataError` when
-        nothing was updated since the last one, or when rows of the batch were in no gradient."""
+        """Commit the step and make the policy server serve its weights. Return the step's metrics. Raises `DataError` when
+        nothing was updated since the last call, or when rows of the batch were in no gradient."""
         async with self._turn:
             loop, now, began = self._loop, await self._present(), time.monotonic()
             if now.batch is None or not now.updates or now.result is None:
@@ -325,15 +328,15 @@ class Session:
             return metrics
 
     async def evaluate(self) -> Evaluation | None:
-        """Run the agent on the held-out tasks of `Trainer.session`, between two steps; None without such. Raises `DataError`
-        for a step whose weights are nobody's yet."""
+        """Run the agent on the held-out tasks of `Trainer.session`, between two steps; return None without such tasks. Raises
+        `DataError` during a step, whose weights are not served yet."""
         async with self._turn:
             if self._now is not None and (self._now.updates or self._now.pending):
                 raise DataError("the policy server has not the weights of this step yet: publish() before evaluate()")
             return await self._loop.evaluate()
 
     async def _present(self) -> _Step:
-        """The step that is being made. One that was interrupted is begun anew: its rollouts stay in the record."""
+        """Return the step that is being made. A step that was interrupted is begun anew: its rollouts stay in the record."""
         if self._now is None:
             known = await all_rollouts(self.store, self._loop.stack.run.id, split=TRAIN, step=self.step + 1)
             self._now = _Step(newest_generation(known) + 1 if known else 0)
@@ -356,8 +359,8 @@ class Session:
 
 
 def _given(rows: Sequence[Sample], made: _Made) -> list[tuple[int, tuple[str, str]]]:
-    """Which of the batch's rows these are, with their digests as they are now. Raises `DataError` for one that is none of them:
-    the record would not say so."""
+    """Return the places of the rows in the batch, with their present digests. Raises `DataError` for a row that is not the
+    batch's, since the record would not show it."""
     known = {_spans(row): place for place, row in enumerate(made.batch.samples)}
     given = []
     for row in rows:
@@ -375,7 +378,7 @@ def _spans(row: Sample) -> tuple[tuple[str, int, int, int, int], ...]:
 
 
 def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
-    """What a step reports: its rows as they were up to the first update, and all updates."""
+    """Return the result that a step reports: of its rows up to the first update, and of all updates."""
     metrics = dict(result.metrics)
     metrics |= {"lr": updates[-1].metrics["lr"]} if "lr" in updates[-1].metrics else {}
     for name in ("grad_norm", "critic_grad_norm"):

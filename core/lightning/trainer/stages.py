@@ -1,13 +1,13 @@
-"""Where plugins stand at a step, between its computation and its commit: the points, and what happens when a stage fails.
+"""The points at a step where stages of plugins are asked, between computation and commit, and what happens when a stage fails.
 
 The invariant: stages fail closed. A step on which a stage fails is not committed: the run ends with the plugin's name, and a
-resume takes the step again. A stage adds to a step under its own name, and changes nothing of it. A stage that only hears of
+resume takes the step again. A stage adds to a step under its own name, and changes nothing of it. A stage that is only told of
 something is logged and passed over when it fails.
 
     begun      the run begins, or goes on after some steps
     taken      the engine has taken a step, which is not committed yet: add metrics, context and alarms
     evaluated  held-out tasks were run: give alarms
-    alarmed    a stage gave a serious alarm: hear of it
+    alarmed    a stage gave a serious alarm: be told of it
     ended      the run ends: finish what is under way
     rehearsed  `Trainer.dev` and `lightning train --dev`: run a few tasks without training, and report
 """
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 API: Final = 1
-"""The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
-it did, and the change log says what to change in a stage."""
+"""The version of the contract between a run's steps and their stages. A minor release raises it when a stage written for the
+old version would behave differently, and the change log says what to change in a stage."""
 OF_STAGES: Final = ("alerts",)
-"""Settings of the trainer that stages of plugins carry out."""
+"""Settings of the trainer that only stages of plugins carry out."""
 NOT_NAMES: Final = ("dropped", "eval", "pipeline", "policy_fault", "reward", "seconds", "skipped")
-"""What metrics of the trainer's own begin with: no stage that adds metrics is called so."""
+"""The beginnings of the trainer's own metrics, which no stage that adds metrics may have as its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Alarm:
     rollouts: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Json]:
-        """Its content, ready for `json.dumps`."""
+        """Return the alarm's content, ready for `json.dumps`."""
         return {
             "cause": self.cause,
             "text": self.text,
@@ -76,9 +76,10 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class StepTaken:
-    """A step that the engine has taken. `rollouts` are all that were sampled for it, failed ones included, `groups` what the
-    `batch` was made of, and `metrics` its numbers so far. `parts` are those of the run's gateway, whose `line` has the plugin's
-    own stage of calls (`Line.named`); None where a stage is tried without a run. A stage reads these and changes none."""
+    """A step that the engine has taken. `rollouts` are all that were sampled for it, failed ones included, `groups` those from
+    which the `batch` was made, and `metrics` its numbers so far. `parts` are those of the run's gateway, whose `line` has the
+    plugin's own stage of calls (`Line.named`); None where a stage is tried without a run. A stage must not change any of
+    these."""
 
     step: int
     rollouts: Sequence[Rollout]
@@ -91,8 +92,8 @@ class StepTaken:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What a stage adds to a step. A metric `share` of the stage `mine` is recorded as `mine/share`; `context` is any JSON, and
-    stands in the step's context under the stage's name."""
+    """The additions of a stage to a step. A metric `share` of the stage `mine` is recorded as `mine/share`; `context` is any
+    JSON, recorded in the step's context under the stage's name."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     context: Json = None
@@ -100,15 +101,15 @@ class Added:
 
 
 class DryRun(Protocol):
-    """What a dry run has found, in words, with the cure."""
+    """The findings of a dry run, in words, with the cures."""
 
     @property
     def problems(self) -> Sequence[str]:
-        """What keeps training from starting."""
+        """The reasons why training cannot start."""
 
     @property
     def hints(self) -> Sequence[str]:
-        """What is worth a look."""
+        """Findings that deserve a look but do not stop training."""
 
     @property
     def ok(self) -> bool:
@@ -118,31 +119,32 @@ class DryRun(Protocol):
 Rehearse: TypeAlias = (
     "Callable[[Stack, Sequence[Task], Sequence[str], Algorithm | SearchAlgorithm, Reporter], Awaitable[DryRun]]"
 )
-"""See `StepStage.rehearsed`."""
+"""The type of `StepStage.rehearsed`."""
 
 
 class StepStage(Stage):
-    """A plugin's place at the steps of a run. One is made for each run; it overrides the methods of the points where it
-    stands. The awaited ones are called on the event loop that also answers the agents' requests: leave what takes long to a
+    """A plugin's stage at the steps of a run. Each run makes its own. A subclass overrides the methods of the points where it
+    is to be asked. The awaited methods run on the event loop that also answers the agents' requests: leave slow work to a
     thread."""
 
     async def begun(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
-        """The run begins, or goes on after these steps and evaluations. Returns the alarms that they give: those were said
-        then, and are not said again."""
+        """Prepare for a run that begins, or resumes after these steps and evaluations. Return the alarms that these give: they
+        were reported before, and are not reported again."""
         return ()
 
     async def taken(self, step: StepTaken) -> Added | None:
-        """The engine has taken a step, and it is about to be committed. None adds nothing."""
+        """Return what to add to a step that the engine has taken and that is about to be committed; None for nothing."""
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
-        """Held-out tasks were run: all evaluations so far that can be compared, the new one last."""
+        """Return alarms about an evaluation of the held-out tasks. `evaluations` are all so far that can be compared, the new
+        one last."""
         return ()
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
-        """A stage gave a serious alarm: `Alarm.to_json` with `run` and `step`. Return at once."""
+        """React to a serious alarm of a stage: `Alarm.to_json` with `run` and `step`. Return at once."""
 
     async def ended(self) -> None:
-        """The run ends, however it does."""
+        """Clean up when the run ends, in whatever way it ends."""
 
     async def rehearsed(
         self,
@@ -152,7 +154,7 @@ class StepStage(Stage):
         algorithm: Algorithm | SearchAlgorithm,
         reporter: Reporter,
     ) -> DryRun:
-        """Run the tasks without training, and show what was found. One stage may stand here."""
+        """Run the tasks without training, and show what was found. At most one stage of a run may have this method."""
         raise NotImplementedError
 
 
@@ -175,8 +177,8 @@ CONTRACT: Final = Contract(
 
 
 class StepLine(StageLine[StepStage]):
-    """The stages of a run (`trainer.stage_order`); use it with `async with`, which tells them of the end. Raises `PluginError`,
-    as a `StageLine` does, and for a stage that is named as the trainer's own metrics are."""
+    """The stages of a run, in order (`trainer.stage_order`). Use it with `async with`, which calls `ended` of each stage.
+    Raises `PluginError`, as a `StageLine` does, and for a stage named as the trainer's own metrics are."""
 
     contract = CONTRACT
 
@@ -201,14 +203,14 @@ class StepLine(StageLine[StepStage]):
                 await each.stage.ended()
 
     async def begin(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
-        """See `StepStage.begun`. Raises `StageError`."""
+        """Call `StepStage.begun` of each stage. Raises `StageError`."""
         for each in self.at("begun"):
             with CONTRACT.blaming(each, "begun", "the begin of the run"):
                 self._new(each, await each.stage.begun(steps, evaluations))
 
     async def taken(self, step: StepTaken) -> Added:
-        """See `StepStage.taken`: all that the stages add, the context by their names, and alarms that were not said before.
-        Raises `StageError`."""
+        """Return all that the stages add to a step (`StepStage.taken`): the metrics, the context by the stages' names, and
+        alarms of causes that were not reported before. Raises `StageError`."""
         metrics: dict[str, float] = {}
         context: dict[str, Json] = {}
         alarms: list[Alarm] = []
@@ -223,7 +225,7 @@ class StepLine(StageLine[StepStage]):
         return Added(metrics, context, alarms)
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> list[Alarm]:
-        """See `StepStage.evaluated`: alarms that were not said before. Raises `StageError`."""
+        """Return the stages' alarms about an evaluation, of causes that were not reported before. Raises `StageError`."""
         alarms: list[Alarm] = []
         for each in self.at("evaluated"):
             with CONTRACT.blaming(each, "evaluated", "an evaluation"):
@@ -231,13 +233,13 @@ class StepLine(StageLine[StepStage]):
         return alarms
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
-        """See `StepStage.alarmed`. Raises nothing."""
+        """Tell each stage of a serious alarm. Raises nothing."""
         for each in self.at("alarmed"):
             with _heard(each, "alarmed"):
                 each.stage.alarmed(dict(alarm))
 
     def rehearsal(self) -> Rehearse:
-        """See `StepStage.rehearsed`. Raises `ConfigError` where no stage stands there."""
+        """Return `StepStage.rehearsed` of the stage that has it. Raises `ConfigError` if no stage has."""
         for each in self.at("rehearsed"):
             return each.stage.rehearsed
         raise ConfigError(
@@ -257,7 +259,7 @@ def _number(name: str, value: float) -> float:
 
 @contextmanager
 def _heard(each: NamedStage[StepStage], point: str) -> Iterator[None]:
-    """What a stage raises in the block is logged, and training goes on."""
+    """Log an exception of a stage in the block, so that training goes on."""
     try:
         yield
     except Exception:
@@ -265,5 +267,5 @@ def _heard(each: NamedStage[StepStage], point: str) -> Iterator[None]:
 
 
 def step_line(config: Config) -> StepLine:
-    """The stages that plugins register, one of each kind for a run with these settings. Raises what `Contract.made` raises."""
+    """Make the stages that plugins register, for a run with these settings. Raises what `Contract.made` raises."""
     return StepLine(CONTRACT.made(config, config.trainer), config.trainer.stage_order)

@@ -1,6 +1,6 @@
-"""What people are told of a run: what a person sees while it goes on, and what it achieved.
+"""Tells people about a run: its progress while it goes on, and its results.
 
-The invariant: a summary is read from the store alone, so that it can be told of any run at any time.
+The invariant: a summary is read from the store alone, so that it can be made of any run at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning.types import Json, Rollout, Status, StepReward
 
 
 class Reporter:
-    """Live bars on a terminal, one line per step anywhere. A quiet one (`enabled=False`) shows nothing."""
+    """Shows live bars on a terminal, and one line per step anywhere. With `enabled=False` it shows nothing."""
 
     def __init__(self, *, enabled: bool = True, console: Terminal | None = None) -> None:
         self.console = console or Terminal(stderr=True, quiet=not enabled)
@@ -59,12 +59,12 @@ class Reporter:
         self._steps = self._bars.add_task("steps", total=total, completed=first, note="")
 
     def phase(self, what: str, rollouts: int | None = None) -> None:
-        """What is done now; `rollouts` is how many of them this phase waits for."""
+        """Show the present phase; `rollouts` is how many rollouts this phase waits for."""
         self._failed = 0
         self._bars.reset(self._now, description=what, total=rollouts, note="")
 
     def rollout(self, rollout: Rollout) -> None:
-        """A rollout has ended."""
+        """Count a rollout that has ended."""
         self._failed += rollout.status is Status.FAILED
         note = f"[red]{self._failed} failed" if self._failed else ""
         self._bars.update(self._now, advance=1, note=note)
@@ -86,7 +86,7 @@ class Reporter:
             self._bars.update(self._steps, completed=step, note=f"{_clock(left)} left")
 
     def evaluated(self, result: Evaluation) -> None:
-        """A held-out evaluation has ended."""
+        """Show a held-out evaluation that has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         reward = said_reward(result)
         reward += "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
@@ -97,30 +97,30 @@ class Reporter:
         )
 
     def say(self, text: str) -> None:
-        """One line for the person who watches, as it is."""
+        """Show a line of plain text."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def said(value: float | None, form: str = ".3f") -> str:
-    """A number for people; `-` where it is not known."""
+    """Format a number for people; `-` for None."""
     return "-" if value is None else format(value, form)
 
 
 def _named_parts(metrics: Mapping[str, float]) -> str:
-    """The named parts of the reward."""
+    """Format the named parts of the reward."""
     return "".join(f"{name.removeprefix(NAMED)} {metrics[name]:.3f}  " for name in metrics if name.startswith(NAMED))
 
 
 def said_reward(result: Evaluation) -> str:
-    """The reward of an evaluation; where rollouts failed also with those as 0."""
+    """Format the reward of an evaluation; if rollouts failed, also the reward with those as 0."""
     reward = said(result.reward)
     if not result.failed:
         return reward
-    return f"{reward} ({said(result.reward_with_failures)} with the failed as 0)"
+    return f"{reward} ({said(result.reward_with_failures)} if failures count as 0)"
 
 
 def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -> str:
-    """The named parts of a rollout's reward, then how many rewards its calls were `given` and their sum, by name."""
+    """Format the named parts of a rollout's reward, then, by name, how many rewards its calls were `given` and their sum."""
     said = [f"{name} {value:.3g}" for name, value in rewards.items()]
     for name in dict.fromkeys(reward.name for reward in given):
         values = [reward.value for reward in given if reward.name == name]
@@ -129,19 +129,19 @@ def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -
 
 
 def _with_failures(metrics: Mapping[str, float]) -> str:
-    """The reward with those that failed as 0, where any did: without them it is that of the ones that came through."""
-    return f" ({said(metrics.get('reward_with_failures'))} with the failed as 0)" if metrics["failed"] else ""
+    """Format the reward with failed rollouts as 0, if any failed: the other reward is the mean of those that succeeded."""
+    return f" ({said(metrics.get('reward_with_failures'))} if failures count as 0)" if metrics["failed"] else ""
 
 
 def _causes(metrics: Mapping[str, float]) -> str:
-    """What the policy failed by."""
+    """Format how many rollouts failed by the policy's fault, by cause."""
     found = {name.removeprefix(POLICY_FAULT): count for name, count in metrics.items() if name.startswith(POLICY_FAULT)}
     said = ", ".join(f"{cause} {count:.0f}" for cause, count in sorted(found.items()))
     return f", by the policy: {said}" if said else ""
 
 
 def _pipeline(metrics: Mapping[str, float]) -> str:
-    """What is worth knowing where rollouts go on while the engine trains: age of the tokens, groups carried over, waiting."""
+    """Format what matters where rollouts go on while the engine trains: age of the tokens, groups carried over, waiting."""
     if "pipeline/groups_carried" not in metrics:
         return ""
     return (
@@ -157,11 +157,11 @@ def _clock(seconds: float) -> str:
 
 
 PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
-"""Where wall time goes; metrics are named `seconds/<phase>`."""
+"""The phases of a step's wall time; their metrics are named `seconds/<phase>`."""
 NAMED = "reward/"
-"""Metrics of the named parts of the reward begin so."""
+"""The beginning of metrics of the named parts of the reward."""
 POLICY_FAULT = "policy_fault/"
-"""Metrics of how many rollouts failed by the model's own fault begin so, with its cause behind."""
+"""The beginning of metrics that count rollouts failed by the model's own fault; the cause follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,19 +183,19 @@ class Evaluation:
 
     @property
     def known(self) -> bool:
-        """Whether it says something: of one whose rollouts were neither scored nor failed nothing is known."""
+        """Whether the evaluation has information: some of its rollouts were scored or failed."""
         return bool(self.rollouts) and (self.reward is not None or self.failed > 0)
 
     @property
     def score(self) -> float:
-        """The mean by which evaluations that are `known` are compared: rollouts that failed count as 0, or as the lowest reward
-        where that is less."""
+        """The mean by which `known` evaluations are compared: a failed rollout counts as 0, or as the lowest reward if that is
+        less."""
         return (self.reward_with_failures or 0.0) + min(0.0, self.lowest) * self.failed / max(self.rollouts, 1)
 
     @property
     def error(self) -> float:
-        """The standard error of `score`. Rewards that are all equal say little of how equal they are: a tenth of the mean is
-        taken as their deviation at least."""
+        """The standard error of `score`. Rewards that are all equal do not show how much others would vary: their deviation is
+        taken as at least a tenth of the mean."""
         share, given = self.failed / max(self.rollouts, 1), self.reward or 0.0
         apart = share * (1.0 - share) * (given - min(0.0, self.lowest)) ** 2
         deviation = math.sqrt((1.0 - share) * self.deviation**2 + apart)
@@ -203,18 +203,19 @@ class Evaluation:
 
     @property
     def reward_with_failures(self) -> float | None:
-        """The mean over all rollouts with those that failed as 0; None where nothing is `known`."""
+        """The mean over all rollouts, with 0 for failed ones; None if nothing is `known`."""
         return self.mean_with_failures("reward")
 
     def mean_with_failures(self, measure: str) -> float | None:
-        """As `mean`, with 0 for rollouts that failed; None where no rollout has the measure and none failed."""
+        """Return the `mean` over all rollouts, with 0 for failed ones; None where no rollout has the measure and none
+        failed."""
         mean = self.mean(measure)
         if mean is None and not self.failed:
             return None
         return (mean or 0.0) * (self.rollouts - self.failed) / self.rollouts
 
     def mean(self, measure: str) -> float | None:
-        """The mean of a named part of the reward, or of `reward` itself; None where no rollout has it."""
+        """Return the mean of a named part of the reward, or of `reward` itself; None where no rollout has it."""
         return self.reward if measure == "reward" else self.rewards.get(measure)
 
 
@@ -248,7 +249,7 @@ class Summary:
     time: dict[str, float]
 
     def to_json(self) -> dict[str, Json]:
-        """The report's content, ready for `json.dumps`."""
+        """Return the report's content, ready for `json.dumps`."""
         evaluations = [
             {**asdict(result), "reward_with_failures": result.reward_with_failures} for result in self.evaluations
         ]
@@ -256,7 +257,7 @@ class Summary:
 
 
 def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
-    """Sum up one evaluation."""
+    """Make the evaluation of some held-out rollouts."""
     tally = _Tally()
     for rollout in rollouts:
         tally.add(rollout)
@@ -266,8 +267,7 @@ def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
 async def summarize(store: Store, run: str) -> Summary:
     """Read a run's summary. Raises `StoreError` when the store does.
 
-    Rollouts are counted page by page: the last step of a run of weeks has millions behind it, and must not fail for want of
-    memory.
+    Rollouts are counted page by page: the last step of a run of weeks has millions behind it, and must not run out of memory.
     """
     steps = [record.metrics for record in await store.steps(run, brief=True)]
     points = await store.metrics(run)
@@ -309,7 +309,7 @@ def _named(steps: Sequence[Mapping[str, float]]) -> dict[str, tuple[float | None
 
 
 def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """The mean of each named part of the reward, over the rollouts that have it."""
+    """Return the mean of each named part of the reward, over the rollouts that have it."""
     tally = _Tally()
     for rollout in rollouts:
         tally.add(rollout)
@@ -318,7 +318,7 @@ def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Tally:
-    """What an evaluation needs to know of its rollouts."""
+    """The numbers that an evaluation needs of its rollouts."""
 
     rollouts: int = 0
     failed: int = 0
@@ -326,7 +326,7 @@ class _Tally:
     generation: int = 0
     rewards: array[float] = field(default_factory=lambda: array("d"))
     parts: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of each named part."""
+    """Sum and count of each named part."""
 
     def add(self, rollout: Rollout) -> None:
         """Count a rollout."""
@@ -340,11 +340,11 @@ class _Tally:
             self.parts[name] = (total + value, count + 1)
 
     def means(self) -> dict[str, float]:
-        """Of the named parts; `reward` among them is the reward itself."""
+        """Return the means of the named parts. A part called `reward` is left out, since it is the reward itself."""
         return {name: total / count for name, (total, count) in sorted(self.parts.items()) if name != "reward"}
 
     def evaluation(self, step: int) -> Evaluation:
-        """The result."""
+        """Return the evaluation of the rollouts counted so far."""
         if not self.rewards:
             return Evaluation(step, None, self.rollouts, self.failed, self.means())
         reward = sum(self.rewards) / len(self.rewards)
@@ -356,9 +356,9 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Evaluations:
-    """A tally of the newest try at each evaluation, in the order in which they were begun.
+    """A tally of the newest try of each evaluation, in the order in which they were begun.
 
-    A search that had ended and is given more measures another version of its prompt, maybe in the same round.
+    A search that is resumed with more rounds measures another version of its prompt, maybe in the same round.
     """
 
     evaluated: dict[tuple[int, tuple[tuple[str, int], ...]], _Tally] = field(default_factory=dict)
@@ -373,12 +373,12 @@ class _Evaluations:
             tally.add(rollout)
 
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """Those that have ended."""
+        """Return the evaluations that have ended."""
         return tuple(tally.evaluation(step) for (step, _), tally in self.evaluated.items() if not tally.unfinished)
 
 
 async def evaluations(store: Store, run: str) -> tuple[Evaluation, ...]:
-    """The held-out evaluations of a run that have ended, in the order in which they were begun. Raises `StoreError`."""
+    """Return the held-out evaluations of a run that have ended, in the order in which they were begun. Raises `StoreError`."""
     found = _Evaluations()
     async for rollout in each_rollout(store, run, split=VAL):
         found.add(rollout)

@@ -226,7 +226,7 @@ class Trainer(RunOpening):
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
         line = run_line(self.config)
-        line.check_prompts(self.config.runner.prompts)
+        line.check(self.config)
         rehearse = step_line(self.config).rehearsal()
         runner = self._runner_of(agent)
         async with AsyncExitStack() as resources:

@@ -1,9 +1,8 @@
-"""Bringing the engine's weights to the policy server, and proof that it computes with them.
+"""Brings the engine's weights to the policy server, and proves that the server computes with them.
 
-The invariant: when `publish` returns, the policy server samples from exactly the engine's weights, under their version; a
-few tokens were compared wherever any are known. Those are tokens that were sampled, where there are enough of them, by a bound
-for the dtypes in use; a server that is nearer to the weights of the step before is told from one whose dtype alone makes the
-difference.
+The invariant: when `publish` returns, the policy server samples from exactly the engine's weights, under their version. Some
+tokens were compared if any are known: sampled tokens if there are enough, with a bound for the dtypes in use. A server that is
+nearer to the weights of the step before is told from a server that differs only by its dtype.
 """
 
 from __future__ import annotations
@@ -36,23 +35,25 @@ logger = logging.getLogger(__name__)
 
 
 SAMPLED_TOKENS = 64
-"""How many sampled tokens of a row are compared at most."""
+"""Most sampled tokens of a row that are compared."""
 MOST_TOKENS = 1024
-"""How long a probe is at most, with all that comes before the sampled tokens. A prompt that is longer is compared itself."""
+"""Most tokens of a probe, with all that comes before the sampled tokens. If the prompt alone is longer, the prompt is
+compared."""
 MIN_SAMPLED_TOKENS = 8
-"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely."""
+"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more, because the model finds many of them
+unlikely."""
 LEAST_TOKENS = 96
 """Tokens of a probe that are enough where the prompt is compared."""
 BASELINE = 2.0
-"""The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
+"""The gap may be the bound, or this many times the gap before the update if that is larger, because some models round more."""
 NOISE = math.sqrt(2.0)
-"""An update that moves logprobs by as much as sampler and trainer differ makes them differ so many times as much."""
+"""An update that moves logprobs by as much as sampler and trainer differ makes this difference this many times as large."""
 STEPS_BELOW = 3
-"""After so many steps in a row below the sampler's noise it is told."""
+"""The number of successive steps below the sampler's noise after which a warning is logged."""
 
 
 def bound_of(config: Config) -> GapBound:
-    """The bound for the dtypes in use, or of the number that was set, which no token may exceed."""
+    """Return the bound for the dtypes in use, or the number in the settings, which no token may exceed."""
     limit = config.trainer.max_logprob_gap
     if limit is None:
         return bound_for(config.engine.dtype, config.policy_server.dtype)
@@ -61,7 +62,7 @@ def bound_of(config: Config) -> GapBound:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens to ask about. `compared` (T,) says which count; `sampled` (T,) are the sampler's own logprobs, NaN where it gave
+    """Tokens of a probe. `compared` (T,) says which count; `sampled` (T,) are the sampler's own logprobs, NaN where it gave
     none that can be compared."""
 
     ids: Sequence[int]
@@ -71,7 +72,7 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found: largest and mean gap (nats), and what is wrong; empty when nothing is."""
+    """The result of a probe: largest and mean gap (nats), and what is wrong, "" if nothing is."""
 
     largest: float
     mean: float
@@ -79,7 +80,7 @@ class Verdict:
 
 
 class Prober:
-    """Chooses the tokens, asks the trainer, and judges what the policy server has answered."""
+    """Chooses the tokens of a probe, asks the trainer for their logprobs, and judges the policy server's."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self._engine, self._bound = engine, bound_of(config)
@@ -88,22 +89,23 @@ class Prober:
         self._below, self._said = 0, Once()
 
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Ask about tokens of this batch from now on, if it has any. The gaps of its step, which were taken before the update,
-        are the baseline, where no token is of older weights; what so few tokens do not say is 0 in it."""
+        """Probe with tokens of this batch from now on, if it has any. Gaps of its step, which were measured before the update,
+        are the baseline, unless some tokens are of older weights; a gap that the step did not measure is 0 in it."""
         if batch.samples:
             self._tokens = [_of_row(row) for row in _best(batch.samples)]
         if not metrics.get("staleness_max") and "mean_logprob_gap" in metrics:
             self._baseline = GapBound(metrics["mean_logprob_gap"], metrics.get("p999_logprob_gap", 0.0), 1.0)
 
     def recall(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Ask about tokens of a recorded call, as after a resume."""
+        """Probe with tokens of a recorded call from now on, as after a resume."""
         ids = [*prompt, *response]
         ids = ids[: _window([(len(prompt), len(ids))], len(ids))[1]]
         sampled = np.arange(len(ids)) >= len(prompt)
         self._tokens = [_Tokens(ids, _compared(sampled), np.full(len(ids), np.nan, np.float32))]
 
     def probe(self, attempt: int = 0) -> Probe | None:
-        """The trainer's logprobs of some tokens, of others at the second attempt if there are any; None when none are known."""
+        """Return the trainer's logprobs of some tokens, at the second attempt of others if there are any; None when no tokens
+        are known."""
         if not self._tokens:
             return None
         ids = np.asarray(self._tokens[attempt % len(self._tokens)].ids, dtype=np.int32)
@@ -112,7 +114,8 @@ class Prober:
         return Probe(ids.tolist(), self._engine.logprobs([sample])[0].tolist())
 
     def judge(self, probe: Probe, served: Sequence[float], attempt: int = 0) -> Verdict | None:
-        """What the server's logprobs of the probe's tokens, but the first, say of its weights; None where none counts."""
+        """Judge the server's weights by its logprobs of the probe's tokens, without the first; None if none of the tokens
+        counts."""
         tokens = self._tokens[attempt % len(self._tokens)]
         chosen = tokens.compared[1:]
         ours, old = np.asarray(probe.logprobs[1:]), tokens.sampled[1:]
@@ -138,7 +141,7 @@ class Prober:
         return Verdict(float(np.max(gaps)), float(np.mean(gaps)), problem)
 
     def _note(self, moved: float) -> None:
-        """Tell, once, that updates are lost in the difference between sampler and trainer."""
+        """Warn, once, when updates are smaller than the difference between sampler and trainer."""
         self._below = self._below + 1 if moved < NOISE * self._baseline.mean else 0
         if self._below == STEPS_BELOW and self._said.first():
             logger.warning(
@@ -150,10 +153,10 @@ class Prober:
 
 
 def _window(sampled: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
-    """How many sampled tokens of a row to ask about, and after how many of all the question ends.
+    """Return how many sampled tokens of a row to probe, and after how many of all its tokens the probe ends.
 
-    `sampled` are the places where they stand. The last token of a row is left out: vLLM samples one more, and the row may fill
-    the model's context.
+    `sampled` are the ranges of the sampled tokens. The last token of a row is left out: vLLM samples one more, and the row may
+    fill the model's context.
     """
     most = min(MOST_TOKENS, max(1, length - 1))
     count = stop = 0
@@ -171,8 +174,8 @@ def _places(row: Sample) -> list[tuple[int, int]]:
 
 
 def _best(rows: Sequence[Sample]) -> list[Sample]:
-    """Two rows to ask about, the better one first: the shortest of those with about the most sampled tokens, then that with the
-    most. Where none has enough of them, the shortest of those with enough tokens at all."""
+    """Return two rows to probe, the better one first: the shortest of those with about the most sampled tokens, then the row
+    with the most. If none has enough sampled tokens, the shortest of those with enough tokens at all."""
     windows = {id(row): _window(_places(row), len(row)) for row in rows}
     most = max(count for count, _ in windows.values())
     least = max(MIN_SAMPLED_TOKENS, most - MIN_SAMPLED_TOKENS)
@@ -191,7 +194,7 @@ def _of_row(row: Sample) -> _Tokens:
     sampled = np.zeros(len(row), dtype=bool)
     for span in row.spans:
         sampled[span.start : span.stop] = True
-    # What the server is asked for are logprobs at temperature 1; weights are 0 where no logprob stands.
+    # The server is asked for logprobs at temperature 1; weights are 0 where there is no logprob.
     known = sampled & (row.weights != 0) if row.temperature == 1.0 else np.zeros(len(row), dtype=bool)
     old = np.where(known, row.logprobs, np.nan).astype(np.float32)
     return _Tokens(row.ids[:stop].tolist(), _compared(sampled[:stop]), old[:stop])
@@ -202,21 +205,22 @@ def _compared(sampled: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 HELD_SECONDS = "held_seconds"
-"""The metric of a step that says for how long its update let calls stand still."""
+"""The metric of a step that says for how long its update held calls."""
 
 
 class Publisher:
-    """Updates the policy server. Calls in flight are frozen while it loads, new ones wait; no rollout is waited for."""
+    """Updates the policy server's weights. Calls in flight are frozen while it loads, and new ones wait; no rollout is waited
+    for."""
 
     def __init__(self, stack: Stack, engine: Engine) -> None:
         self._stack, self._engine = stack, engine
         self.prober = Prober(engine, stack.config)
         self._hashing: asyncio.Task[str] | None = None
         self.held = 0.0
-        """Seconds for which the last update let calls stand still; the weights are written before."""
+        """Seconds for which the last update held calls; the weights are written before."""
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Serve the engine's weights as `version`; return the probe's gaps (nats) as metrics, none where nothing is compared.
+        """Serve the engine's weights as `version`. Return the probe's gaps (nats) as metrics; empty if nothing was compared.
 
         A server that does not compute with them gets them once more. Raises `PolicyServerError` when it still does not.
         """
@@ -232,31 +236,32 @@ class Publisher:
         return found
 
     async def digest(self) -> str:
-        """SHA-256 (hex) of the tensors' bytes that were handed over last, in the order of their file (`hash_weights`), be they
-        all weights or adapters alone; empty before the first update, while the policy server has the model folder's own."""
+        """Return the SHA-256 (hex) of the tensors' bytes in the file of the last update (`hash_weights`), which holds all
+        weights or adapters alone; "" before the first update, while the policy server has the model folder's weights."""
         return await self._hashing if self._hashing else ""
 
     def _write(self, file: Path) -> None:
-        """Adapters alone where our own vLLM reads them: it has the model's folder, too, and merges them as the engine would."""
+        """Write the engine's weights; adapters alone if our own vLLM reads them: it has the model's folder and merges them as
+        the engine would."""
         server, engine = self._stack.config.policy_server, self._engine
         reads_here = not server.attach and server.weight_transfer in FILES
         if not (reads_here and isinstance(engine, WritesAdapters) and engine.adapters(file)):
             engine.weights(file)
 
     async def relabel(self, version: int) -> None:
-        """Call the weights that are served `version`: the step that led to it has left them as they were."""
+        """Declare the served weights as `version`: the step that led to it has left them unchanged."""
         began = time.monotonic()
         await self._stack.update(None, version, None)
         self.held = time.monotonic() - began
 
     async def recall(self, record: StepRecord) -> None:
-        """Probe with tokens of one trained call of a committed step."""
+        """Choose the tokens of one trained call of a committed step for the next probe."""
         for attempt in record.rollouts[:1]:
             for call in (await self._stack.store.transitions_of([attempt]))[0][:1]:
                 self.prober.recall(call.prompt_ids, call.response_ids)
 
     async def _bring(self, file: Path, version: int) -> dict[str, float]:
-        """Have the policy server take the weights, and see whether it computes with them."""
+        """Give the weights to the policy server, and check by a probe that it computes with them. Try twice."""
         for attempt in range(2):
             probe = await asyncio.to_thread(self.prober.probe, attempt)
             began = time.monotonic()

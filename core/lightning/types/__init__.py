@@ -1,7 +1,7 @@
-"""The nouns of lightning: plain frozen values that every room passes around.
+"""The common types of lightning: plain frozen values that all its parts exchange.
 
-Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place. The module
-`recorded` (what an attempt leaves behind, and what that is made of) is a part of it: import its nouns from here.
+The module imports nothing but the standard library and the errors, and no value is ever changed in place. The types of the
+module `recorded` (the records of an attempt) belong to it: import them from here.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ __all__ = [
 ]
 
 DEFAULT_PROJECT = "default"
-"""The project of runs and tokens for which none was named."""
+"""The project of runs and tokens that do not name one."""
 
 
 def new_id(prefix: str) -> str:
-    """A fresh, unguessable id such as `run-1f0c...`."""
+    """Return a fresh, unguessable id with a prefix, such as `run-1f0c...`."""
     return f"{prefix}-{uuid.uuid4().hex[:16]}"
 
 
 class Status(StrEnum):
-    """Where a rollout stands.
+    """The state of a rollout.
 
-    pending -> running -> succeeded | failed; running -> pending again when an attempt was lost and may be retried.
+    pending -> running -> succeeded | failed; running -> pending again if an attempt was lost and may be retried.
     """
 
     PENDING = "pending"
@@ -113,13 +113,13 @@ class Status(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether it stays so."""
+        """Whether the state is final: succeeded or failed."""
         return self in (Status.SUCCEEDED, Status.FAILED)
 
 
 class Fault(StrEnum):
-    """Whose fault an unsuccessful attempt was; only `INFRASTRUCTURE` is retried. `POLICY`: the model's own, such as an answer
-    that never came to an end; `trainer.policy_fault` says what training makes of it."""
+    """The cause of an unsuccessful attempt; only `INFRASTRUCTURE` is retried. `POLICY` means the model's own fault, such as an
+    endless answer; `trainer.policy_fault` decides how training treats it."""
 
     AGENT = "agent"
     POLICY = "policy"
@@ -128,7 +128,7 @@ class Fault(StrEnum):
 
 
 class Scope(StrEnum):
-    """What the holder of a token may do: all of it; train; run agents; look."""
+    """The rights of a token at the control API: `ADMIN` everything, `TRAINER` train, `RUNNER` run agents, `VIEWER` read."""
 
     ADMIN = "admin"
     TRAINER = "trainer"
@@ -138,10 +138,10 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One unit of work. `input` is whatever the agent needs (JSON); `expected` is for the grader, never shown to the model.
+    """One task for the agent. `input` is the agent's input (JSON); `expected` is for the grader, and never shown to the model.
 
-    `id` defaults to a hash of the content, so the same task has the same id in every process. Raises `DataError`, naming
-    the place, for what JSON cannot hold: a task travels to other processes and lies in the store.
+    `id` defaults to a hash of the content, so the same task has the same id in every process. Raises `DataError`, naming the
+    place, for a value that JSON cannot hold, because tasks are sent to other processes and kept in the store.
     """
 
     input: Json
@@ -170,13 +170,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class LLM:
-    """What an agent needs to call the policy: give these three to any OpenAI-compatible client.
+    """The address of the policy for one agent: give `base_url`, `api_key` and `model` to any OpenAI-compatible client.
 
     `api_key` is a signed token that belongs to one attempt of one rollout and expires with it. `prompts` are the prompt
-    templates that components have in this rollout, by the component's name, where they are not the agent's own. `seed` follows
-    from the run's seed, the rollout's place in the run, its task and the attempt; an agent may seed generators of its own with
-    it. It is None where agents are not seeded (`runner.seed_agents`). `extras` are what plugins' stages in the gateway tell
-    those of the same names around the attempt.
+    templates that replace the agent's own in this rollout, by the component's name. `seed` is computed from the run's seed, the
+    rollout's place in the run, its task and the attempt; an agent may seed its own generators with it. It is None if agents are
+    not seeded (`runner.seed_agents`). `extras` are values that a plugin's stage in the gateway passes to the plugin's stage of
+    the same name around the attempt.
     """
 
     base_url: str
@@ -188,21 +188,21 @@ class LLM:
 
     @property
     def url_with_token(self) -> str:
-        """A base URL that carries the token itself, for clients that take a URL but no key."""
+        """The base URL with the token in its path, for clients that take a URL but no key."""
         root = self.base_url.removesuffix("/v1")
         return f"{root}/r/{self.api_key}/v1"
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One run of the agent on one task. `group` ties the n rollouts of one task together (GRPO).
+    """One run of the agent on one task. `group` is shared by the n rollouts of one task (GRPO).
 
-    `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for, from 1, in
-    asynchronous training the one that was next when it began (a later one may take it); of an evaluation, after how many
-    steps it is. `split` is `train` or the name of an evaluation.
-    `rewards` keeps named parts when the agent returned several. `resources` are the versions of the named resources that it
-    runs with. A branch has a `parent`, the key `(rollout, attempt, seq)` of a call of another rollout: the agent's calls that
-    were answered before that one was sent are answered from its record, and the branch has its own calls from there on.
+    `reward` is set only by a successful attempt; `rewards` are its named parts if the agent returned several. `step` is the
+    optimizer step that the rollout was sampled for, counted from 1; in asynchronous training it is the step that was next when
+    the rollout began, and a later step may train it; for an evaluation it is the number of steps before it. `split` is `train`
+    or the name of an evaluation. `resources` are the versions of the named resources that it uses. A branch has a `parent`, the
+    key `(rollout, attempt, seq)` of a call of another rollout: it repeats the calls that were answered before that call was
+    sent, with their recorded answers, and makes its own calls from there on.
     """
 
     id: str
@@ -227,7 +227,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to run one attempt until `expires_at` (the database's clock). `rollout.attempt` is the fencing token."""
+    """The right of one worker to run an attempt until `expires_at` (the database's clock). `rollout.attempt` is the fencing
+    token."""
 
     rollout: Rollout
     worker: str
@@ -235,16 +236,16 @@ class Lease:
 
     @property
     def attempt(self) -> int:
-        """The fencing token."""
+        """The number of the attempt, the fencing token: a store refuses reports of an older attempt."""
         return self.rollout.attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended. Exactly one of `reward` (the reward function saw a result) and `fault` is set.
+    """The end of an attempt. Exactly one of `reward` (the agent returned one) and `fault` is set.
 
-    `labels` says who made which calls, by response id, as the agent said it with `lightning.label`. `extras` are bytes of
-    plugins by the plugin's name.
+    `labels` are the callers that the agent gave to calls by `lightning.label`, by response id. `extras` are bytes of plugins,
+    by the plugin's name.
     """
 
     reward: float | None = None
@@ -261,9 +262,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training or evaluation run; `config` is the resolved configuration it was started with.
+    """One training or evaluation run; `config` is the resolved configuration that it was started with.
 
-    Whoever may see one `project` sees its runs and nothing of the others.
+    A token for one `project` gives access to the project's runs and to no others.
     """
 
     id: str
@@ -275,10 +276,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The right of a person or a program to use the control API in one project. The secret itself is kept nowhere.
+    """The right of a person or a program to use the control API in one project. The secret itself is not stored.
 
-    `digest` is the SHA-256 (hexadecimal) of the secret. Times are Unix seconds; one without `expires_at` lives until it is
-    revoked. A `project` of `*` means all of them.
+    `digest` is the SHA-256 (hexadecimal) of the secret. Times are Unix seconds; a token without `expires_at` is valid until it
+    is revoked. A `project` of `*` means all projects.
     """
 
     id: str
@@ -293,15 +294,15 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One committed optimizer step, counted from 1: the proof of what was trained.
+    """The record of one committed optimizer step, counted from 1, which proves what was trained.
 
-    `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
-    logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
-    `policy_version` is the version of the weights of `policy` that this step produced: `step` itself. `groups` are all groups
-    that the step looked at, in order, those without a trained rollout included. `checkpoint` is the newest training state
-    that was on disk when the step was committed; empty: none was. `context` says how the step was computed
-    (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine. `extras` are bytes of
-    plugins by the plugin's name.
+    `rollouts` are the trained `(rollout id, attempt)` in training order, `digests` the SHA-256 of the record of each (ids,
+    logprobs, rewards, versions) in the same order, and `digest` that of the rows made of them, with their advantages.
+    `policy_version` is the version of the weights of `policy` that this step produced, the same number as `step`. `groups` are
+    all groups that the step considered, in order, also those without a trained rollout. `checkpoint` is the newest training
+    state that was on disk when the step was committed; empty if there was none. `context` says how the step was computed
+    (`lightning.trainer.context`): the weights that sampled it, the settings and the machine. `extras` are bytes of plugins, by
+    the plugin's name.
     """
 
     run: str

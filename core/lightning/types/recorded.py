@@ -1,8 +1,8 @@
-"""What an attempt leaves behind: its model calls token by token, who made them, its tool runs, step rewards and spans; and
-what these values are made of: JSON, and token arrays.
+"""The types of an attempt's record: its model calls token by token, their callers, tool runs, step rewards and spans; and the
+types of their fields, JSON and token arrays.
 
-The invariant: none of it is ever changed in place. Token arrays are `array.array` buffers that numpy and torch can read without
-a copy, and whoever holds one treats it as read-only.
+The invariant: no value is ever changed in place. Token arrays are `array.array` buffers that numpy and torch can read without a
+copy; code that gets one must not write to it.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 UNSERVED = "unserved"
-"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
+"""The finish reason of a call that failed because there was no policy server, or because the server stopped during the call."""
 TOO_LONG = "context_length_exceeded"
-"""The finish reason, and OpenAI's code, of a call that the policy server refused: prompt and answer together do not fit."""
+"""The finish reason, and OpenAI's error code, of a call that was refused because prompt and answer do not fit the context."""
 EXPIRED = "expired_token"
-"""The finish reason of a call that was refused because the agent's API key had expired; one is recorded for each key."""
+"""The finish reason of a call that was refused because the agent's API key had expired; one such call is recorded per key."""
 BRANCH_VOID = "branch_void"
-"""The finish reason of a call that was refused because its branch does not begin as its parent did."""
+"""The finish reason of a call that was refused because its branch did not repeat its parent's calls exactly."""
 SERVED = "serve"
-"""The split of rollouts of a served model."""
+"""The split of rollouts that hold the calls to a served model (`lightning serve`)."""
 CONVERSATION_ID = "served-"
-"""What the ids of those begin with that are conversations."""
+"""The prefix of the ids of served rollouts that are conversations."""
 CALLER_HEADER: Final = "x-lightning-caller"
-"""The header of a call that says who is calling: a `Caller` as JSON."""
+"""The request header that names the caller: a `Caller` as JSON."""
 ROLLOUT_HEADER: Final = "x-lightning-rollout"
-"""The header of a call with the rollout's key, where a client has a key of its own."""
+"""The request header with the rollout's key, for clients that send an API key of their own."""
 GREEDY_BELOW: Final = 1e-5
 """vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
 POLICY = "policy"
-"""The policy's name where there is only one."""
+"""The policy's name if there is only one."""
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 TokenIds: TypeAlias = "array[int]"
 """`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
 LogProbs: TypeAlias = "array[float]"
-"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
+"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty if the policy server gave none."""
 MAX_DEPTH = 100
-"""Lists and mappings inside one another in a task or a resource."""
+"""The largest depth of lists and mappings inside one another in a task or a resource."""
 
 
 class CallStatus(StrEnum):
-    """How a model call ended: only `OK` calls are ever trained.
+    """The end of a model call. Only `OK` calls are ever trained.
 
-    `MEDIA` calls were answered, too, but the prompt had an image, audio, video or a file, of which its token ids say nothing.
-    `REFUSED` ones were not sampled, since the gateway or the policy server does not take such a request, or a plugin's stage
-    refused them afterwards, with what was sampled. The agent was told so with a status of 400 to 499.
+    `MEDIA` calls were answered, too, but their prompt had an image, audio, video or a file, which its token ids do not hold.
+    `REFUSED` calls got a status of 400 to 499: the gateway or the policy server does not take such a request, so nothing was
+    sampled, or a plugin's stage refused the call after sampling.
     """
 
     OK = "ok"
@@ -64,13 +64,14 @@ class CallStatus(StrEnum):
 
     @property
     def answered(self) -> bool:
-        """Whether the agent has the whole answer."""
+        """Whether the agent got the whole answer."""
         return self in (CallStatus.OK, CallStatus.MEDIA)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is calling the model: `agent` is the name users put in `train_agents`, `path` runs outermost to innermost."""
+    """The agent that calls the model. `agent` is its name, as in `train_agents`; `path` are the names of agents and components
+    around the call, from the outermost to the innermost."""
 
     agent: str
     path: tuple[str, ...] = ()
@@ -79,34 +80,34 @@ class Caller:
     framework: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.path, str):  # its letters would be names
+        if isinstance(self.path, str):  # each letter would count as a name
             as_texts(self.path, "Caller.path")
 
     @property
     def name(self) -> str:
-        """What tells one agent from another: the path, as `train_agents` matches it; the agent's name without one."""
+        """The agent's full name: the path joined by slashes, as `train_agents` matches it, or `agent` if there is no path."""
         return "/".join(self.path) or self.agent
 
 
 UNNAMED: Final = Caller("agent")
-"""The caller of a call that no adapter, no header and no alias has named."""
+"""The caller of a call that no adapter, header or alias names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolEvent:
     """One tool run as an adapter saw it. `status` is `ok`, `error`, `blocked` or `unknown`; `at` is Unix time in seconds.
 
-    `blocked`: a guardrail or a person refused the run, or kept its output from the model.
+    `blocked` means that a guardrail or a person refused the run, or kept its output from the model.
 
-    `kind` is `unknown_tool` where nothing ran, since the model called a tool that its request did not offer; the status is then
-    `error`, whatever the framework makes of it.
+    `kind` is `unknown_tool` if the model called a tool that its request did not offer, so that nothing ran; the status is then
+    `error`, whatever the framework reports.
 
-    `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
-    that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
+    `call_id` is the id under which the model asked for the run. `response_id` is the id of the last model call before the run,
+    as seen by the code that ran the tool; an adapter may leave it empty, and the rollout fills it in.
 
-    `output` is a text of at most 4096 characters. `result` is the whole JSON text of what a `lightning.tool` returned; empty
-    where that is a text which `output` has whole, and where nobody told more than the output. `incomplete` says that what the
-    tool returned is not kept: it was more than 1 MB, no JSON, or had a credential.
+    `output` is a text of at most 4096 characters. `result` is the whole JSON text of the value that a `lightning.tool`
+    returned; it is empty if that is a text which `output` holds whole, or if only the output was reported. `incomplete` says
+    that the returned value is not kept: it was larger than 1 MB, not JSON, or had a credential.
     """
 
     name: str
@@ -125,10 +126,10 @@ class ToolEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The state of the agent's MDP in the agent's own words, before its call `response_id` (empty: no call followed).
+    """The state of the agent's MDP, as the agent reported it, before its call `response_id` (empty: no call followed).
 
-    `values` is JSON of at most 4 KB: what `lightning.state` was given, or what a graph's node `name` was called with; a text
-    stands in the place of what is longer. `at` is Unix time in seconds by the agent's clock.
+    `values` is JSON of at most 4 KB: the arguments of `lightning.state`, or the input of a graph's node `name`; a longer state
+    is replaced by a shortened text. `at` is Unix time in seconds by the agent's clock.
     """
 
     values: Json
@@ -141,7 +142,8 @@ class StepState:
 class StepReward:
     """A reward given inside a rollout by `lightning.reward`, for the call `response_id`.
 
-    Empty where nobody knew which call came last; then `at`, Unix time in seconds by the agent's clock, has to tell.
+    If the last call was not known, `response_id` is empty, and the call is found by `at`, Unix time in seconds by the agent's
+    clock.
     """
 
     value: float
@@ -152,7 +154,7 @@ class StepReward:
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """From response token `start` on, version `version` of the policy with this name sampled."""
+    """The version of the policy `policy` that sampled a response from its token `start` on, up to the next `VersionRun`."""
 
     start: int
     version: int
@@ -161,9 +163,10 @@ class VersionRun:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The chat messages up to the end of a response of the Responses API, as what it adds to an earlier one of its attempt.
+    """The chat messages up to the end of a response of the Responses API, stored as the difference to an earlier response.
 
-    The first `kept` messages are those of the response `after` (empty: there is none), then come `messages`, the answer last.
+    The first `kept` messages are those of the earlier response `after` of the same attempt (empty: there is none), followed by
+    `messages`, of which the last is the answer.
     """
 
     messages: tuple[Json, ...]
@@ -175,19 +178,19 @@ class Conversation:
 class Transition:
     """One model call as a step of the agent's MDP: state = `prompt_ids`, action = `response_ids`.
 
-    `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order they began.
+    `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order in which they began.
     With `n > 1` each choice is a transition of its own (same `id`, different `choice`). `versions` starts at token 0
-    and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
-    grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
-    under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
-    `error` is what the agent was told of a call that was refused, whose `finish_reason` is the error's code. `max_tokens_asked`
-    is the limit of the answer that the agent asked for where there was less room: it got the room that was left (else 0).
-    `requested_model` is the model that the agent asked for. `extras` are bytes of plugins by the plugin's name.
+    and has one more entry for each weight update during the call. `constrained` marks calls sampled under a grammar or another
+    logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids under which the
+    response called tools, in order, as the agent got them; by these a tool run finds its call. `error` is the message that the
+    agent got for a refused call, whose `finish_reason` is the error's code. `max_tokens_asked` is the limit that the agent
+    asked for if the context had less room, so that the answer was limited to the room that was left; else 0. `requested_model`
+    is the model that the agent asked for. `extras` are bytes of plugins, by the plugin's name.
 
-    The extra `texts` is what the agent sent and got: `lightning_record.exchanges.read` reads it. There is none where it is not
-    recorded (`gateway.record_requests`), and for every choice of a call but its first. `conversation` is what
-    `previous_response_id` may go on with: `lightning_record.conversation.conversation_in` reads it. There is none for calls
-    through other APIs, those with `store` false, and those whose text may not be stored.
+    The extra `texts` holds the request and the reply (read by `lightning_record.exchanges.read`). It is absent if requests are
+    not recorded (`gateway.record_requests`), and for all choices of a call but the first. The extra `conversation` holds the
+    messages that `previous_response_id` continues (read by `lightning_record.conversation.conversation_in`). It is absent for
+    calls through other APIs, with `store` false, or whose text may not be stored.
     """
 
     rollout: str
@@ -214,19 +217,19 @@ class Transition:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """The idempotency key."""
+        """The call's idempotency key, `(rollout, attempt, seq)`."""
         return (self.rollout, self.attempt, self.seq)
 
     @property
     def version(self) -> int:
-        """The version that sampled the first response token."""
+        """The policy version that sampled the first response token."""
         return self.versions[0].version
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One OpenTelemetry span of an attempt, wherever it was made. Unlike transitions, spans are told by the agent's side; only
-    those of tools that the model has invented are told by the gateway.
+    """One OpenTelemetry span of an attempt, from any program. Unlike transitions, spans are reported by the agent's side; only
+    spans of tools that the model invented are reported by the gateway.
 
     `(rollout, attempt, span_id)` is the idempotency key. Ids are lower-case hexadecimal (`trace_id` 32 digits, the others 16);
     `parent_id` is empty at the top of a trace. Times are Unix seconds; `kind` is `internal`, `server`, `client`, `producer`
@@ -249,9 +252,10 @@ class Span:
 
 
 def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:
-    """What somebody gave as several texts: each place where a sequence of texts is taken asks here.
+    """Return a list of texts that a user gave, as a tuple.
 
-    Raises `ConfigError`, naming `what` it is, for one text, whose letters nobody means, and for what is no text.
+    Raises `ConfigError`, naming the argument `what`, for a single text (whose letters would be taken for the list), for
+    anything else that is no list, and for an item that is no text.
     """
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ConfigError(f"{what} is {given!r:.200}, not a list of texts: write {what}=[...]")
@@ -263,7 +267,7 @@ def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items that have the same key together, by key; keys and items in the order in which they come."""
+    """Group items by their key. Keys, and the items of a key, stay in the order of the input."""
     found: dict[K, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -281,7 +285,7 @@ def logprobs(values: Sequence[float] = ()) -> LogProbs:
 
 
 def shared_prefix(one: bytes, other: bytes, item: int = 1) -> int:
-    """How many items of `item` bytes each both begin with."""
+    """Return the number of leading items, of `item` bytes each, that both arrays have in common."""
     limit = min(len(one), len(other)) // item
     if one[: limit * item] == other[: limit * item]:
         return limit
@@ -298,7 +302,8 @@ def shared_prefix(one: bytes, other: bytes, item: int = 1) -> int:
 
 
 def not_json(value: object, depth: int = 0) -> tuple[str, str] | None:
-    """Where inside `value` something is not JSON (as `['key'][0]`) and what it is; None when all of it is JSON."""
+    """Return the place inside `value` of the first part that is not JSON (as `['key'][0]`) and what is wrong with it; None if
+    all of it is JSON."""
     if value is None or isinstance(value, (str, int)):
         return None
     if isinstance(value, float):

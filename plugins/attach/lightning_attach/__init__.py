@@ -1,1 +1,1 @@
-"""A vLLM that somebody else runs, and weights over the network: to that one, or to one that lightning starts."""
+"""Use of a vLLM that somebody else runs; and weights over the network, to such a vLLM or to one that lightning starts."""

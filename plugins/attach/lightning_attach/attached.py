@@ -1,6 +1,6 @@
-"""A vLLM that somebody else runs, behind the `PolicyServer` contract.
+"""A vLLM that somebody else runs, as a `PolicyServer`.
 
-The invariant: it takes weights from one trainer at a time, the one that attached last; it is never stopped from here.
+The invariant: it takes weights from one trainer at a time, the one that attached last. This module never stops it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from lightning_attach.transfer import EXTENSION
 logger = logging.getLogger(__name__)
 
 TAKE_OVER_SECONDS = 5.0
-"""How long the weights of a server that was another trainer's are left alone: its gateways look every two seconds whose it is,
-and what they have sent to it by then is not to be sampled by ours."""
+"""Seconds that the weights of a server taken over from another trainer stay unchanged: that trainer's gateways check every two
+seconds who owns it, and their calls until then must not be answered with our weights."""
 SILENT_SECONDS = 300.0
-"""How long a trainer that lives never leaves its vLLM paused with weights of one known version: it asks for something meanwhile
-that vLLM answers within `CONTROL_SECONDS`, or changes them, and then they are of no version or vLLM answers nobody."""
+"""Seconds for which a living trainer never leaves its vLLM paused with weights of one known version. Within this time it makes
+a request that vLLM answers within `CONTROL_SECONDS`, or changes the weights; then they have no version, or vLLM answers
+nobody."""
 RETURN_SECONDS = 1800.0
-"""How long one that died may take to come back, unless `policy_server.start_timeout` says."""
+"""Seconds for a vLLM that died to come back, unless `policy_server.start_timeout` is set."""
 AWAKE_SECONDS = 5.0
-"""Between two looks at a vLLM that is not known to be paused."""
+"""Seconds between two checks of a vLLM that is not known to be paused."""
 
 
 class AttachedControl(VLLMControl):
-    """The control routes of a vLLM that others run: what it is, and whose."""
+    """The control routes of a vLLM that others run: which model it serves, and which trainer owns its weights."""
 
     async def served_model(self) -> str:
-        """The first model it serves."""
+        """Return the name of the first model that the vLLM serves."""
         answer = await self.call("GET", "/v1/models")
         try:
             return str(answer["data"][0]["id"])  # type: ignore[index]
@@ -53,9 +54,10 @@ class AttachedControl(VLLMControl):
             raise PolicyServerError(f"{self.url}/v1/models names no model; is it a vLLM server?") from error
 
     async def parses_tools(self, model: str) -> bool:
-        """Whether it takes tools that the model may call or not: without a parser vLLM refuses them before it samples.
+        """Whether the vLLM accepts calls with optional tools: without a parser for tool calls it refuses them before it
+        samples.
 
-        It samples one token otherwise; no answer in time is no refusal.
+        The check samples one token. A missing answer counts as accepting.
         """
         tool = {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}}
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "max_tokens": 1}
@@ -66,10 +68,10 @@ class AttachedControl(VLLMControl):
         return True
 
     async def claim(self, claim: str, *over: str) -> tuple[int | None, str]:
-        """Leave a word by which this vLLM is known and owned; the version of its weights then (None: unknown), and the word
-        that was there.
+        """Claim the vLLM's weights under the word `claim`. Return the version of its weights (None: unknown), and the claim
+        before.
 
-        Raises `NotOursError` where, with `over`, a word is found that is none of these.
+        Raises `NotOursError` when `over` is given and the claim before is none of these, nor empty.
         """
         try:
             answers = await self.rpc("lightning_claim", claim, *over)
@@ -87,21 +89,21 @@ class AttachedControl(VLLMControl):
         return versions.pop() if len(versions) == 1 else None, str(answers[0]["before"])
 
     async def dismiss(self, owner: str) -> None:
-        """Take the word of a trainer away, which brings no weights from then on. Raises `NotOursError` where another one is."""
+        """Remove a trainer's claim, so that it can load no more weights. Raises `NotOursError` where another claim is found."""
         await self.rpc("lightning_claim", "", owner, seconds=HEALTH_SECONDS)
 
 
 class AttachedVLLM(VLLMServer):
-    """A vLLM that somebody else runs, at `config.attach`; it must see the files of the trainer under the same paths, unless
-    they are sent to it by `transfer` (None: from files).
+    """A vLLM that somebody else runs, at `config.attach`. It must see the trainer's files under the same paths, unless
+    `transfer` sends them (None: they are read from disk).
 
     It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension` (for weights over
     the network `transfer.EXTENSION`), `--logprobs-mode processed_logprobs` and `--generation-config vllm`, on CUDA also
-    VLLM_USE_V2_MODEL_RUNNER=0 and `--no-async-scheduling`; `start` refuses one without. `model` is the folder it serves. If its
-    control routes have a secret (`owner_secret`), it is in our environment, too.
+    VLLM_USE_V2_MODEL_RUNNER=0 and `--no-async-scheduling`; `start` refuses a vLLM without these. `model` is the folder it
+    serves. If its control routes have a secret (`owner_secret`), that is in our environment, too.
 
-    With `claims` its weights are this process's to change from `start` on, and no other's: a word is left in it, and a trainer
-    that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
+    With `claims` only this process may change its weights from `start` on: it leaves a claim there, and a trainer that later
+    finds another's claim stops. Of two trainers that attach at one moment the first is refused when it brings weights.
     """
 
     _control: AttachedControl | None
@@ -115,14 +117,15 @@ class AttachedVLLM(VLLMServer):
         self._waking: asyncio.Task[None] | None = None
 
     async def start(self, *over: str) -> None:
-        """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
+        """Attach to the vLLM: find out its model and the version of its weights (-1: an update broke off, so the version is
+        unknown).
 
-        A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
-        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`. Who claims nothing leaves a trainer's paused,
-        which may be in the middle of an update, until that has been silent for `SILENT_SECONDS`: whether it was found so or is
-        paused later, until `close`.
+        A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. A server
+        of another trainer is taken over, which takes `TAKE_OVER_SECONDS`. Without `claims` a server that its trainer has
+        paused, which may be in the middle of an update, is resumed only after the trainer was silent for `SILENT_SECONDS`. That
+        is checked until `close`.
 
-        With `over` raises `NotOursError` where another word was left than one of these.
+        With `over` raises `NotOursError` where another claim is found than one of these.
         """
         check_model_folder(self._folder)
         await asyncio.to_thread(self._transfer.check, None)
@@ -154,7 +157,7 @@ class AttachedVLLM(VLLMServer):
         await self._say_tools(control)
 
     async def _say_tools(self, control: AttachedControl) -> None:
-        """Warn where agents' tools would be refused although the model's chat template knows them."""
+        """Warn where the vLLM would refuse agents' tools although the model's chat template knows tools."""
         facts = await asyncio.to_thread(read_facts, self._folder)
         if facts.knows_tools and not await control.is_paused() and not await control.parses_tools(self.model):
             parser = parsers_for(facts).tool
@@ -166,7 +169,7 @@ class AttachedVLLM(VLLMServer):
             )
 
     async def _wake(self, control: AttachedControl) -> None:
-        """Resume what was left paused, where it is nobody else's."""
+        """Resume a paused vLLM, unless this process claims nothing and a trainer owns it."""
         if not self._claims and (owner := await control.claimed()):
             logger.warning(
                 "the vLLM at %s was paused by its trainer (its claim is %s), and calls wait until that has updated it; "
@@ -184,7 +187,8 @@ class AttachedVLLM(VLLMServer):
             self._waking = None
 
     async def _wake_when_silent(self, control: AttachedControl) -> None:
-        """Resume what a trainer has paused, if that is killed: nothing about it changes then. It is that trainer's no more."""
+        """Check a paused vLLM without end: where nothing about it changed for `SILENT_SECONDS`, its trainer was killed, so the
+        trainer's claim is removed and the vLLM resumed."""
         seen: tuple[str, int] | None = None
         since = time.monotonic()
         while True:
@@ -197,7 +201,8 @@ class AttachedVLLM(VLLMServer):
                 seen = None
 
     async def _paused_as(self, control: AttachedControl) -> tuple[str, int] | None:
-        """Whose it is and of which version, where it is paused with weights of one."""
+        """Return the claim and the version of a paused vLLM; None where it is not paused, has no version, or does not
+        answer."""
         try:
             if not await control.is_paused():
                 return None
@@ -217,10 +222,10 @@ class AttachedVLLM(VLLMServer):
             logger.warning("the trainer of the vLLM at %s was silent for %g s: it goes on", self._root, SILENT_SECONDS)
 
     async def _claim_it(self, control: AttachedControl, *over: str) -> int | None:
-        """Own its weights from now on; their version."""
+        """Claim the vLLM's weights, and return their version (None: unknown)."""
         claim = secrets.token_hex(8)
         version, before = await control.claim(claim, *over)
-        self.claim, self._control = claim, control  # from here on `close` takes the word back
+        self.claim, self._control = claim, control  # from here on `close` removes the claim
         if before not in ("", *over):
             logger.warning(
                 "the vLLM at %s is another trainer's, or was this run's when that was killed; taking it over in %g s",
@@ -231,9 +236,9 @@ class AttachedVLLM(VLLMServer):
         return version
 
     async def restart(self, weights: Path | None, version: int) -> None:
-        """Wait until its owner has brought it back, then give it `weights` (None: the folder's) as `version`.
+        """Wait until whoever runs the vLLM has started it again, then load `weights` (None: the folder's) as `version`.
 
-        Raises PolicyServerError when it does not come, or when another trainer has attached to it.
+        Raises `PolicyServerError` when it does not come back, or when another trainer has attached to it.
         """
         seconds = self._config.start_timeout or RETURN_SECONDS
         deadline = time.monotonic() + seconds
@@ -251,7 +256,7 @@ class AttachedVLLM(VLLMServer):
         self.version = version
 
     async def _is_another(self, control: VLLMControl) -> bool:
-        """Whether it was started again, or belongs to another trainer now. One that is too busy to say is the same."""
+        """Whether the vLLM was started again or belongs to another trainer now. False when it does not answer."""
         if self._changing.locked():
             return False
         try:
@@ -266,7 +271,7 @@ class AttachedVLLM(VLLMServer):
         return f"{self._root} stays paused, its weights are undefined; restart it and attach again"
 
     async def close(self) -> None:
-        """Let go of it; it goes on serving, and is the next trainer's at once."""
+        """Detach: remove the claim, so that the next trainer can attach at once. The vLLM goes on serving."""
         self._serving = False
         await self._sleep_on()
         if self._control is None or not self._control.claimed_as:

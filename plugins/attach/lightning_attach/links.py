@@ -1,18 +1,18 @@
 """Tensors from one sender to any number of receivers, by torch's gloo (over TCP, on CPUs) or by vLLM's own NCCL transfer.
 
-The invariant: a receiver gets the sender's bytes or an error. Who loses a peer hears it at once, who is kept waiting after
-the seconds the group was made with; a group that a call failed on is not used again.
+The invariant: a receiver gets the sender's bytes or an error. A process that loses a peer gets an error at once; one that is
+kept waiting gets it after the group's `seconds`. A group on which a call failed is not used again.
 
-Nothing is encrypted and nobody is asked who they are, as in every group that torch makes: use a network of your own. The
-sender's store, where the group is made, is closed when all have come; gloo's own ports stay open as long as the group.
+Nothing is encrypted and no process proves who it is, as in every group of torch: use a private network. The sender's store,
+where the group is formed, is closed when all have joined; gloo's own ports stay open as long as the group.
 
-Over NCCL tensors go from the trainer's GPU to those of vLLM's workers, packed as the trainer has told vLLM; whoever waits for a
-peer that is gone is freed after the seconds the group was made with. This was written from vLLM 0.31's source and has
-never run, since no GPU was at hand. The order of calls, and what vLLM is told in them, is that of gloo, which has.
+Over NCCL tensors go from the trainer's GPU to those of vLLM's workers, packed as the trainer has told vLLM; a process that
+waits for a lost peer is freed after the group's `seconds`. This was written from vLLM 0.31's source and has never run, since no
+GPU was at hand. The order of calls, and what vLLM is told in them, are the same as over gloo, which has run.
 
-vLLM's own receiver raises in a worker. Of several workers (tensor parallelism) vLLM 0.31 hands on the first one's exception
-and leaves the others' answers lying, so that every later answer is one call late: after a transfer that broke off such a
-vLLM has to be started again. Ours, over gloo, does not raise.
+vLLM's own receiver raises in a worker. With several workers (tensor parallelism) vLLM 0.31 passes on the first one's exception
+and does not read the other answers, so that every later answer is one call late: after a transfer that broke off such a vLLM
+has to be started again. Our receiver, over gloo, does not raise.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from lightning_attach.sending import PACKED_BUFFERS, PACKED_BYTES, Meeting, TensorEntry, tensors
 
 PIECE_BYTES = 64 * 2**20
-"""Tensors travel together in pieces of about this size; a larger one is a piece of its own."""
+"""Tensors are sent together in pieces of at most this many bytes; a larger tensor is a piece of its own."""
 JOIN_SECONDS = 60.0
-"""How long the others are waited for when a group is made: vLLM computes nothing meanwhile."""
+"""Seconds to wait for all processes when a group is formed; vLLM computes nothing meanwhile."""
 _ALIGNMENT = 16
-"""A tensor begins at a multiple of this: views of another dtype want a multiple of their items' size."""
+"""Each tensor begins at a multiple of this many bytes, because a view of another dtype needs a multiple of its items' size."""
 
 
 class Spec(NamedTuple):
-    """What a receiver must know of a tensor before it comes; to vLLM it is a `ParamMeta`."""
+    """What a receiver must know of a tensor before it comes; vLLM takes it as a `ParamMeta`."""
 
     name: str
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Without padding."""
+        """Bytes of the tensor, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -56,7 +56,7 @@ def _specs(found: Sequence[TensorEntry]) -> list[Spec]:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that `host` reaches it at. Nothing is sent. Raises `PolicyServerError`."""
+    """Return the address of this machine at which `host` can reach it. Nothing is sent. Raises `PolicyServerError`."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -67,7 +67,7 @@ def address_towards(host: str) -> str:
 
 
 class _Closable(Store):
-    """A store as gloo is given it. gloo never gives it back, and its port would stay open to all."""
+    """A store for gloo that can be closed. Gloo never releases its store, whose port would stay open to everybody."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Closable(Store):
 
 
 class Door:
-    """The sender's place where a group is made. It listens at one address only."""
+    """The sender's port where a group is formed. It listens at one address only."""
 
     def __init__(self, address: str, world: int, seconds: float) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -113,16 +113,16 @@ class Door:
         self.meeting = Meeting(address, port, world, seconds)
 
     def enter(self) -> GlooGroup:
-        """Wait until all receivers have come."""
+        """Wait until all receivers have joined, and return the sender's end of the group."""
         return GlooGroup(self._store, self.meeting, 0, self.meeting.address)
 
     def close(self) -> None:
-        """Nobody can come any more. Receivers may find one another here after the sender has entered: wait for them first."""
+        """Close the port. Receivers may still find one another here after the sender has joined: wait for them first."""
         self._store.close()
 
 
 class GlooLink:
-    """Implements `sending.Link`."""
+    """The sender's end of a gloo group. Implements `sending.Link`."""
 
     def __init__(self, towards: str, world: int, seconds: float) -> None:
         self._door = Door(address_towards(towards), world, seconds)
@@ -130,25 +130,25 @@ class GlooLink:
         self.meeting = self._door.meeting
 
     def join(self) -> None:
-        """See `Link.join`."""
+        """Wait until all receivers have joined."""
         self._group = self._door.enter()
 
     def send(self, found: Sequence[TensorEntry]) -> None:
-        """See `Link.send`."""
+        """Send these tensors from CPU memory, and return when they have been sent."""
         if self._group is None:
             raise PolicyServerError("nobody has joined the sender yet")
-        self._door.close()  # all have come: vLLM says so before anything is sent
+        self._door.close()  # all have joined: vLLM says so before anything is sent
         self._group.send(tensors(found, "cpu"), _specs(found))
 
     def leave(self) -> None:
-        """See `Link.leave`."""
+        """Close the port and leave the group."""
         self._door.close()
         if self._group is not None:
             self._group.leave()
 
 
 def join(meeting: Meeting, rank: int) -> GlooGroup:
-    """A receiver's way in. Raises `PolicyServerError` when the sender or another receiver does not come."""
+    """Join a group as a receiver. Raises `PolicyServerError` when the sender or another receiver does not come."""
     try:
         patience = timedelta(seconds=JOIN_SECONDS)
         store = TCPStore(meeting.address, meeting.port, meeting.world, timeout=patience, wait_for_workers=False)
@@ -160,7 +160,7 @@ def join(meeting: Meeting, rank: int) -> GlooGroup:
 
 
 class GlooGroup:
-    """One process's end of a group. Raises `PolicyServerError`."""
+    """One process's end of a gloo group. Its methods raise `PolicyServerError`."""
 
     def __init__(self, store: Store, meeting: Meeting, rank: int, address: str) -> None:
         kind: Any = ProcessGroupGloo  # torch's stubs leave most of it out
@@ -175,13 +175,13 @@ class GlooGroup:
         self._gloo._set_default_timeout(timedelta(seconds=meeting.seconds))  # noqa: SLF001 — as above
 
     def leave(self) -> None:
-        """Close the connections, so that the others hear of it. May be called again."""
+        """Close the connections, so that the other processes get an error. Idempotent."""
         gloo, self._gloo, self._store = self._gloo, None, None
         if gloo is not None:
             gloo.abort()
 
     def send(self, tensors: Iterable[torch.Tensor], specs: Iterable[Spec]) -> None:
-        """Send tensors, which are as the specs say; the receivers must be receiving them."""
+        """Send tensors that match the specs; the receivers must be receiving them."""
         given = iter(tensors)
         for piece in _pieces(specs):
             buffer, places = _room(piece)
@@ -190,7 +190,7 @@ class GlooGroup:
             self._broadcast(buffer)
 
     def receive(self, specs: Iterable[Spec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive tensors, one by one; they share memory with those that travelled with them."""
+        """Receive tensors, one by one. Tensors of one piece share memory."""
         for piece in _pieces(specs):
             buffer, places = _room(piece)
             self._broadcast(buffer)
@@ -209,7 +209,7 @@ class GlooGroup:
 
 
 def _pieces(specs: Iterable[Spec]) -> Iterator[list[Spec]]:
-    """Consecutive tensors that travel together. Both sides cut by the same rule."""
+    """Yield groups of consecutive tensors that are sent together. Both sides use this rule."""
     piece: list[Spec] = []
     size = 0
     for spec in specs:
@@ -223,7 +223,7 @@ def _pieces(specs: Iterable[Spec]) -> Iterator[list[Spec]]:
 
 
 def _room(piece: list[Spec]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A buffer for some tensors, and each one's bytes in it."""
+    """Return a buffer for some tensors, and the part of it with each one's bytes."""
     starts = [0]
     for spec in piece:
         starts.append(-(-(starts[-1] + spec.nbytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -232,11 +232,11 @@ def _room(piece: list[Spec]) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 class NcclLink:
-    """Implements `sending.Link` from a CUDA device, on which no other rank of the group may be."""
+    """The sender's end of an NCCL group, on a CUDA device that no other rank of the group uses. Implements `sending.Link`."""
 
     def __init__(self, device: str, towards: str, world: int, seconds: float) -> None:
         address = address_towards(towards)
-        with socket.create_server((address, 0)) as free:  # vLLM's own listens there in a moment
+        with socket.create_server((address, 0)) as free:  # vLLM's own code will listen there
             port = free.getsockname()[1]
         self.meeting = Meeting(address, port, world, seconds)
         # Threads begin on device 0, whatever this one's is.
@@ -245,7 +245,7 @@ class NcclLink:
         self._engine: _VLLMTrainerSide | None = None
 
     def join(self) -> None:
-        """See `Link.join`. vLLM's own waiting ends after five minutes."""
+        """Wait until all receivers have joined. vLLM's own code waits for five minutes at most."""
         try:
             from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -259,7 +259,8 @@ class NcclLink:
             self._engine = WeightTransferTrainerFactory.trainer_init(told, client=_Elsewhere(), source=self._source)
 
     def send(self, found: Sequence[TensorEntry]) -> None:
-        """NCCL waits for ever for a peer that is gone: so another thread does the waiting, and is freed after a while."""
+        """Send these tensors, and return when they have been sent. A thread sends, because NCCL waits for ever for a lost peer;
+        after the group's `seconds` this raises `PolicyServerError`."""
         engine, problems = self._engine, list[BaseException]()
         if engine is None:
             raise PolicyServerError("nobody has joined the sender yet")
@@ -281,7 +282,7 @@ class NcclLink:
             raise problems[0]
 
     def leave(self) -> None:
-        """See `Link.leave`."""
+        """Leave the group, if it was joined."""
         engine, self._engine = self._engine, None
         if engine is not None:
             group = engine.model_update_group
@@ -291,7 +292,7 @@ class NcclLink:
 
 
 class _VLLMTrainerSide(Protocol):
-    """vLLM's `NCCLTrainerWeightTransferEngine`."""
+    """The used part of vLLM's `NCCLTrainerWeightTransferEngine`."""
 
     model_update_group: _Communicator | None
 
@@ -305,7 +306,8 @@ class _Communicator(Protocol):
 
 
 class _Elsewhere:
-    """vLLM's `VLLMWeightSyncClient`, whose calls the trainer makes itself: the sender may be where vLLM's port is not seen."""
+    """A `VLLMWeightSyncClient` that does nothing: the trainer itself makes these calls, since the sender may not reach vLLM's
+    port."""
 
     def init_weight_transfer_engine(self, init_info: object) -> None: ...
 
@@ -317,7 +319,7 @@ class _Elsewhere:
 
 
 class _Source:
-    """vLLM's `WeightSource`: the tensors of files."""
+    """A `WeightSource` of vLLM that reads the tensors of files."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,4 +1,5 @@
-"""Policy servers at a URL of HTTP, and weights over the network, as a plugin; torch is imported where weights are sent."""
+"""The plugin `attach`: policy servers at an HTTP URL, and weights over the network. Torch is imported only where weights are
+sent."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def register_policy_servers(
     register: Callable[[str, Callable[[Path, Config, WeightTransfer, bool], PolicyServer]], None],
 ) -> None:
-    """`http` and `https`: a vLLM that somebody else runs."""
+    """Register policy servers for URLs of `http` and `https`: a vLLM that somebody else runs."""
     register("http", attached)
     register("https", attached)
 
@@ -29,7 +30,7 @@ def register_policy_servers(
 def register_weight_transfers(
     register: Callable[[str, Callable[[Config, object | None], WeightTransfer]], None],
 ) -> None:
-    """`gloo` and `nccl`."""
+    """Register the weight transfers `gloo` and `nccl`."""
     from lightning_attach.sending import BACKENDS
 
     for backend in BACKENDS:
@@ -37,14 +38,15 @@ def register_weight_transfers(
 
 
 def attached(model: Path, config: Config, transfer: WeightTransfer, claims: bool) -> PolicyServer:
-    """See `lightning_attach.attached.AttachedVLLM`."""
+    """Make the policy server for the vLLM at `policy_server.attach`. With `claims` this process alone changes its weights."""
     from lightning_attach.attached import AttachedVLLM
 
     return AttachedVLLM(model, config.policy_server, transfer, claims=claims)
 
 
 def over_network(backend: str, config: Config, sender: object | None) -> WeightTransfer:
-    """See `lightning_attach.transfer.OverNetwork`. Without a sender this process sends, over NCCL from the GPU it trains on."""
+    """Make the transfer of weights over `backend`. `sender` is the engine's process that sends; None: this process sends, over
+    NCCL from the GPU it trains on. Raises `ConfigError` for an engine that cannot send."""
     from lightning_attach.sending import Sender
     from lightning_attach.transfer import LocalSender, OverNetwork
 

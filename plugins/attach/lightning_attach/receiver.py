@@ -1,13 +1,13 @@
 """vLLM's end of the gloo transfer: a backend of vLLM's own weight-transfer API, for vLLMs on CPUs as well as on GPUs.
 
-The invariant: after `update_weights` the model computes with exactly the tensors that came, or `problem` says what went
-wrong; then the group is left, so that the sender hears of it, and the layers have the tensors that they had. Weights are taken
-from the trainer alone whose claim this vLLM has, in the group that it made. No exception is let out: of several workers vLLM
-hands on the first one's and leaves the others' answers lying, which it takes for those of later calls.
+The invariant: after `update_weights` the model computes with exactly the tensors that came, or `problem` says what went wrong;
+then the group is left, so that the sender notices, and the layers keep their old tensors. Weights are taken only from the
+trainer whose claim this vLLM has, in the group that this trainer made. No exception leaves a method: with several workers vLLM
+passes on the first one's exception and does not read the other answers, which it then takes for those of later calls.
 
-vLLM finds it by the name `lightning_gloo`, which the worker extension registers. vLLM's own backends cannot take its place:
-they want CUDA, and wait for an accelerator after each update. Written for the interface of vLLM 0.31, which is tested; it
-changed between releases before.
+vLLM finds the backend by the name `lightning_gloo`, which the worker extension registers. vLLM's own backends cannot replace
+it: they need CUDA, and wait for an accelerator after each update. Written for the interface of vLLM 0.31, which is tested; it
+changed between earlier releases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_attach.worker import NetworkState
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """Where the sender is, see `sending.Meeting`; the new group's word and the trainer's claim."""
+    """Where to join the sender (see `sending.Meeting`), the new group's name, and the trainer's claim."""
 
     master_address: str
     master_port: int
@@ -44,7 +44,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
-    """What comes, in this order, in which group and from whom; the dtypes are torch's names."""
+    """The tensors that come, in this order, in which group and from whose claim; dtypes have torch's names."""
 
     names: list[str]
     dtype_names: list[str]
@@ -54,24 +54,24 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # as abov
 
 
 class GlooReceiver(WeightTransferEngine):  # type: ignore[misc]  # as above
-    """One of vLLM's workers in the group; vLLM calls the methods in the order join, then start, update, finish each time."""
+    """One worker's receiver. vLLM calls the methods in this order: join, then start, update, finish for each update."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
     problem = ""
-    """What went wrong the last time; empty when nothing did."""
+    """The last error; empty when there was none."""
     lightning_state: NetworkState | None = None
-    """The worker's, as its extension has given it."""
+    """The worker's state, set by its extension; None before."""
     _group: GlooGroup | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
-        """As it is: `init_transfer_engine` looks at it, where an error goes into `problem`."""
+        """Return the input unchanged: `init_transfer_engine` checks it, because errors there go into `problem`."""
         return init_dict
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Join the sender's group in place of an older one. Where the trainer is not the owner nothing is done, and it finds
-        another group than its own."""
+        """Join the sender's group in place of an older one. For a trainer that does not have the claim nothing is done; the
+        trainer then sees that the worker is not in its group."""
         if self.lightning_state is not None and init_info.get("claim") != self.lightning_state.claim:
             return
         try:
@@ -87,15 +87,16 @@ class GlooReceiver(WeightTransferEngine):  # type: ignore[misc]  # as above
             self.problem = f"{type(error).__name__}: {error}"
 
     def start_weight_update(self) -> None:
-        """Nothing: `receive_weights` does all of an update."""
+        """Do nothing: `receive_weights` does the whole update."""
 
     def finish_weight_update(self) -> None:
-        """Nothing, as above."""
+        """Do nothing, as above."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights and put them in place. vLLM's own would wait for an accelerator, which a CPU is not.
+        """Receive all weights and put them in place. vLLM's own method would wait for an accelerator, which a CPU is not.
 
-        Where the trainer is not the owner the group is left if it is that trainer's, whose sender waits in it.
+        Nothing is done for a trainer that has neither the claim nor the group. One that has only the group fails: the group is
+        left, so that its waiting sender ends.
         """
         state = self.lightning_state
         if state is not None and state.group != update_info.get("group") and state.claim != update_info.get("claim"):
@@ -108,7 +109,8 @@ class GlooReceiver(WeightTransferEngine):  # type: ignore[misc]  # as above
             self.shutdown()
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """See `update_weights`; raises."""
+        """Receive all weights and put them in place. Raises `PolicyServerError` when the claim or the group is another, or the
+        transfer fails."""
         state = self._known()
         if state.claim != update_info.claim:
             raise PolicyServerError("this vLLM is another trainer's now")

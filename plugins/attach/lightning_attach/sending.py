@@ -1,8 +1,8 @@
-"""New weights over the network, from the process that has them to vLLM's workers, which need not see its disk: the contract of
-both sides, and what is sent in which order, every tensor of some safetensors files under its own name.
+"""New weights over the network, from the process that has them to vLLM's workers, which need not see its disk. This is the
+contract of both sides, and the order in which the tensors of safetensors files are sent, each under its own name.
 
-The invariant: whoever reads the same files derives the same order, dtypes and shapes, so that the side that tells vLLM
-what will come and the side that sends it need not speak with one another.
+The invariant: reading the same files gives the same order, dtypes and shapes, so that the side that tells vLLM what will come
+and the side that sends it need not talk to each other.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""torch's names of safetensors' dtypes."""
+"""Torch's names of the dtypes of safetensors."""
 BACKENDS = {"gloo": "lightning_gloo", "nccl": "nccl"}
-"""What vLLM calls the values of `policy_server.weight_transfer`."""
+"""vLLM's names for the values of `policy_server.weight_transfer`."""
 PACKED_BYTES = 256 * 2**20
 PACKED_BUFFERS = 2
-"""How vLLM packs tensors for NCCL, told to both sides."""
+"""How vLLM packs tensors for NCCL; both sides must use the same values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file; `dtype` is torch's name of it, such as `bfloat16`."""
+    """One tensor of a file; `dtype` is torch's name, such as `bfloat16`."""
 
     file: Path
     name: str
@@ -43,8 +43,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a group of processes is made: the sender, which is rank 0, listens at this address; `world` counts it, too, and
-    whoever waits for the others waits so many seconds."""
+    """Where a group of processes is formed. The sender, rank 0, listens at this address. `world` is the number of processes
+    including the sender; `seconds` is how long a process waits for the others."""
 
     address: str
     port: int
@@ -53,15 +53,15 @@ class Meeting:
 
 
 class Link(Protocol):
-    """One group of one backend, seen from its sender. May raise anything."""
+    """The sender's end of one group of one backend. Its methods may raise any exception."""
 
     meeting: Meeting
 
     def join(self) -> None:
-        """Wait until all have come."""
+        """Wait until all receivers have joined."""
 
     def send(self, found: Sequence[TensorEntry]) -> None:
-        """Send these tensors, and return once they are away."""
+        """Send these tensors, and return when they have been sent."""
 
     def leave(self) -> None:
         """Leave the group, if it was joined."""
@@ -69,40 +69,41 @@ class Link(Protocol):
 
 @runtime_checkable
 class Sender(Protocol):
-    """The process that has the weights, wherever it is. Methods block: call them off the event loop. All raise
+    """The process that has the weights, on any machine. Methods block, so call them off the event loop. All raise
     `PolicyServerError`."""
 
     def check(self, backend: str) -> None:
-        """Raise `ConfigError` when it cannot send in this way at all."""
+        """Raise `ConfigError` when the process cannot send over this backend."""
 
     def hold(self) -> bool:
-        """Keep its process from all else until `release`; false when it is doing something now. Never blocks. A transfer
-        is held from before vLLM is told to wait: vLLM gives up on a sender that first computes a step."""
+        """Reserve the process for a transfer until `release`; return False when it is busy. Never blocks. Call it before vLLM
+        is told to wait, because vLLM gives up on a sender that first computes a step."""
 
     def release(self) -> None:
-        """End what `hold` began. Never blocks."""
+        """Release the process that `hold` reserved. Never blocks."""
 
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
-        """Leave the group there was and open the place where a new one is made, at the address of this machine that the
-        host `towards` reaches. A transfer, too, may take so many seconds."""
+        """Leave the present group and listen for a new one, at the address of this machine that the host `towards` reaches.
+        `world` counts all processes; a transfer may take `seconds`."""
 
     def join(self, group: str) -> None:
-        """Wait until all have come; the group is known by this word from now on."""
+        """Wait until all receivers have joined; the new group has the name `group`."""
 
     def group(self) -> str:
-        """The word of the group it is in; empty when it is in none, as after it was started again."""
+        """Return the name of the present group; empty without one, as after a restart of the process."""
 
     def send(self, files: Sequence[Path]) -> None:
-        """Send every tensor of some safetensors files to all others, and return once they are away. On an error the group
-        is left."""
+        """Send every tensor of some safetensors files to all receivers, and return when they have been sent. On an error the
+        group is left."""
 
     def leave(self) -> None:
-        """Leave the group, if it is in one. A `send` over NCCL that waits for others then ends with an error; over gloo it
+        """Leave the group, if there is one. A `send` that waits for receivers then ends with an error over NCCL; over gloo it
         ends when they leave."""
 
 
 def entries(files: Sequence[Path]) -> list[TensorEntry]:
-    """What is sent for some files. Raises `PolicyServerError` for one that cannot be read."""
+    """Return the tensors of some files, in the order in which they are sent. Raises `PolicyServerError` for an unreadable
+    file."""
     return [
         TensorEntry(file, name, DTYPES[spec.dtype], spec.shape)
         for file in files
@@ -111,7 +112,7 @@ def entries(files: Sequence[Path]) -> list[TensorEntry]:
 
 
 def tensors(found: Sequence[TensorEntry], device: str) -> Iterator[torch.Tensor]:
-    """The tensors themselves, read one by one."""
+    """Read these tensors from their files to `device`, one by one."""
     from safetensors import safe_open
 
     for file, own in itertools.groupby(found, key=lambda entry: entry.file):

@@ -1,10 +1,10 @@
-"""A vLLM gets weights over the network: it is told over HTTP what comes, and the sender, in the process that has the weights,
-sends it meanwhile.
+"""Weights for a vLLM over the network: vLLM is told over HTTP what comes, while the sender, in the process that has the
+weights, sends it.
 
-The invariant: both sides are in the very group that this trainer has made, or a new one is made before anything is sent;
-while weights come, and after a transfer that broke off, vLLM says of none of its versions that it has it. What is sent are the
-tensors of the files, in the order of `sending.entries`; after an error the sender is in no group any more, so that the
-next transfer begins with a new one.
+The invariant: weights are sent only when both sides are in the group that this trainer has formed; otherwise a new group is
+formed first. While weights come, and after a transfer that broke off, vLLM's weights have no version. The tensors of the files
+are sent in the order of `sending.entries`. After an error the sender has left its group, so that the next transfer forms a new
+one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 class LocalSender:
-    """Implements `sending.Sender` for weights that this process reads from its disk. `device` is where NCCL sends
-    from: a CUDA device of its own, since NCCL lets no two ranks share one; `auto` is torch's present one."""
+    """Sends weights that this process reads from its disk. Implements `sending.Sender`. `device` is the CUDA device from which
+    NCCL sends; no other rank may use it, since NCCL does not let two ranks share one. `auto` is torch's present one."""
 
     def __init__(self, device: str = "auto") -> None:
         self._device = "cuda" if device == "auto" else device
@@ -50,7 +50,7 @@ class LocalSender:
         self._group = ""
 
     def check(self, backend: str) -> None:
-        """See `Sender.check`."""
+        """Raise `ConfigError` when this process cannot send over this backend."""
         try:
             import torch
         except ImportError as error:
@@ -59,14 +59,14 @@ class LocalSender:
             raise no_cuda("where the trainer's weights are")
 
     def hold(self) -> bool:
-        """See `Sender.hold`. Files are read and sent beside whatever this process does."""
+        """Return True: files can be read and sent whatever else this process does."""
         return True
 
     def release(self) -> None:
-        """See `Sender.release`."""
+        """Do nothing."""
 
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
-        """See `Sender.listen`."""
+        """Leave the present group and listen for a new one."""
         self.leave()
         with self._doing(f"listening for vLLM at the address that {towards} reaches"):
             from lightning_attach.links import GlooLink, NcclLink
@@ -76,22 +76,22 @@ class LocalSender:
             return self._link.meeting
 
     def join(self, group: str) -> None:
-        """See `Sender.join`."""
+        """Wait until all receivers have joined; the new group has the name `group`."""
         with self._doing("waiting for vLLM to join"):
             self._linked().join()
         self._group = group
 
     def group(self) -> str:
-        """See `Sender.group`."""
+        """Return the name of the present group; empty without one."""
         return self._group
 
     def send(self, files: Sequence[Path]) -> None:
-        """See `Sender.send`."""
+        """Send every tensor of some safetensors files, and return when they have been sent."""
         with self._doing("sending weights"):
             self._linked().send(entries(files))
 
     def leave(self) -> None:
-        """See `Sender.leave`."""
+        """Leave the group, if there is one."""
         link, self._link, self._group = self._link, None, ""
         if link is not None:
             link.leave()
@@ -103,7 +103,7 @@ class LocalSender:
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """Leaves the group and raises `PolicyServerError` when the block fails, however."""
+        """Do the block; if it fails in any way, leave the group and raise `PolicyServerError` that names `what`."""
         try:
             yield
         except Exception as error:
@@ -113,7 +113,7 @@ class LocalSender:
 
 
 def no_cuda(where: str) -> ConfigError:
-    """NCCL was asked for, and there is no GPU."""
+    """Return the error for NCCL without a CUDA device; `where` says at which end."""
     return ConfigError(
         f"policy_server.weight_transfer = 'nccl' needs a CUDA device {where}, and there is none: set it to 'gloo', which sends "
         "over TCP from any machine, or to 'file' where vLLM sees the trainer's disk"
@@ -123,26 +123,26 @@ def no_cuda(where: str) -> ConfigError:
 logger = logging.getLogger(__name__)
 
 EXTENSION = "lightning_attach.worker.NetworkExtension"
-"""What has to stand in vLLM's workers, in the place of the core's extension."""
+"""The worker extension that vLLM must be started with, instead of the core's."""
 GRACE_SECONDS = 60.0
-"""vLLM is asked for longer than a transfer may take, so that its own error comes first."""
+"""Requests to vLLM may take this many seconds longer than a transfer, so that the transfer's own error comes first."""
 HOLD_SECONDS = 0.02
-"""How often a sender that is busy is asked whether it is free."""
+"""Seconds between two checks whether a busy sender is free."""
 
 
 class TransferState(NamedTuple):
     """What one of vLLM's workers says of weights over the network."""
 
     backend: str
-    """vLLM's name; empty: it takes none."""
+    """vLLM's name of its backend; empty: it takes no weights over the network."""
     group: str
-    """The word of the group that it is in; empty: none."""
+    """The name of the worker's group; empty without one."""
     problem: str
-    """What went wrong there the last time; empty where nothing did, or where it cannot say: vLLM's own backends."""
+    """The last error there; empty without one, and always empty with vLLM's own backends."""
 
 
 async def worker_states(control: VLLMControl) -> list[TransferState]:
-    """What each worker says."""
+    """Ask each worker for its state."""
     return [
         TransferState(*(str(control.part_of(answer, name)) for name in TransferState._fields))
         for answer in await control.rpc("lightning_transfer")
@@ -150,7 +150,8 @@ async def worker_states(control: VLLMControl) -> list[TransferState]:
 
 
 class OverNetwork:
-    """Implements `WeightTransfer`: the sender reads the files and sends them; `seconds` is how long that may take."""
+    """Brings weights to vLLM through a sender, which reads and sends the files. A transfer may take `seconds`. Implements
+    `WeightTransfer`."""
 
     extension = EXTENSION
 
@@ -158,16 +159,18 @@ class OverNetwork:
         self._backend, self._sender, self._seconds = backend, sender, seconds
         self.args: Sequence[str] = ("--weight-transfer-config", json.dumps({"backend": BACKENDS[backend]}))
         self._used = False
-        """Whether weights have come in the group of now: one that broke since is made anew before anything is given up."""
+        """Whether weights were sent in the present group. If a group that was used breaks, one new group is tried before the
+        transfer fails."""
 
     def check(self, device: Device | None) -> None:
-        """See `WeightTransfer.check`."""
+        """Raise `ConfigError` when weights cannot be sent over this backend, here or to a vLLM on `device` (None: somebody else
+        runs it)."""
         self._sender.check(self._backend)
         if device == "cpu" and self._backend == "nccl":
             raise no_cuda("for vLLM")
 
     async def ready(self, control: VLLMControl) -> None:
-        """Have both sides in one group: the last one, unless one of them was started again or a transfer broke off."""
+        """Bring both sides into one group: the last one, unless one of them was started again or a transfer broke off."""
         async with self._held():
             await self._ready(control)
 
@@ -189,7 +192,7 @@ class OverNetwork:
         logger.info("weights go to %s over %s from %s", control.url, self._backend, meeting.address)
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
-        """See `WeightTransfer.load`."""
+        """Send the files' weights to vLLM, which must be paused. Raises `PolicyServerError`."""
         async with self._held():
             await self._ready(control)
             try:
@@ -197,7 +200,7 @@ class OverNetwork:
             except PolicyServerError as error:
                 if not self._used or isinstance(error, NotOursError):
                     raise
-                await control.check_ours()  # a vLLM that refuses us leaves the sender waiting for it
+                await control.check_ours()  # raises when vLLM is not ours: it would leave the sender waiting
                 logger.warning("the group that weights went in before has broken, a new one is made: %s", error)
                 await asyncio.to_thread(self._sender.leave)
                 await self._ready(control)
@@ -231,7 +234,8 @@ class OverNetwork:
         await self._confirm(control, group)
 
     async def _confirm(self, control: VLLMControl, group: str) -> None:
-        """Our receivers do not raise: they are asked."""
+        """Raise `PolicyServerError` for an error on a worker or one outside the group; our receivers do not raise
+        themselves."""
         states = await worker_states(control)
         if problems := _problems(states):
             raise PolicyServerError("; ".join(problems))
@@ -240,7 +244,8 @@ class OverNetwork:
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
-        """Hold the sender, once it does nothing else. Asked again and again: a thread that waited could not be cancelled."""
+        """Reserve the sender for the block, once it is free. It is asked repeatedly, since a waiting thread could not be
+        cancelled."""
         while not self._sender.hold():  # noqa: ASYNC110 — it is a lock of threads
             await asyncio.sleep(HOLD_SECONDS)
         try:
@@ -249,7 +254,8 @@ class OverNetwork:
             self._sender.release()
 
     async def _states(self, control: VLLMControl) -> list[TransferState]:
-        """What its workers say. Raises with the cure where it was not started for this."""
+        """Return the states of vLLM's workers. Raises `PolicyServerError` with the cure where vLLM was not started for this
+        backend."""
         wanted = BACKENDS[self._backend]
         cure = (
             f"start it with {shlex.join(self.args)} --worker-extension-cls {EXTENSION}, or set "
@@ -278,7 +284,8 @@ class OverNetwork:
         done: Coroutine[object, object, None],
         what: str,
     ) -> None:
-        """vLLM's part and the sender's at once. When one fails the other is freed and waited for before the error is raised."""
+        """Run vLLM's part (`asked`) and the sender's (`done`) at the same time. When one fails, the other is made to end before
+        the error is raised."""
         theirs, ours = asyncio.ensure_future(asked), asyncio.ensure_future(done)
         await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
         if theirs.done() and theirs.exception() and not ours.done():
@@ -296,12 +303,12 @@ class OverNetwork:
 
 
 def _problems(states: Sequence[TransferState]) -> list[str]:
-    """What went wrong on the workers in the last transfer."""
+    """Return the distinct errors of the workers in the last transfer."""
     return list(dict.fromkeys(state.problem for state in states if state.problem))
 
 
 async def _leave(control: VLLMControl) -> None:
-    """Have all workers that still live leave the group, so that a sender that waits for them hears of it."""
+    """Make all living workers leave the group, so that a sender that waits for them gets an error."""
     try:
         await control.rpc("lightning_leave")
     except PolicyServerError as error:
@@ -309,7 +316,7 @@ async def _leave(control: VLLMControl) -> None:
 
 
 def _told(backend: str, meeting: Meeting, group: str, claim: str) -> Mapping[str, object]:
-    """What vLLM's workers must know to join."""
+    """Return what vLLM's workers must know to join the group."""
     place = {"master_address": meeting.address, "master_port": meeting.port, "world_size": meeting.world}
     if backend == "gloo":
         return {**place, "seconds": meeting.seconds, "group": group, "claim": claim}
@@ -318,7 +325,8 @@ def _told(backend: str, meeting: Meeting, group: str, claim: str) -> Mapping[str
 
 
 def _described(backend: str, found: Sequence[TensorEntry], group: str, claim: str) -> Mapping[str, object]:
-    """What comes, as all of vLLM's backends for whole weights are told it; ours is told, besides, from whom."""
+    """Return the description of the tensors that come, as vLLM's backends for whole weights expect it; for our gloo receiver
+    also the group and the claim."""
     fence = {"group": group, "claim": claim} if backend == "gloo" else {}
     return {
         **fence,

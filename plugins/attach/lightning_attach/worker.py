@@ -1,7 +1,9 @@
-"""What runs inside vLLM's worker where weights come over the network: the core's extension, and the group that they come in.
+"""The part in vLLM's worker where weights come over the network: the core's worker extension, and the group that weights come
+in.
 
-The invariant is the core's; whoever starts vLLM names this class (`--worker-extension-cls`), and no call to vLLM names another.
-vLLM imports the module in each worker, by which `--weight-transfer-config` can name the receiver of this package.
+The invariant is that of the core's extension. vLLM must be started with this class (`--worker-extension-cls`); no request to
+vLLM names another one. vLLM imports the module in each worker, so that `--weight-transfer-config` can name this package's
+receiver.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from lightning.policy_server.worker import Answer, State, WorkerExtension, told
 
 @dataclass(slots=True)
 class NetworkState(State):
-    """What is known of a worker; its `GlooReceiver` shares it."""
+    """The state of a worker, which it shares with its `GlooReceiver`."""
 
     group: str = ""
-    """The word of the group in which weights come over the network; empty while this worker is in none."""
+    """The name of the group in which weights come over the network; empty without one."""
 
 
 class NetworkExtension(WorkerExtension):
-    """Methods for `/collective_rpc`, as those of the core's."""
+    """The worker extension with methods for `/collective_rpc` about weights over the network, besides the core's."""
 
     _lightning_state: NetworkState
     _LIGHTNING_STATE: ClassVar[type[State]] = NetworkState
 
     @told
     def lightning_transfer(self) -> Answer:
-        """How weights may come over the network, the group this worker is in, and what went wrong there the last time."""
+        """Answer with the backend of the network transfer, the group of this worker, and the last error there."""
         found = getattr(getattr(self, "vllm_config", None), "weight_transfer_config", None)
         backend = str(getattr(found, "backend", "")) if found is not None else ""
         problem = str(getattr(getattr(self, "weight_transfer_engine", None), "problem", ""))
@@ -37,14 +39,15 @@ class NetworkExtension(WorkerExtension):
 
     @told
     def lightning_group(self, group: str) -> Answer:
-        """The word of the group that vLLM has made this worker join, where its receiver does not keep it: over NCCL."""
+        """Keep the name of the group that vLLM has made this worker join; needed over NCCL, where the receiver does not keep
+        it."""
         self._lightning_known().group = group
         return {"group": group}
 
     @told
     def lightning_expect(self, claim: str) -> Answer:
-        """Weights will come over the network: from now on they are those of no version, and an update that an earlier trainer
-        has left half done is ended."""
+        """Prepare for weights over the network: the worker's weights have no version from now on, and an unfinished update of
+        an earlier trainer is ended. Nothing is done where another trainer has the claim."""
         state = self._lightning_known()
         if state.claim != claim:
             return {"owner": state.claim}
@@ -60,18 +63,18 @@ class NetworkExtension(WorkerExtension):
         return {"group": ""}
 
     def _lightning_known(self) -> NetworkState:
-        """As the core's; the receiver has it, too."""
+        """Return the worker's state, and give it to the receiver."""
         super()._lightning_known()
         if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
             engine.lightning_state = self._lightning_state
         return self._lightning_state
 
     def _lightning_void(self) -> None:
-        """As the core's. An update over the network that was begun and never ended is ended: vLLM would begin no other, and
-        over NCCL its layers lie open, also after an update that vLLM has given up by itself."""
+        """Mark the weights as having no version, as the core does. An unfinished update over the network is ended: otherwise
+        vLLM would begin no other, and over NCCL its layers stay open, even after an update that vLLM itself gave up."""
         broken = self._lightning_known().version is None or bool(getattr(self, "_weight_update_active", False))
         super()._lightning_void()
-        # Without these none was ever begun, and vLLM's `finish` raises.
+        # Without these no update was ever begun, and vLLM's `finish` raises.
         able = getattr(self, "weight_transfer_engine", None) is not None and hasattr(self, "_weight_update_is_draft")
         if broken and able:
             setattr(self, "_weight_update_active", True)  # noqa: B010 — vLLM's worker; its `finish` wants it
@@ -82,7 +85,7 @@ class NetworkExtension(WorkerExtension):
 
 
 def _offer_gloo() -> None:
-    """Let `--weight-transfer-config` name our receiver. A vLLM without that API has the files."""
+    """Register this package's receiver for `--weight-transfer-config`. A vLLM without that API takes weights from files."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     except ImportError:

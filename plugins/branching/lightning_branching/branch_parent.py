@@ -18,8 +18,8 @@ from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Rollout, Run
+from lightning_proof.bring_forward import MACHINE_SETTINGS
 
 from lightning_branching.recorded import Prefix, RecordedCall, prefix_of, version_of
 from lightning_branching.replay_command import Found, found_at

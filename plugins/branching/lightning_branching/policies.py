@@ -10,7 +10,6 @@ import asyncio
 import fcntl
 import hashlib
 import logging
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from pathlib import Path
 from lightning.cli.locate import with_store
 from lightning.cli.runs import answers
 from lightning.config import Config
-from lightning.errors import AuditError, ConfigError, EngineError, StoreError
-from lightning.plugins import plugins
+from lightning.errors import ConfigError
 from lightning.store.places import existing_store, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
@@ -28,10 +26,10 @@ from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.epochs import Epoch, is_over, read_epochs
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
-from lightning.trainer.replay import Rewinder
 from lightning.trainer.run_server import of_project
 from lightning.trainer.run_stages import FORKED, MODEL
-from lightning.types import Run, StepRecord
+from lightning.types import Run
+from lightning_proof.fork import RunAt, model_of
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import list_resources
 from lightning_resources.reference import ResourceReference, find, parse_reference
@@ -151,18 +149,19 @@ async def _of_run(
     kept = await _kept(store, run, folder, epochs, len(records)) if delivered else len(records)
     at = kept if step is None else step
     name = f"{run.id}@{at}"
-    made = into / f"{name}-{_digest(f'{place} {run.created_at}')}"
+    which_run = hashlib.sha256(f"{place} {run.created_at}".encode()).hexdigest()[:8]  # of those of the same name
+    made = into / f"{name}-{which_run}"
     if _is_made(made):  # an evaluation that is resumed began with it
         return EvaluatedModel(name, made, place)
     if delivered and at and at == kept:
         return EvaluatedModel(name, final, place)
-    base, checkpoints = _base(run, folder), Checkpoints(folder / "checkpoints", keep=1)
-    _check_begins(run, folder, at, checkpoints)
-    if not at and checkpoints.newest(0) is None:
+    base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
+    _check_begins(there)
+    if not at and there.checkpoints.newest(0) is None:
         return EvaluatedModel(name, base, place)
     async with _alone(made):
         if not _is_made(made):
-            await _make(store, run, records[:at], epochs, checkpoints, base, config, made)
+            await there.make(lambda engine: engine.export(made), base, config, made.with_name(f"{made.name}.between"))
     return EvaluatedModel(name, made, place)
 
 
@@ -195,11 +194,6 @@ async def _alone(made: Path) -> AsyncIterator[None]:
         yield
 
 
-def _digest(text: str) -> str:
-    """A few characters that tell runs of the same name apart."""
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
 async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], last: int) -> int:
     """The step that a run's final model is of: the last one, or with `trainer.keep = "best"` that of the best evaluation."""
     if epochs[-1].setting("trainer", "keep") != "best":
@@ -213,51 +207,21 @@ async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], l
     return last
 
 
-async def _make(
-    store: Store,
-    run: Run,
-    records: Sequence[StepRecord],
-    epochs: Sequence[Epoch],
-    checkpoints: Checkpoints,
-    base: Path,
-    config: Config,
-    made: Path,
-) -> None:
-    """Write the weights that the records lead to. Raises `ConfigError` where that cannot be done."""
-    between, make_engine = (
-        made.with_name(f"{made.name}.between"),
-        plugins().engine(str(run.config.get("engine", "torch"))),
-    )
-    rewinder = Rewinder(store, records, epochs, checkpoints, make_engine, base, config, between=between)
-    try:
-        await rewinder.bring_to(len(records), lambda engine: engine.export(made))
-    except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
-        raise ConfigError(
-            f"{run.id}@{len(records)} cannot be made again ({error}). Checkpoints: {_there(run, checkpoints)}"
-        ) from error
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
-
-
-def _there(run: Run, checkpoints: Checkpoints) -> str:
-    return ", ".join(f"{run.id}@{saved}" for saved in checkpoints.steps()) or "none"
-
-
-def _check_begins(run: Run, folder: Path, at: int, checkpoints: Checkpoints) -> None:
+def _check_begins(there: RunAt) -> None:
     """Raise `ConfigError` where what a forked run began with is needed and was not kept; its model is that before the fork."""
-    if FORKED not in run.config or (folder / MODEL).is_dir() or checkpoints.newest(at) is not None:
+    run = there.run
+    if FORKED not in run.config or (there.folder / MODEL).is_dir() or there.checkpoints.newest(there.step) is not None:
         return
     raise ConfigError(
-        f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} cannot be "
-        f"made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. Checkpoints: "
-        f"{_there(run, checkpoints)}"
+        f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{there.step} "
+        f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
+        f"Checkpoints: {there.there}"
     )
 
 
 def _base(run: Run, folder: Path | None) -> Path:
     """The model that a run began with; `folder` is the run's, if it is here."""
-    forked = None if folder is None else folder / MODEL
-    base = forked if forked is not None and forked.is_dir() else Path(str(run.config.get("model", "")))
+    base = Path(str(run.config.get("model", ""))) if folder is None else model_of(run, folder)
     if not (base / "config.json").is_file():
         raise ConfigError(f"the model that the run {run.id} began with is not at {base} any more: bring it back there")
     return base.resolve()

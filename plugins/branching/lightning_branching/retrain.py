@@ -24,9 +24,10 @@ from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import OWN_LOOP
-from lightning.trainer.replay import Rewinder
 from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.types import Json, Run, StepRecord
+from lightning_proof.bring_forward import Rewinder
+from lightning_proof.fork import model_of
 
 WEIGHTS: Final = "weights.safetensors"
 """The weights of a checkpoint of the torch engine."""
@@ -79,7 +80,7 @@ async def retrain(
     if run is None:
         raise ConfigError(f"the store does not know the run {run_id}")
     records = await store.steps(run_id)
-    model = model or _model(run, folder)
+    model = model or model_of(run, folder)
     if why := await _unprovable(store, run, records, folder, model):
         return Retraining(run_id, 0, 0, None, why)
     with tempfile.TemporaryDirectory() as scratch:
@@ -137,10 +138,6 @@ def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) ->
     if FORKED in run.config and not (folder / MODEL).is_dir():
         return f"it began with the weights and the optimizer of {run.config[FORKED]}, which are not kept"
     return ""
-
-
-def _model(run: Run, folder: Path) -> Path:
-    return folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config.get("model", "nowhere")))
 
 
 def _machine_settings(record: StepRecord) -> Mapping[str, object]:

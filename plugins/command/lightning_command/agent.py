@@ -1,7 +1,7 @@
 """`lightning.command`: a program as an agent.
 
-The invariant: each rollout has a folder, a home and an environment of its own, all gone when it ends; its reward is what the
-program's exit code, its file or the grader says, and a program that failed otherwise has none.
+The invariant: each rollout has its own folder, home and environment, all deleted when it ends. The program's exit code, its
+file or the grader gives the reward; a program that fails in another way has none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Grader: TypeAlias = Callable[[Task, CommandResult], "Reward | Awaitable[Reward]"
 
 
 class Command:
-    """A program that is called as an agent: make one with `lightning.command`."""
+    """A program that is called as an agent; `lightning.command` makes one."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Command:
         return f"command({shlex.join(self.words)!r})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a process that is to run it: here the program must be found."""
+        """Restore the agent in the process that runs it, where the program must be found."""
         self.__dict__.update(state)
         self.find()
 
     async def __call__(self, task: Task, llm: LLM) -> Reward:
-        """Run the program on a task. Raises `RunnerError` when it came to no reward, and `DataError` for a task that lacks a
-        field."""
+        """Run the program on a task and return the reward. Raises `RunnerError` when there is no reward, `DataError` for a task
+        that lacks a field."""
         root = Path(tempfile.mkdtemp(prefix="lightning-"))
         try:
             home = root / "home"
@@ -80,7 +80,7 @@ class Command:
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
     async def _in_place(self, task: Task, llm: LLM, place: Place) -> Reward:
-        """Run the program on a task in Harbor's format, and then the task's tests."""
+        """Run the program on a task in Harbor's format, then the task's tests, and return their reward."""
         if self.grader is not None or self.reward_file or self.files:
             raise ConfigError(
                 f"the task {place.task.folder.name} brings its own files and tests: leave out grader, reward_file and files"
@@ -110,7 +110,7 @@ class Command:
         return environment | {key: fill(value, values) for key, value in self.env.items()}
 
     def find(self) -> str:
-        """The full path of the program. Raises `ConfigError` when it is not installed here."""
+        """Return the full path of the program. Raises `ConfigError` when it is not installed here."""
         named = os.path.join(self.project, self.words[0]) if "/" in self.words[0] else self.words[0]  # noqa: PTH118
         found = shutil.which(named, path=self.env.get("PATH"))
         if found is None:
@@ -122,7 +122,7 @@ class Command:
         return found
 
     async def reward(self, task: Task, result: CommandResult) -> Reward:
-        """What the program's end is worth."""
+        """Return the reward of an ended program, from the grader, the reward file or the exit code."""
         if self.grader is not None:
             return await graded(self.grader, task, result)
         if self.reward_file:
@@ -156,7 +156,7 @@ class Command:
 
 
 async def graded(grader: Grader, task: Task, result: CommandResult) -> Reward:
-    """What a grader says, which may be async; one that is not has a thread, so that it delays no other rollout."""
+    """Return the grader's reward. A grader that is not async runs in a thread, so that it delays no other rollout."""
     if inspect.iscoroutinefunction(grader):
         return cast("Reward", await grader(task, result))
     said: Reward | Awaitable[Reward] = await asyncio.to_thread(grader, task, result)
@@ -164,7 +164,7 @@ async def graded(grader: Grader, task: Task, result: CommandResult) -> Reward:
 
 
 def reward_of(result: CommandResult, name: str) -> Reward:
-    """The reward in a file: a number, or a JSON object of numbers. Raises `RunnerError` when there is none in it."""
+    """Return the reward in a file: a number, or a JSON object of numbers. Raises `RunnerError` when there is none."""
     try:
         said = read_reward(result.folder / name)
     except OSError as error:
@@ -176,7 +176,7 @@ def reward_of(result: CommandResult, name: str) -> Reward:
         raise RunnerError(
             f"there is no reward in {name}: it must be a number, or a JSON object of numbers: {error}"
         ) from error
-    return cast("Reward", said)  # the runner checks it as it does what any agent returns
+    return cast("Reward", said)  # the runner checks every agent's reward
 
 
 def command(
@@ -189,19 +189,20 @@ def command(
     env: Mapping[str, str] | None = None,
     name: str = "",
 ) -> Command:
-    """A program as an agent: each rollout runs it in an empty folder of its own.
+    """Make a program an agent: each rollout runs it in a new, empty folder.
 
-    `command` is a line as you would type it, or a list of arguments. `{task.input}`, `{task.id}`, `{task.metadata.KEY}`,
-    `{llm.model}`, `{llm.base_url}`, `{llm.api_key}`, `{folder}` (the rollout's) and `{project}` (the one that you start in) are
-    filled after it was cut into arguments; no shell is involved. So they are in `stdin`, in the values of `env` (variables
-    besides those that lead to the policy) and in `files`, a folder that is copied to each rollout's.
+    `command` is a line as you would type it, or a list of arguments. The fields `{task.input}`, `{task.id}`,
+    `{task.metadata.KEY}`, `{llm.model}`, `{llm.base_url}`, `{llm.api_key}`, `{folder}` (the rollout's) and `{project}` (the one
+    that you start in) are filled after the line was divided into arguments; no shell is involved. They are also filled in
+    `stdin`, in the values of `env` (variables in addition to those that lead to the policy) and in `files`, a folder that is
+    copied to each rollout's.
 
     The reward is what `grader(task, result)` returns (a number, or a mapping of named ones; it may be async), or what the
     program wrote into `reward_file` below its folder, or else 1.0 for the exit code 0 and 0.0 for 1. With `reward_file` any
-    other code than 0, and without a grader any above 1, fails the rollout.
+    exit code other than 0, and without a grader any above 1, fails the rollout.
 
-    Its model calls belong to the agent `name`, by default the program's name. Raises `ConfigError` for a command that cannot
-    be run: an unknown field, an operator of a shell, a program that is not installed.
+    Its model calls belong to the agent `name`, by default the program's name. Raises `ConfigError` for a command that cannot be
+    run: an unknown field, a shell operator, a program that is not installed.
     """
     if grader is not None and reward_file:
         raise ConfigError("a command has a grader or a reward_file, not both: let the grader read the file")
@@ -232,14 +233,14 @@ def command(
 
 class _Options(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """An error as lightning's."""
+        """Raise a usage error as `ConfigError`."""
         raise ConfigError(
             f"command: {message}. Its options stand before the program: {self.format_usage().split(': ', 1)[1].strip()}"
         )
 
 
 def from_text(text: str) -> Command:
-    """The agent of `command:TEXT`. Options may stand before the program: `--grader my_app:grade claude -p {task.input}`."""
+    """Make the agent of `command:TEXT`. Options may come before the program: `--grader my_app:grade claude -p {task.input}`."""
     from lightning.cli.locate import import_named
 
     parser = _Options(prog="command:", add_help=False, allow_abbrev=False)

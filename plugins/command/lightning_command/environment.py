@@ -1,7 +1,7 @@
-"""The environment of a program in a rollout: where the policy is, in what programs read, and no telemetry.
+"""The environment of a program in a rollout: the policy's address in variables that programs read, and telemetry switched off.
 
-The invariant: nothing of the user's own leads a program past the gateway: its home is empty, and logins, other addresses and
-keys of the providers whose clients are pointed at the gateway are gone. `CLIS` is all that is known of single programs.
+The invariant: no setting of the user leads a program past the gateway. Its home is empty, and the logins, addresses and keys of
+the providers whose clients use the gateway are removed. All knowledge of single programs is in `CLIS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning.runner.worker import without_proxy
 from lightning.types import LLM
 
 ALIAS = "policy:"
-"""What stands before an agent's name in the name of the model that it asks for."""
+"""Prefix of an agent's name in the name of the model that it asks for."""
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -30,36 +30,37 @@ QUIET = {
     "NO_UPDATE_NOTIFIER": "1",
     "NPM_CONFIG_UPDATE_NOTIFIER": "false",
 }
-"""Telemetry, traces and updates, as many programs are told to leave them."""
+"""Variables by which many programs switch off telemetry, traces and updates."""
 
 LEFT_OUT = frozenset(
     {"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET", "CLAUDE_CONFIG_DIR", "CLAUDECODE", "CODEX_HOME", "OPENCODE_CONFIG"}
     | {"OPENCODE_CONFIG_DIR", "OPENCODE_CONFIG_CONTENT"}
     | {"XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"}
 )
-"""Ours, and where programs keep their settings; `for_rollout` leaves logins out."""
+"""Variables that a program does not get: lightning's own, and those that name folders of settings. `for_rollout` removes
+logins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a program needs to reach the policy. `name` is the agent's."""
+    """What a program needs to reach the policy; `name` is the agent's name."""
 
     llm: LLM
     name: str
 
     @property
     def model(self) -> str:
-        """The model to ask for, so that calls have the agent's name."""
+        """The model to ask for, which gives the calls the agent's name."""
         return self.of("")
 
     def of(self, part: str) -> str:
-        """The model for a part of the program that is an agent of its own, such as what makes titles."""
+        """Return the model for a part of the program that acts as an agent of its own, such as the one that writes titles."""
         return f"{ALIAS}{self.name}{'.' + part if part else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cli:
-    """One program that has its own variables, or settings that can only stand in a file below the home."""
+    """The variables of one known program, and its settings that can only be in a file below the home."""
 
     variables: Callable[[Address], Mapping[str, str]]
     files: Callable[[Address], Mapping[str, str]] = lambda _: {}
@@ -130,11 +131,11 @@ CLIS: Mapping[str, Cli] = {
     "codex": Cli(lambda at: {}, _codex),
     "opencode": Cli(lambda at: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}, _opencode),
 }
-"""By the name of the program."""
+"""The known programs, by name."""
 
 
 def variables_of(program: str, llm: LLM, name: str, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program, with what this process has and what the policy's address needs."""
+    """Return the environment of a program: the inherited one, and the policy's address in the program's variables."""
     at, policy = Address(llm, name), for_rollout(llm.base_url, llm.api_key)
     ours = {
         "HOME": str(home),
@@ -150,7 +151,7 @@ def variables_of(program: str, llm: LLM, name: str, home: Path, inherited: Mappi
 
 
 def write_settings(program: str, llm: LLM, name: str, home: Path) -> None:
-    """Write the files below the home in which a known program looks for what no variable can say."""
+    """Write the files below the home for settings of a known program that have no variable."""
     if program not in CLIS:
         return
     for place, text in CLIS[program].files(Address(llm, name)).items():

@@ -1,9 +1,9 @@
 """Tasks in Harbor's format: a folder with task.toml, instruction.md, environment/ and tests/, run in a sandbox.
 
-The invariant: the program never sees the tests: its sandbox hides the folder of all tasks, and the tests are there only when
-the program and all that it started have ended. It can write nothing but /app, /logs, its home and a /tmp of its own, which are
-gone with the rollout, and sees no other rollout's, nor what the runner is told to hide (the run and its store); what the tests
-write lies outside of all that it is shown.
+The invariant: the program never sees the tests. Its sandbox hides the folder of all tasks, and the tests are copied in only
+when the program and everything it started have ended. It can write only to /app, /logs, its home and its own /tmp, which are
+deleted with the rollout. It sees no other rollout, and none of the files that the runner hides (the run and its store). The
+tests write outside of what the program can see.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lightning_command.running import CommandResult, read_reward
 logger = logging.getLogger(__name__)
 
 KEY = "harbor"
-"""Under which `Task.metadata` has the folder of a task."""
+"""Key of `Task.metadata` with the folder of a task."""
 WORK, TESTS, LOGS = "/app", "/tests", "/logs"
 IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 OWN = frozenset({"proc", "dev", "run", "app", "tests", "logs", "tmp"})
-"""Folders of the root that are a sandbox's own: in /run are sockets of the machine's services."""
+"""Folders below / that a sandbox has of its own; the machine's /run has sockets of its services."""
 RESOLVER = "/run/systemd/resolve"
-"""What /etc/resolv.conf may be a link to."""
+"""The folder that /etc/resolv.conf may link into."""
 _OF_A_SANDBOX = frozenset({Path("/tmp"), Path("/run")})  # noqa: S108 — compared
-"""Those of them in which something of the machine's may be needed."""
+"""Those of a sandbox's own folders that may contain files of the machine that are needed."""
 RUNS = "runs"
-"""The folder of runs in the project: their databases have the secret that signs agents' keys."""
+"""The folder of runs in the project. Their databases have the secret that signs agents' keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """What a task's folder says. Times are seconds."""
+    """The content of a task's folder. Times are in seconds."""
 
     folder: Path
     instruction: str
@@ -55,14 +55,14 @@ class HarborTask:
     metadata: Mapping[str, Any]
     offline: bool
     image: str
-    """What makes it need a container; empty when nothing does."""
+    """What makes the task need a container; empty when nothing does."""
 
 
 def harbor_tasks(text: str) -> Sequence[Task]:
-    """The tasks of `harbor:FOLDER`, which is a task or holds some, by name.
+    """Return the tasks of `harbor:FOLDER`, sorted by name. The folder is a task or has tasks in it.
 
-    Raises `DataError` for a folder that is none, and for tasks that need an image: they run where no container does.
-    Raises `ConfigError` where no sandbox can be made.
+    Raises `DataError` for a folder without tasks, and for tasks that need an image, because no containers are run here. Raises
+    `ConfigError` where no sandbox can be made.
     """
     root = Path(text).expanduser().resolve()
     folders = [root] if (root / "task.toml").exists() else sorted(file.parent for file in root.glob("*/task.toml"))
@@ -91,7 +91,7 @@ def harbor_tasks(text: str) -> Sequence[Task]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """What a task's folder says. Raises `DataError` naming the file that cannot be used."""
+    """Read a task's folder. Raises `DataError` that names the invalid file."""
     try:
         said = tomllib.loads(read_text(folder / "task.toml", DataError))
         if said.get("steps") or (folder / "steps").is_dir():
@@ -133,7 +133,7 @@ def _seconds(table: Mapping[str, Any], folder: Path) -> float | None:
 
 
 def _json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What TOML can say and JSON cannot (dates) as text."""
+    """Return metadata in JSON: TOML's dates become texts."""
     return {
         name: value if isinstance(value, (str, int, float, bool, list)) else str(value)
         for name, value in values.items()
@@ -142,7 +142,8 @@ def _json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bubblewrap() -> str:
-    """Where it is. Raises `ConfigError` when it is not installed, or nobody would tell the sandbox what to hide."""
+    """Return the path of bubblewrap. Raises `ConfigError` when it is not installed, or when no plugin would tell the sandbox
+    what to hide."""
     try:
         plugins().get("attempt_stages", "sandbox")
     except PluginError as error:
@@ -159,7 +160,7 @@ def bubblewrap() -> str:
 
 
 def check_sandbox(result: CommandResult) -> None:
-    """Raise `RunnerError` when it is the sandbox that has failed, and not the program."""
+    """Raise `RunnerError` when the sandbox failed, and not the program in it."""
     said = result.stderr.strip()
     if result.exit_code == 1 and said.startswith("bwrap: "):
         raise RunnerError(
@@ -169,8 +170,8 @@ def check_sandbox(result: CommandResult) -> None:
 
 
 class Place:
-    """The folders of one rollout of a task below `root`: `work` is /app, `logs` is /logs, `home` the home, and `verdict` where
-    the tests write what they found, which the program has never seen."""
+    """The folders of one rollout of a task, below `root`. `work` is /app, `home` the home, and `verdict` the folder that the
+    tests write to, which the program never sees."""
 
     def __init__(self, task: HarborTask, root: Path) -> None:
         self.task, self.root = task, root
@@ -178,7 +179,7 @@ class Place:
         self._logs, self._tests = root / "logs", root / "verdict" / "tests"
 
     def fill(self) -> None:
-        """What is in environment/ is where the program begins."""
+        """Copy the task's environment/ to the folder in which the program begins."""
         source = self.task.folder / "environment"
         if source.is_dir():
             shutil.copytree(source, self.work, symlinks=True)
@@ -188,16 +189,16 @@ class Place:
             (self._logs / name).mkdir(parents=True)
 
     def bring_tests(self) -> None:
-        """Once the program has ended."""
+        """Copy the tests; call it when the program has ended."""
         shutil.copytree(self.task.folder / "tests", self._tests, symlinks=True)
         (self.verdict / "logs" / "verifier").mkdir(parents=True)
 
     def inside(self, argv: Sequence[str]) -> list[str]:
-        """The command line that runs another one in the sandbox, which hides the tasks."""
+        """Return the command line that runs `argv` in the sandbox, which hides the tasks."""
         return [*self._sandbox(argv[0]), "--bind", str(self._logs), LOGS, "--", *argv]
 
     def inside_with_tests(self) -> list[str]:
-        """The command line that runs the tests in such a sandbox."""
+        """Return the command line that runs the tests in such a sandbox."""
         bound = ["--bind", str(self.verdict / "logs"), LOGS, "--bind", str(self._tests), TESTS]
         bound += ["--unshare-net"] if self.task.offline else []
         return [*self._sandbox("bash"), *bound, "--", "bash", f"{TESTS}/test.sh"]
@@ -223,8 +224,8 @@ class Place:
         return command
 
     def _hidden(self, needed: set[Path]) -> list[Path]:
-        """The folder of all tasks, and those in which tasks lie that are links there; of a folder in which what is `needed`
-        lies, each task alone: other tasks have solutions, too."""
+        """Return the folders to hide: the folder of all tasks, and the folders that links in it lead to. If a folder contains a
+        `needed` path, each task in it is hidden instead, because other tasks have solutions, too."""
         tasks = {self.task.folder, *(file.parent for file in self.task.folder.parent.glob("*/task.toml"))}
         hidden = set()
         for folder in {_real(path) for task in tasks for path in (task.parent, _real(task).parent)}:
@@ -235,7 +236,8 @@ class Place:
         return sorted(hidden)
 
     def reward(self, tests: CommandResult) -> float | dict[str, float]:
-        """What the tests wrote: reward.json or reward.txt below /logs/verifier. Raises `RunnerError` for what is no reward."""
+        """Return the reward that the tests wrote: reward.json or reward.txt below /logs/verifier. Raises `RunnerError` without
+        a valid one."""
         name = self.task.folder.name
         for file in (self.verdict / "logs" / "verifier" / each for each in ("reward.json", "reward.txt")):
             if os.path.lexists(file):
@@ -252,8 +254,8 @@ class Place:
 
 
 def _shown_and_hidden(needed: set[Path], rollouts: Path) -> Iterator[str]:
-    """What hides the runs, what the runner is told to hide and the folders of `rollouts`, and shows what is `needed` in them:
-    the innermost counts. Raises `RunnerError` for what is both."""
+    """Yield the options that hide the runs, the files that the runner hides and the folders of `rollouts`, and show the
+    `needed` paths in them. The innermost path counts. Raises `RunnerError` for a path that is both."""
     hidden = {_real(Path(each)) for each in (RUNS, *bwrap.hidden())}
     hidden = {path for path in hidden if path.exists()} | {_real(rollouts), *_OF_A_SANDBOX}
     if both := sorted(hidden & {*needed, Path("/")}):
@@ -277,7 +279,7 @@ def _real(path: Path) -> Path:
 
 
 def verifier_environment(task: HarborTask, inherited: Mapping[str, str], home: Path) -> dict[str, str]:
-    """The variables of the tests: nothing of the policy's, which they are not to call."""
+    """Return the environment of the tests, without the policy's address, because tests must not call the policy."""
     kept = {
         name: value for name, value in inherited.items() if not name.startswith(("OPENAI_", "ANTHROPIC_", "LIGHTNING_"))
     }

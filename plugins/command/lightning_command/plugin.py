@@ -1,4 +1,4 @@
-"""Registers `command:PROGRAM ...` as an agent and `harbor:FOLDER` as tasks."""
+"""The plugin `command`: `command:PROGRAM ...` as an agent, and `harbor:FOLDER` as tasks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_agents(register: Callable[[str, Callable[[str], Agent]], None]) -> None:
-    """See `lightning.hooks`."""
+    """Register `command:` as an agent. `harbor:` is registered as well, to explain that it names tasks and no agent."""
     register("command", made_later("lightning_command.agent:from_text"))
     register("harbor", _no_agent)
 
 
 @hookimpl
 def register_tasks(register: Callable[[str, Callable[[str], Sequence[Task]]], None]) -> None:
-    """See `lightning.hooks`."""
+    """Register `harbor:` as tasks."""
     register("harbor", made_later("lightning_command.harbor:harbor_tasks"))
 
 

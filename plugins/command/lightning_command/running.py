@@ -19,18 +19,18 @@ from lightning.errors import RunnerError
 
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 MOST = 4 << 20
-"""Bytes that are kept of the beginning of a stream, and of its end."""
+"""Bytes that are kept of the beginning of a stream, and as many of its end."""
 LARGEST_REWARD = 64 * 1024
-"""Bytes of a file with a reward."""
+"""The longest file with a reward, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a program came to.
+    """How a program ended, and its output.
 
-    `folder` is its scratch folder, there until the grader returns. `exit_code` is 128 + N for one that signal N ended, as
-    shells have it, and 124 with `timed_out` when the time that a task in Harbor's format gives it was over. `output` and
-    `errors` are the bytes of standard output and standard error; what is no UTF-8 in `stdout` and `stderr` is U+FFFD there.
+    `folder` is its scratch folder, which exists until the grader returns. `exit_code` is 128 + N after signal N, as in shells,
+    and 124 with `timed_out` when it exceeded the time of its Harbor task. `output` and `errors` are the bytes of standard
+    output and standard error; in `stdout` and `stderr` bytes that are not UTF-8 become U+FFFD.
     """
 
     folder: Path
@@ -41,16 +41,16 @@ class CommandResult:
 
     @property
     def stdout(self) -> str:
-        """What it printed."""
+        """The text of standard output."""
         return self.output.decode("utf-8", "replace")
 
     @property
     def stderr(self) -> str:
-        """What it printed to standard error."""
+        """The text of standard error."""
         return self.errors.decode("utf-8", "replace")
 
     def last_words(self, most: int = 2000) -> str:
-        """The end of what it printed to standard error, or to standard output if nothing, for a message."""
+        """Return the end of standard error, or of standard output if that is empty, for a message."""
         said = self.stderr.strip() or self.stdout.strip()
         return said if len(said) <= most else "…" + said[-most:]
 
@@ -65,11 +65,11 @@ async def run(
     stdin: str = "",
     timeout: float | None = None,
 ) -> AsyncIterator[CommandResult]:
-    """Run a program in `folder` and yield what it came to; then `root`, where its output is kept, is removed. After `timeout`
+    """Run a program in `folder` and yield its result; afterwards remove `root`, where its output is kept. After `timeout`
     seconds it is ended.
 
-    When this is cancelled, or this process dies, the program ends with all that it has started. Raises `RunnerError` for one
-    that cannot be started.
+    When this is cancelled, or this process dies, the program ends with everything that it has started. Raises `RunnerError` for
+    a program that cannot be started.
     """
     reading, writing = os.pipe()
     supervisor = None
@@ -104,8 +104,9 @@ async def run(
 
 
 def read_reward(file: Path) -> Any:
-    """The JSON in a file with a reward, which the program that is judged may have made: a pipe is not waited for, nor is much
-    read. Raises `OSError` for what cannot be read or is no file, and `ValueError` for what is no JSON."""
+    """Read the JSON in a file with a reward. The judged program may have made the file, so a pipe is not waited for, and little
+    is read. Raises `OSError` for an unreadable file or one that is not regular, `ValueError` for what is no JSON or too
+    long."""
     with open(file, "rb", opener=_at_once) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
@@ -123,7 +124,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 async def _line(descriptor: int) -> dict[str, Any]:
-    """The line of JSON from the supervisor."""
+    """Read the supervisor's line of JSON. Raises `RunnerError` when the supervisor was killed."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     os.set_blocking(descriptor, False)
     loop.add_reader(descriptor, ready.set)

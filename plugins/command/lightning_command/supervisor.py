@@ -1,12 +1,13 @@
-"""Runs one program and ends all that it leaves behind; a process of its own, started as `python supervisor.py STATUS_FD`.
+"""Runs one program and ends everything that it leaves behind. It is a separate process, started as `python supervisor.py
+STATUS_FD`.
 
-The invariant: nothing that the program started outlives this process: neither what it left in the background nor what left its
-session (Linux; elsewhere its process group ends). It ends them when the program has ended, and when the process that started it
-is gone, whose end of standard input then closes. It then also removes the folder. Standard library only.
+The invariant: nothing that the program started outlives this process: neither processes in the background nor those that left
+its session (on Linux; elsewhere its process group ends). They are ended when the program has ended, and when the process that
+started this one is gone, which closes standard input. Then the folder is removed, too. Only the standard library is used.
 
 Standard input begins with a line of JSON: `argv`, `cwd`, `env`, `stdin`, `root`, `timeout` (seconds; null: none) and `most`,
-the bytes of each stream that are kept at either end. When the program has ended, its `stdout` and `stderr` are files in `root`,
-and a line of JSON with `code` (124 and `timed_out` when the time was over) is written to STATUS_FD.
+the bytes that are kept of the beginning and of the end of each stream. When the program has ended, its `stdout` and `stderr`
+are files in `root`, and a line of JSON with `code` (124 and `timed_out` after a timeout) is written to STATUS_FD.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from typing import Any, BinaryIO
 SUBREAPER, DEATH_SIGNAL = 36, 1
 """Numbers of prctl(2)."""
 LONGEST_KILL = 10.0
-"""Seconds after which a program that forks faster than it is killed is left."""
+"""A program that forks faster than it is killed is given up after this many seconds."""
 LEFT_OUT = b"\n... bytes left out ...\n"
 
 
 class Kept:
-    """The beginning and the end of a stream."""
+    """Keeps the beginning and the end of a stream, `most` bytes of each."""
 
     def __init__(self, most: int) -> None:
         self._most, self._head, self._tail, self._cut = most, bytearray(), bytearray(), False
 
     def add(self, data: bytes) -> None:
-        """What has come."""
+        """Add the next bytes of the stream."""
         room = self._most - len(self._head)
         self._head += data[:room]
         self._tail += data[room:] if room > 0 else data
@@ -46,19 +47,19 @@ class Kept:
             del self._tail[: -self._most]
 
     def write(self, path: str) -> None:
-        """Keep it in a file that nobody has had open."""
+        """Write the kept bytes to a new file; an existing one is an error."""
         with open(path, "xb") as file:  # noqa: PTH123 — pathlib costs as much to import as all the rest
             file.write(bytes(self._head) + (LEFT_OUT if self._cut else b"") + bytes(self._tail))
 
 
 def prctl(option: int, value: int) -> None:
-    """Of Linux; elsewhere nothing."""
+    """Call Linux's prctl; elsewhere do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """All processes below this one that still run."""
+    """Return the ids of all running processes below this one; empty where it is not Linux."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if sys.platform == "linux" else ():  # noqa: PTH208
         if not name.isdigit():
@@ -76,7 +77,7 @@ def descendants() -> list[int]:
 
 
 def end_all(program: subprocess.Popen[bytes] | None) -> None:
-    """Kill whatever is left below this process, and wait for it."""
+    """Kill all processes below this one, and wait until they have ended."""
     if program is not None:
         with contextlib.suppress(OSError):
             os.killpg(program.pid, signal.SIGKILL)
@@ -94,7 +95,7 @@ def end_all(program: subprocess.Popen[bytes] | None) -> None:
 
 
 def start(asked: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The program, in a session of its own. Raises `OSError`."""
+    """Start the program, in a session of its own. Raises `OSError`."""
     return subprocess.Popen(  # noqa: S603 — what the user named
         asked["argv"],
         cwd=asked["cwd"],
@@ -110,7 +111,8 @@ def start(asked: dict[str, Any]) -> subprocess.Popen[bytes]:
 def follow(
     program: subprocess.Popen[bytes], asked: dict[str, Any], lifeline: BinaryIO, kept: dict[str, Kept]
 ) -> dict[str, Any] | None:
-    """Read what the program writes until it has ended; how, or None when the process that started this one is gone."""
+    """Read the program's output until it ends or times out. Return its exit code and whether it timed out; None when the
+    process that started this one is gone."""
     said = asked["stdin"].encode()
     until = None if asked["timeout"] is None else time.monotonic() + asked["timeout"]
     streams: dict[Any, Kept] = {program.stdout: kept["stdout"], program.stderr: kept["stderr"]}
@@ -138,7 +140,7 @@ def follow(
                 else:
                     selector.unregister(key.fileobj)
             status = program.poll()
-    end_all(program)  # only then do the pipes end, which what it left behind had as well
+    end_all(program)  # first, since processes that it left behind keep its pipes open
     for pipe, stream in streams.items():
         _drain(pipe, stream)
     if status is None:
@@ -147,15 +149,15 @@ def follow(
 
 
 def _drain(pipe: Any, stream: Kept) -> None:
-    """Read what is left of a stream whose writers have been ended."""
+    """Read the rest of a stream after its writers were ended."""
     os.set_blocking(pipe.fileno(), False)
-    with contextlib.suppress(BlockingIOError):  # what could not be ended keeps it open
+    with contextlib.suppress(BlockingIOError):  # a process that could not be ended keeps it open
         while data := os.read(pipe.fileno(), 65536):
             stream.add(data)
 
 
 def _send(selector: selectors.BaseSelector, pipe: Any, said: bytes) -> bytes:
-    """Write to the program's standard input what it takes now; the rest."""
+    """Write as much to the program's standard input as it takes now; return the rest."""
     try:
         left = said[os.write(pipe.fileno(), said[:65536]) :]
     except BlockingIOError:
@@ -169,10 +171,10 @@ def _send(selector: selectors.BaseSelector, pipe: Any, said: bytes) -> bytes:
 
 
 def main(status_fd: int) -> None:
-    """Serve the process at the other end of standard input."""
+    """Run the program that the process at the other end of standard input asks for, and clean up."""
     prctl(SUBREAPER, 1)
     lifeline = os.fdopen(0, "rb", buffering=0)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # sent to all of a service's processes, it is for the runner
+    signal.signal(signal.SIGTERM, lambda *_: None)  # it reaches all processes of a service; the runner handles it
     line = bytearray()
     while not line.endswith(b"\n"):  # nothing follows the line
         if not (piece := lifeline.read(65536)):

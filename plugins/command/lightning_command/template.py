@@ -1,7 +1,7 @@
 """Command lines with fields: `claude -p {task.input}`.
 
-The invariant: the line is cut into arguments first and its fields are filled afterwards, so that whatever a task says is one
-argument, and no shell ever reads it.
+The invariant: the line is divided into arguments before its fields are filled, so that any text of a task is one argument, and
+no shell reads it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from lightning.types import LLM, Task
 FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 SURROGATE = re.compile("[\ud800-\udfff]")
 FIELDS = ("task.input", "task.id", "task.metadata", "llm.base_url", "llm.api_key", "llm.model", "folder", "project")
-"""`task.input` and `task.metadata` may go on with keys: `{task.metadata.repository}`."""
+"""The known fields. `task.input` and `task.metadata` may be followed by keys: `{task.metadata.repository}`."""
 DEEP = ("task.input.", "task.metadata.")
 TASK = "{task."
-"""How a word begins that a task fills from its first character on."""
+"""Beginning of a word whose first character comes from the task."""
 OPERATORS = frozenset({"|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>&1", "&>"})
 SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 SCRIPTED = re.compile("|".join([*sorted(SHELLS), r"python[\d.]*"]))
-"""Programs that take no option any more after -c SCRIPT."""
+"""Programs that take no more options after -c SCRIPT."""
 LONGEST_ARGUMENT = 128 * 1024 - 1
-"""Bytes of one argument that Linux takes."""
+"""The most bytes of one argument on Linux."""
 
 
 def words_of(command: str | Sequence[str]) -> tuple[str, ...]:
-    """The command as arguments, their fields not filled.
+    """Divide the command into arguments; their fields are not filled.
 
-    Raises `ConfigError` for one that is empty, that wants a shell, or whose fields there are not.
+    Raises `ConfigError` for a command that is empty, needs a shell, or has unknown fields.
     """
     try:
         words = tuple(shlex.split(command) if isinstance(command, str) else command)
@@ -67,12 +67,12 @@ def words_of(command: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def fields_of(text: str) -> list[str]:
-    """The names of the fields in a text, in order."""
+    """Return the names of the fields in a text, in order."""
     return [found[1] for found in FIELD.finditer(text) if found[1] is not None]
 
 
 def check_fields(text: str) -> None:
-    """Raise `ConfigError` for a brace that belongs to no field, or a field that there is not."""
+    """Raise `ConfigError` for a brace that belongs to no field, and for an unknown field."""
     for found in FIELD.finditer(text):
         if found[0] in ("{{", "}}"):
             continue
@@ -88,9 +88,9 @@ def check_fields(text: str) -> None:
 
 
 def fill(text: str, values: Mapping[str, object]) -> str:
-    """The text with its fields filled. What is no text is written as JSON.
+    """Fill the fields of a text. Values that are not texts are written as JSON.
 
-    Raises `DataError` for a key that the task does not have, and for what cannot be an argument.
+    Raises `DataError` for a key that the task does not have, and for text that cannot be an argument.
     """
 
     def value_of(found: re.Match[str]) -> str:
@@ -109,8 +109,9 @@ def fill(text: str, values: Mapping[str, object]) -> str:
 
 
 def arguments_of(words: Sequence[str], values: Mapping[str, object]) -> Iterator[str]:
-    """The arguments of a command's words (its program first) with their fields filled, without the program. Raises `DataError`
-    as `fill` does, for an argument that is too long, and for a task whose text the program would take for an option."""
+    """Yield the arguments of a command's words with their fields filled, without the program, which is the first word. Raises
+    `DataError` as `fill` does, for an argument that is too long, and for a task's text that the program would take for an
+    option."""
     program, ended = PurePath(words[0]).name, False
     for before, word in itertools.pairwise(words):
         filled = _argument(word, values)
@@ -147,7 +148,7 @@ def _value(name: str, values: Mapping[str, object]) -> object:
 
 
 def values_of(task: Task, llm: LLM, model: str, folder: str, project: str) -> dict[str, object]:
-    """What each field is filled with."""
+    """Return the value of each field."""
     return {
         "task.input": task.input,
         "task.id": task.id,

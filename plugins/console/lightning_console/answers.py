@@ -1,8 +1,8 @@
-"""Pages as a program gets them: JSON without what is only there to be looked at, for `--json`, and as tools of an MCP server.
+"""The console's pages for programs: JSON without the fields that only affect the display, for `--json` and as MCP tools.
 
-The invariant: an answer says what the page of the same address says, has at most `BUDGET` characters, and names what was cut
-from it and how to get that. The tools only read, each answers within `SECONDS` or says that it did not, and what was asked for
-wrongly is an error that names what is wrong.
+The invariant: an answer has the content of the page at the same address, has at most `BUDGET` characters, and names each part
+that was cut and how to get it. The tools only read. A tool answers within `SECONDS` or fails with an error that says so; a
+wrong argument is an error that names it.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from mcp.server import MCPServer
 
 BUDGET: Final = 40_000
-"""Characters of an answer: about ten thousand tokens of a model that reads it."""
+"""Most characters of an answer: about ten thousand tokens for the model that reads it."""
 BOUNDS: Final = ((100, 4_000), (40, 1_500), (15, 600), (5, 200))
-"""How many items of a list and characters of a text are told; the first pair of them with which an answer keeps its budget."""
+"""Pairs of most items in a list and most characters in a text. An answer uses the first pair that keeps it within `BUDGET`."""
 SHOWN_ONLY: Final = frozenset({"spark", "hint", "hints", "tone", "small", "whole", "dashed", "keys", "sort", "select"})
-"""Fields that say how something looks."""
+"""Fields of blocks that only affect the display: answers leave them out."""
 NOT_FOR_PROGRAMS: Final = frozenset({"Controls", "Actions"})
 MORE: Final = "ask for the block alone (its title as `block`), or open an address in it, for more"
 
 
 class Cut:
-    """Bounds what is told, and keeps in words what was cut."""
+    """Shortens lists and texts to `items` and `characters`, and keeps in `said` a sentence about each kind of cut."""
 
     def __init__(self, items: int, characters: int) -> None:
         self.items, self.characters = items, characters
         self.said: dict[str, None] = {}
 
     def text(self, text: str) -> str:
-        """The beginning of a text."""
+        """Return the first `characters` of a text, with an ellipsis where it was cut."""
         if len(text) <= self.characters:
             return text
         self.said[f"the first {self.characters} of {len(text)} characters of a text"] = None
         return f"{text[: self.characters]} …"
 
     def first(self, values: Sequence[Any]) -> list[Any]:
-        """The first items of a list."""
+        """Return the first `items` of a list, and note in `said` if some were cut."""
         if len(values) > self.items:
             self.said[f"the first {self.items} of {len(values)} items of a list"] = None
         return list(values[: self.items])
 
     def even(self, count: int) -> list[int]:
-        """Which of so many points of a curve are told: evenly, the first and the last among them."""
+        """Return the indices of the points to keep of a curve of `count` points: evenly spaced, with the first and the last."""
         if count <= self.items:
             return list(range(count))
         self.said[f"{self.items} of {count} points of a curve, evenly, the last among them"] = None
@@ -63,7 +63,7 @@ class Cut:
 
 
 def compact(value: Any, cut: Cut) -> Any:
-    """JSON without what is empty or only looks, its lists and texts bounded."""
+    """Return a JSON value without empty fields and `SHOWN_ONLY` fields, with lists and texts shortened by `cut`."""
     if isinstance(value, Mapping):
         kept = {name: compact(item, cut) for name, item in value.items() if name not in SHOWN_ONLY}
         return {name: item for name, item in kept.items() if item not in ("", None, [], {})}
@@ -77,7 +77,7 @@ def compact(value: Any, cut: Cut) -> Any:
 
 
 def _table(value: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-    """The names of the columns, and rows of texts; a cell that opens an address has that beside its text."""
+    """Return a table as the names of its columns and rows of texts; a cell that is a link has its address as `to`."""
     rows = [
         [{"text": cut.text(cell["text"]), "to": cell["to"]} if cell["to"] else cut.text(cell["text"]) for cell in row]
         for row in cut.first(value["rows"])
@@ -89,7 +89,7 @@ def _table(value: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 
 
 def _chart(value: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-    """Curves, thinned evenly; the addresses of points are those of the points that are told."""
+    """Return a chart whose curves are thinned evenly, with the addresses of the points that remain."""
     series = []
     for each in value["series"]:
         places = cut.even(len(each["points"]))
@@ -106,7 +106,7 @@ def _chart(value: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 
 
 def _tokens(value: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-    """What was given and what was answered as texts, and the measures of the answer's tokens: one value where all are equal."""
+    """Return a call's prompt and answer as texts, and each measure's values for the answer's tokens (one if all are equal)."""
     texts, prompt = value["texts"], value["prompt"]
     measures = []
     for each in value["measures"]:
@@ -124,7 +124,7 @@ TOLD: Final[Mapping[str, Callable[[Mapping[str, Any], Cut], dict[str, Any]]]] = 
     "Chart": _chart,
     "TokenStrip": _tokens,
 }
-"""Components of which an answer is not just their value."""
+"""Components that answers convert with a function of their own; the value of any other is only shortened."""
 
 
 def _block(block: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _block(block: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 
 
 async def answer(places: Places, address: str | Address, block: str = "") -> dict[str, Any]:
-    """The page of an address as a program gets it; of it one `block` alone, where one is named by its title. `error` is why it
-    cannot be shown, `cut` what was cut from it."""
+    """Return the page of an address as JSON, or only its `block` with that title. The field `error` says why the page cannot be
+    shown; `cut` lists the parts that were left out."""
     told: dict[str, Any] = with_whole_characters(await _answer(places, address, block))
     return told
 
@@ -156,7 +156,7 @@ async def _answer(places: Places, address: str | Address, block: str) -> dict[st
 
 
 def _bounded(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The blocks within the budget: with ever smaller bounds, and without the last of them where that is not enough."""
+    """Return the blocks within `BUDGET`: shorten lists and texts more and more, then leave out blocks from the last on."""
     told: list[dict[str, Any]] = []
     cut = Cut(*BOUNDS[0])
     for bounds in BOUNDS:
@@ -177,9 +177,10 @@ def _size(value: object) -> int:
 
 
 SECONDS: Final = 60.0
-"""Seconds that a tool may take."""
+"""Seconds after which a tool that has not answered fails."""
 PATIENCE: Final = 20.0
-"""Seconds after which a page is answered without what takes long (advice, profiles): it says so, and has it the next time."""
+"""Seconds that a tool waits for slow parts of a page (advice, profiles). Without them the page says so; they follow the next
+time it is asked."""
 INSTRUCTIONS: Final = """Recorded runs of `lightning`, which trains agents by reinforcement learning.
 Begin with `runs`, then `run` for one: its alarms and advice come first, each with its evidence. Answers name addresses (fields
 called `to`, `next` and `previous`); give one to `page` to open it: a step, a group of sibling rollouts, a rollout's calls and
@@ -189,13 +190,14 @@ these tools."""
 
 
 class Tools:
-    """What an agent can ask of a place; each method is a tool."""
+    """The tools of the MCP server, which read the runs at a place: each public method is one tool."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
 
     async def runs(self, search: str = "", cursor: str = "") -> dict[str, Any]:
-        """Runs with their state, alarms, reward and held-out result, newest first. `search`: in names, models, algorithms."""
+        """List runs with state, alarms, reward and held-out result, newest first. `search`: words in their names, models or
+        algorithms."""
         options = {name: value for name, value in (("q", search), ("cursor", cursor)) if value}
         return await self._show(Address("runs", options=options))
 
@@ -204,22 +206,23 @@ class Tools:
         return await self._show(Address("run", (run,)))
 
     async def step(self, run: str, step: int) -> dict[str, Any]:
-        """One optimizer step, from 1: its groups, how their rewards spread, and which taught nothing and why."""
+        """One optimizer step, from 1: its groups, the spread of their rewards, and which groups taught nothing and why."""
         return await self._show(Address("step", (run, str(step))))
 
     async def group(self, run: str, group: str) -> dict[str, Any]:
-        """The rollouts of one task (such as RUN/3/0) and their branches as a prefix tree of calls: where they part, and what
-        each earned."""
+        """The rollouts of one task (a group such as RUN/3/0) and their branches as a prefix tree of calls: where they diverge,
+        and what each earned."""
         return await self._show(Address("group", (run, group)))
 
     async def rollout(self, run: str, rollout: str, call: int = 0) -> dict[str, Any]:
-        """One rollout: messages, tools, rewards; the tokens of a call (from 1; 0: the first that was trained) and the proved
-        reason for their push; its branches, what each call is worth by them, and the command that makes some at that call."""
+        """One rollout: messages, tools, rewards; the tokens of one call (from 1; 0: the first trained one) and the proved
+        reason for their push; its branches, the value of each call by its branches, and the command that makes branches at that
+        call."""
         options = {"call": str(call)} if call else {}
         return await self._show(Address("rollout", (run, rollout), options))
 
     async def compare(self, runs: list[str]) -> dict[str, Any]:
-        """Runs side by side: curves, settings that differ, held-out results with intervals."""
+        """Compare runs side by side: curves, settings that differ, held-out results with intervals."""
         if not any(runs):
             raise self._refused("`runs` names no run: give two or more, as in the list of runs")
         return await self._show(Address("compare", options={"runs": ",".join(runs)}))
@@ -229,16 +232,17 @@ class Tools:
         return await self._show(Address("rewards", (run,)))
 
     async def resources(self, name: str = "") -> dict[str, Any]:
-        """Versions of prompts and weights, their aliases and what each earned; of one resource, with a difference of texts."""
+        """Versions of prompts and weights, their aliases and what each earned; with a name, that resource alone and the
+        difference of two versions."""
         return await self._show(Address("resources", (name,) if name else ()))
 
     async def page(self, address: str, block: str = "") -> dict[str, Any]:
-        """Any page by an address that another answer named, such as `rollout/RUN/ROLLOUT?call=2`; of it one `block`, by its
-        title."""
+        """Open any page by an address from another answer, such as `rollout/RUN/ROLLOUT?call=2`; with `block` (a title), only
+        that block."""
         return await self._show(address, block)
 
     async def _show(self, address: str | Address, block: str = "") -> dict[str, Any]:
-        """The answer to an address. Raises `ToolError` for one that cannot be shown, or not in time."""
+        """Return the page of an address as JSON. Raises `ToolError` if it cannot be shown, or not within `SECONDS`."""
         try:
             found = await asyncio.wait_for(answer(self._places, address, block), SECONDS)
         except TimeoutError:
@@ -258,7 +262,7 @@ class Tools:
 
 
 def make_server(where: str) -> MCPServer[Any]:
-    """The server for a place. Raises `MissingExtraError` where the package `mcp` is not installed."""
+    """Make the MCP server for the runs at the place `where`. Raises `MissingExtraError` if the package `mcp` is missing."""
     try:
         from mcp.server import MCPServer
         from mcp_types import ToolAnnotations
@@ -285,5 +289,5 @@ def make_server(where: str) -> MCPServer[Any]:
 
 
 async def serve_stdio(where: str) -> None:
-    """Answer on standard input and output until the client goes away."""
+    """Run the MCP server for the place `where` on standard input and output until the client disconnects."""
     await make_server(where).run_stdio_async()

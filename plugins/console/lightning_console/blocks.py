@@ -1,7 +1,7 @@
-"""What a page is made of: blocks, each the value of one component of `static/`, which draws it and computes nothing.
+"""The blocks of a page. Each is the value of one component of `static/`, which draws it and computes nothing.
 
-The invariant: a value is plain JSON, and whatever a model, a tool or a user wrote is in it as text, which components put into
-the page as text and never as markup. The same values are drawn by a live console and by an exported folder.
+The invariant: a value is plain JSON. Text of a model, a tool or a user is a string in it, which a component inserts as text and
+never as markup. A live console and an exported folder draw the same values.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import orjson
 from lightning.types import Json
 
 HALF: Final = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which texts of agents may have, and JSON as bytes cannot."""
+"""Half of a surrogate pair. Texts of agents may have such a character, but JSON in UTF-8 cannot."""
 
 Tone = Literal["", "good", "bad", "warn", "muted"]
-"""How something is meant: its colour, always beside a word or a sign."""
+"""The colour of an item: whether it is good, bad, a warning or of little weight. A word or a sign always says the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What stands in one place of a table. `to` is the address that it opens; `spark` are values of a small curve."""
+    """One cell of a table. `to` is the address that a click opens; `spark` has the values of a small curve drawn in it."""
 
     text: str
     to: str = ""
@@ -44,13 +44,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Part of a page, by itself. `title` stands above it, `note` below."""
+    """One part of a page, with `title` above it and `note` below; the base class of all components' values."""
 
     title: str = field(default="", kw_only=True)
     note: str = field(default="", kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
-        """What a component gets: its name, which is that of the class, `title`, `note` and, in `value`, the other fields."""
+        """Return the JSON for the block's component: its name (the class's), `title`, `note`, and other fields as `value`."""
         value = asdict(self)
         title, note = value.pop("title"), value.pop("note")
         return {"component": type(self).__name__, "title": title, "note": note, "value": value}
@@ -58,8 +58,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Table(Block):
-    """Rows of cells. `empty` is said where there are none; `select` is the name of the option that takes the marked rows' keys,
-    with `keys` one for each row, and `selected` those that are marked. `pages` are links to other pages of rows."""
+    """Rows of cells. `empty` is the text for a table without rows. `select` is the option of the address that takes the keys of
+    the marked rows; `keys` has one key for each row, `selected` the marked ones. `pages` are links to other pages of rows."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -80,7 +80,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure with its name. `detail` is a second line: an interval, what it is over, the same with failures."""
+    """One figure with its name. `detail` is a second line, such as an interval, the number of rollouts, or the figure with
+    failures."""
 
     name: str
     value: str
@@ -92,15 +93,15 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Facts(Block):
-    """Figures side by side."""
+    """A row of figures side by side."""
 
     facts: Sequence[Fact]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, or one cloud, of a chart. `points` are `[x, y]` or `[x, y, low, high]` (an interval); `to` is one address for
-    each point, `hints` one text for each; both may be empty."""
+    """One line, or one cloud of points, of a chart. `points` are `[x, y]` or `[x, y, low, high]` (an interval). `to` has an
+    address and `hints` a text for each point; both may be empty."""
 
     name: str
     points: Sequence[Sequence[float | None]]
@@ -128,7 +129,7 @@ class Chart(Block):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that is said: an alarm, an advice, an error. `commands` are to be copied."""
+    """A message of the console: an alarm, an advice or an error. `commands` are command lines for the reader to copy."""
 
     text: str
     tone: Tone = ""
@@ -140,7 +141,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Notices(Block):
-    """Alarms, advice or plain words, the most urgent first."""
+    """A list of messages: alarms, advice or plain sentences, the most urgent first."""
 
     notices: Sequence[Notice]
     empty: str = ""
@@ -148,13 +149,13 @@ class Notices(Block):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Something to choose on a page: its value is the option `name` of the page's address."""
+    """A filter or a choice on a page. Its value is the option `name` of the page's address."""
 
     name: str
     label: str
     value: str
     choices: Sequence[tuple[str, str]] = ()
-    """`(value, label)`; empty for free text."""
+    """The choices as `(value, label)`; empty for free text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +168,8 @@ class Controls(Block):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A button that changes something: the only way in which the console does. `arguments` go with it; `ask` is what a person
-    confirms; `fields` are texts that they give, as `(name, label)`."""
+    """A button that changes something; nothing else in the console does. `arguments` are sent with it, `ask` is the question
+    that a person confirms first, and `fields` are the texts that they type in, as `(name, label)`."""
 
     name: str
     label: str
@@ -179,22 +180,23 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Actions(Block):
-    """Buttons. An exported page leaves them out."""
+    """A row of buttons. An exported page leaves them out."""
 
     actions: Sequence[Action]
 
 
 @dataclass(frozen=True, slots=True)
 class Messages(Block):
-    """A conversation as people read it. `number` of a message is that of the call that it belongs to; `to` opens it."""
+    """A conversation as people read it: each message once, in order."""
 
     messages: Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`role` is system, user, assistant, tool or state. `text` is shown as it is; `data` are arguments or results as JSON text,
-    by name; `tag` says more of it (the agent's name, why it ended)."""
+    """One message of a conversation. `role` is system, user, assistant, tool or state; `text` is shown as it is; `data` has
+    arguments or results as JSON text, by name; `tag` adds details (the agent's name, why the answer ended); `to` opens its
+    call."""
 
     role: str
     text: str
@@ -206,8 +208,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Diff(Block):
-    """Two texts side by side, line by line and word by word: the component finds what differs. `left` and `right` are their
-    names."""
+    """The texts `before` and `after` side by side; the component marks the lines and words that differ. `left` and `right` are
+    their names, `to_left` and `to_right` the addresses that these open."""
 
     left: str
     right: str
@@ -219,8 +221,8 @@ class Diff(Block):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, in seconds since the beginning. `lane` is the index of its lane; `kind` is agent, call, tool or
-    reward (a moment: `begin == end`)."""
+    """A bar of a timeline, from `begin` to `end` in seconds since the timeline's start. `lane` is the index of its lane. A
+    reward and a state are moments: `begin == end`."""
 
     lane: int
     kind: Literal["agent", "call", "tool", "reward", "state"]
@@ -235,7 +237,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline(Block):
-    """What ran when, in lanes: one for each agent, and as many more as ran at a time. Arrow keys go from span to span."""
+    """Spans over time, in lanes: at least one for each agent, more where its spans overlap. Arrow keys move between spans."""
 
     lanes: Sequence[str]
     spans: Sequence[Span]
@@ -244,10 +246,10 @@ class Timeline(Block):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A call in a group's prefix tree. `value` is the mean return of the rollouts that went through it and of the branches that
-    begin behind it, `visits` how many the former are, `advantage` what training made of the action that led here (None where
-    nothing was trained). `action` is the text of the answer that led here, shortened; `parent` the index of the node before, -1
-    for the root. `rollouts` are the addresses of those that end here, `to` of the call of one that went through here."""
+    """A call in a group's prefix tree. `visits` counts the rollouts that went through it; `value` is the mean return of these
+    and of the branches that begin after it. `action` is the text of the call's answer, shortened; `advantage` is its mean
+    advantage in training (None if it was not trained). `parent` is the index of the parent node, -1 for the root. `rollouts`
+    link to the rollouts that end here; `to` opens the call in one of the rollouts that went through it."""
 
     parent: int
     action: str
@@ -258,18 +260,19 @@ class Node:
     to: str = ""
     rollouts: Sequence[Link] = ()
     compare: str = ""
-    """The address that compares the continuations below this node, where they part."""
+    """The address that compares the continuations after this node; empty where all continue alike."""
     branch: str = ""
-    """Set where none but branches were: what they change, or that they are branches."""
+    """For a node that only branches went through: their change, or "branch" if they have none. Empty for any other node."""
     branches: int = 0
-    """How many branches begin behind it."""
+    """How many branches begin after this call."""
     tools: Sequence[tuple[str, str]] = ()
-    """Tools that ran because of the answer, by name, and what came of them."""
+    """The tools that the answer called, as `(name, result or error)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTree(Block):
-    """Sibling rollouts as one prefix tree of calls: node = value, edge = action, width = visits, colour = advantage."""
+    """Sibling rollouts as one prefix tree of calls: node = value, edge = action, width = visits, colour = advantage. `low` and
+    `high` are the least and the highest value of its nodes."""
 
     nodes: Sequence[Node]
     low: float
@@ -278,32 +281,33 @@ class GroupTree(Block):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What tokens can be coloured by: one value for each token, None where it has none. `about` says if 0 is in the middle."""
+    """A measure to colour tokens by: one value for each token, None for a token without one. `about` is "diverging" where 0 is
+    the middle of the colours."""
 
     name: str
     values: Sequence[float | None]
     about: Literal["diverging", "sequential"] = "sequential"
     unit: str = ""
     missing: str = ""
-    """Why no token has a value, empty where some have."""
+    """Why no token has a value; empty if some have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A step on the way from a reward to a token's push: what it is, its number, and where the number is from."""
+    """One step of the derivation from a reward to a token's push: its name, its number, and the source of the number."""
 
     name: str
     value: str
     source: str = ""
     proved: bool | None = None
-    """Whether an audit derives the same again; None for what it does not derive."""
+    """Whether an audit derives the same number again; None for a number that it does not derive."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStrip(Block):
-    """Tokens of a call's prompt and answer, coloured by a measure. `texts` are their texts, the first `prompt` of them those
-    that were given and not sampled. `why` are the reasons for all tokens of the answer. `prompt_left_out` counts tokens of the
-    prompt before the first that is shown."""
+    """Tokens of a call's prompt and answer, coloured by a measure. `texts` has the text of each; the first `prompt` of them
+    belong to the prompt, the others were sampled. `why` is the derivation of the push, the same for all tokens of the answer.
+    `prompt_left_out` counts the tokens of the prompt that come before the shown ones."""
 
     texts: Sequence[str]
     prompt: int
@@ -314,8 +318,8 @@ class TokenStrip(Block):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What an address shows. `trail` are the pages above it; `live` that it may change, because a run goes on; `previous` and
-    `next` are addresses that the keys `[` and `]` open."""
+    """The page of an address. `trail` links to the pages above it; `live` says that the page may still change (its run goes on,
+    or a slow part is missing); `previous` and `next` are the addresses that the keys `[` and `]` open."""
 
     address: str
     title: str
@@ -326,7 +330,7 @@ class Page:
     next: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The page as the shell and an export keep it."""
+        """Return the page as the JSON that the browser's shell gets and that an export writes."""
         return {
             "address": self.address,
             "title": self.title,
@@ -339,7 +343,7 @@ class Page:
 
 
 def with_whole_characters(value: Any) -> Any:
-    """A value of JSON in which each half of a surrogate pair is written out, as `\\ud800`."""
+    """Return a JSON value in which half a surrogate pair is written as an escape such as `\\ud800`, in names and in texts."""
     match value:
         case str():
             return HALF.sub(lambda found: ascii(found[0])[1:-1], value)
@@ -352,11 +356,11 @@ def with_whole_characters(value: Any) -> Any:
 
 
 def json_of(value: Any) -> bytes:
-    """A page, or what else is told of some, as JSON; what it does not know as text. Raises `TypeError` for a number that JSON
-    does not have."""
+    """Encode a page (or any value of JSON) as UTF-8; an object of another type becomes its text. Raises `TypeError` for a
+    number that JSON cannot express."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # rare, and to look for it costs more than to write
+    except TypeError:  # rare: a check before would cost more than the encoding
         return orjson.dumps(
             with_whole_characters(value),
             default=lambda other: with_whole_characters(str(other)),

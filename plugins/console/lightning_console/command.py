@@ -1,4 +1,4 @@
-"""`lightning console`: a page on which people see their agent learn; the same as a folder, or as tools for a coding agent."""
+"""`lightning console`: show runs on a web page, export the pages into a folder, or serve them to a coding agent as tools."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lightning_console.router import Address
 
 SKILL = Path(__file__).parent / "SKILL.md"
 PATIENCE = "patience=5"
-"""How long a page waits for a server that does not answer, in seconds, unless its URL says otherwise."""
+"""The option added to a server's URL without one: a page waits this many seconds for a server that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a command line names: a place, and the address of the first page there."""
+    """The place that a command line names (a folder, a store's or a server's URL), and the address of the first page."""
 
     where: str
     start: str
@@ -91,7 +91,7 @@ def console(
 
 
 async def _answer(target: Target) -> dict[str, object]:
-    """The page of a target as JSON. Raises `DataError` for one that cannot be shown."""
+    """Return the page of a target as JSON. Raises `DataError` if it cannot be shown."""
     from lightning_console.answers import answer
 
     places = Places(target.where)
@@ -105,8 +105,8 @@ async def _answer(target: Target) -> dict[str, object]:
 
 
 def find(place: str, page: str = "") -> Target:
-    """What a command line names; `page` is the first page, where it is not the one of the place itself. Raises `ConfigError`
-    for a place that is none, `DataError` for an address that is none."""
+    """Find the target of a command line. An empty `page` means the place's own page: that of its run, or the list of runs.
+    Raises `ConfigError` for a place that does not exist, `DataError` for an address that is not valid."""
     if page:
         Address.parse(page)
     if "://" in place:
@@ -153,7 +153,8 @@ async def _serve(target: Target, port: int, browser: bool, seconds: float | None
 
 @contextmanager
 def leading_to(url: str) -> Iterator[Path]:
-    """A file that only this user can read and whose page goes on to a URL: other users read a browser's command line."""
+    """Make a temporary page that only this user can read and that redirects to `url`. The browser is started with the file's
+    name, because other users can read a command line, and `url` has a token."""
     with tempfile.TemporaryDirectory(prefix="lightning-console-") as folder:
         file = Path(folder, "open.html")
         file.touch(0o600)

@@ -1,7 +1,7 @@
-"""Pages as a folder that opens from a disk, without a server: a report for a colleague, or for a paper.
+"""Write the console's pages into a folder that opens without a server: a report for a colleague, or for a paper.
 
-The invariant: the folder has what the console would show, and says what it leaves out; it asks no host for anything, and
-Gradio is not needed to write or to read it.
+The invariant: the folder has the content that the console shows, and says which pages it leaves out. Its pages load nothing
+from any host, and Gradio is needed neither to write nor to read them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from lightning_console.router import Address
 
 STATIC: Final = Path(__file__).parent / "static"
 MARK: Final = "lightning-export.json"
-"""The file by which a folder is known for an export, which a new one may replace."""
+"""The file that marks a folder as an export, which a new export may replace."""
 PAGES_FOR_A_ROLLOUT: Final = 8
-"""Pages at most: so many for each rollout of the limit, and `OTHER_PAGES` beside."""
+"""An export has at most this many pages for each rollout that `--limit` allows, plus `OTHER_PAGES`."""
 OTHER_PAGES: Final = 200
 BYTES: Final = 200 << 20
 LINKS: Final = frozenset({"to", "compare", "previous", "next", "to_left", "to_right"})
-"""Fields of pages and blocks that are addresses, or lists of addresses."""
+"""Names of the fields of pages and blocks that hold an address or a list of addresses."""
 KEPT: Final = frozenset({"call", "attempt", "cursor", "of", "from", "to", "store", "split", "runs"})
-"""Options of addresses that are followed. Others sort or filter: each would be one more copy of a page."""
+"""An export follows a link only if all options of its address are among these. Other options sort or filter a page, and each
+would add one more copy of it."""
 INDEX: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><link rel="icon" href="data:,">
@@ -52,7 +53,7 @@ background: light-dark(#ffffff, #15181d); color: light-dark(#1b2028, #e4e7ec); }
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An export: its `index.html`, how many pages it has, and in words what is in it and what is not."""
+    """A finished export: its `index.html`, its number of pages, and a sentence about what it has and what it leaves out."""
 
     index: Path
     pages: int
@@ -61,7 +62,8 @@ class Exported:
 
 @dataclass(slots=True)
 class _Found:
-    """What was reached so far. `rollouts` are those with a page, `left_out` those without."""
+    """The progress of an export. `files` has the written scripts by address; `rollouts` are those that got a page, `left_out`
+    those beyond the `limit`; `bytes` counts the JSON written."""
 
     limit: int
     files: dict[str, str] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class _Found:
     bytes: int = 0
 
     def takes(self, address: Address) -> bool:
-        """Whether there is room for a page."""
+        """Return whether the limits leave room for the page of an address, and count it as exported or left out."""
         if address.page == "rollout" and address.about not in self.rollouts and len(self.rollouts) >= self.limit:
             self.left_out.add(address.about)
             return False
@@ -84,7 +86,7 @@ class _Found:
         return False
 
     def said(self) -> str:
-        """What is in the folder, and what is not."""
+        """Say in a sentence how much the folder has, and how much is left out."""
         text = f"{len(self.files)} pages with {len(self.rollouts)} rollouts"
         if self.left_out:
             text += f"; at least {len(self.left_out)} rollouts are left out: --limit {self.limit} was the limit"
@@ -94,9 +96,11 @@ class _Found:
 
 
 async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 100) -> Exported:
-    """Write the page `start` of a place and all that its links lead to, the nearest first, with `rollouts` of them at most.
+    """Write the page `start` of a place and all pages that its links lead to, the nearest first, with the pages of at most
+    `rollouts` rollouts.
 
-    Raises `ConfigError` for a folder that has something else in it, and for a start that cannot be shown.
+    Raises `ConfigError` for a folder with other content, a place without runs or an unknown run, and `DataError` for a start
+    that cannot be shown.
     """
     places = Places(where)
     found = _Found(rollouts)
@@ -129,8 +133,8 @@ async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 
 
 
 async def _runs_of(places: Places, start: str) -> frozenset[str]:
-    """The runs whose pages an export has: of one run its own, and those that have branches of it; of all, no bound. Raises
-    `ConfigError` for a start that is not there."""
+    """Return the keys of the runs that an export covers: for the page of a run, that run and the runs with its branches; for
+    any other start, an empty set, which means all runs. Raises `ConfigError` for an unknown run or a place without runs."""
     address = Address.parse(start)
     if address.page == "run" and address.about:
         found = await places.find(address.about[0])
@@ -152,7 +156,7 @@ def _prepare(folder: Path) -> None:
 
 
 def links_of(value: object) -> Iterator[str]:
-    """The addresses that the JSON of a page names, in its order."""
+    """Yield the addresses in the JSON of a page (its fields named in `LINKS`), in order."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if name in LINKS:
@@ -170,7 +174,7 @@ def _texts(item: object) -> Iterable[str]:
 
 
 def _is_followed(link: str, runs: frozenset[str]) -> bool:
-    """Whether an exported page may lead there: where `runs` are named, to these alone."""
+    """Return whether an export follows a link: not to pages of runs outside `runs`, unless `runs` is empty."""
     try:
         address = Address.parse(link)
     except DataError:
@@ -182,7 +186,7 @@ def _is_followed(link: str, runs: frozenset[str]) -> bool:
 
 
 def _write_page(folder: Path, address: str, page: dict[str, Any], found: _Found) -> str:
-    """Write the script that has a page; returns its name."""
+    """Write a page as a script into the folder's `data`, and return the script's file name."""
     written = json_of(page)
     name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}.js"
     (folder / "data" / name).write_bytes(b"lightning.page(" + _as_script(written) + b");\n")
@@ -191,7 +195,7 @@ def _write_page(folder: Path, address: str, page: dict[str, Any], found: _Found)
 
 
 def _as_script(written: bytes) -> bytes:
-    """JSON as a script may have it: two line ends of Unicode end a line of older JavaScript."""
+    """Escape two Unicode line separators, which JSON allows in a text but which end a line in older JavaScript."""
     return written.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
 
 

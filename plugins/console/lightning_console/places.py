@@ -1,9 +1,8 @@
-"""Where runs are: the stores at a place, opened when they are first asked and kept open while somebody looks; and the rollouts
-of a run that an address means.
+"""Find the stores at a place, and the runs, groups and rollouts in them that an address names.
 
-The invariant: a store is read and never brought to another schema; one that cannot be read is named with its reason, and hides
-no other. What is read is the file that is there now: one that was replaced is opened again, one that is gone is let go. What
-belongs to another run is not there, whatever its id.
+The invariant: a store is only read and never migrated to another schema. A store that cannot be read is named with its reason
+and hides no other. A database that was replaced is opened again, and one that is gone is closed. A rollout of another run is
+never returned, whatever its id.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ from lightning.types import Rollout, Run, StepRecord
 
 T = TypeVar("T")
 SERVER: Final = "this server"
-"""What stands for the URL of a Lightning Server's own store. Folders that its runs name are not read: whoever may put a run
-could name any."""
+"""Stands for the URL of a Lightning Server's own store. The console reads no folders that runs of this store name, because
+whoever may add a run could name any folder."""
 WAITS: Final = 2.0
-"""Seconds that a page of a console waits for what takes long; it is shown without it then, and completes itself."""
+"""Seconds that a page waits for its slow parts; then it is shown without them, and adds them when they are there."""
 MANY: Final = 50
-"""Stores from which on the usual limit of open files may not be enough."""
+"""With more stores than this, the usual limit of open files may be too low and is raised."""
 KEY: Final = re.compile(r"(?P<id>[^~]*)(?:~(?P<mark>[0-9a-f]{8}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A run and the store that has it. `key` names it in addresses: its id, with a mark of the store where several have it."""
+    """A run and its store, whose URL is `url`. `key` names the run in addresses: its id, followed by a mark of the store if
+    several stores have a run of that id."""
 
     key: str
     run: Run
@@ -50,10 +50,10 @@ class Located:
 
 
 class Places:
-    """The stores at a place: a folder of runs, a run's folder, a database file, a store's or a server's URL; or `stores` that
-    are open already and belong to somebody else, by the URL that is shown of them. `project` bounds what is seen of them.
-    `patience` are the seconds that a page waits for what takes long to find out: it is shown without it then, as one that may
-    change. None: as long as it takes."""
+    """The stores at the place `where`: a folder of runs, a run's folder, a database file, or the URL of a store or a server.
+    Instead, `stores` may give open stores of another owner, by the URL to show. Only runs of `project` are seen (None: all).
+    A page waits `patience` seconds for its slow parts (None: as long as they take); then it is shown without them, as a page
+    that may change."""
 
     def __init__(
         self,
@@ -67,16 +67,17 @@ class Places:
         self.project = project
         self.patience = patience
         self.unreadable: dict[str, str] = {}
-        """Why stores of the last look could not be read, by their URL without its password."""
+        """Why some stores could not be opened when `stores` was last called, by their URL without its password."""
         self._given = dict(stores or {})
         self._opened: dict[str, tuple[Store, tuple[int, int] | None]] = {}
-        """By URL, with the file that was opened."""
+        """The open stores by URL, each with the identity of its file (`_file_of`) when it was opened."""
         self._homes: dict[str, str] = {}
-        """Where keys were found, to look there first."""
+        """The URL of the store in which each key was last found; `find` asks that store first."""
         self._opening = asyncio.Lock()
 
     async def stores(self) -> dict[str, Store]:
-        """The stores that can be read now, by their URL without a password. Raises `ConfigError` for a place that is none."""
+        """Return the stores that can be opened now, by their URL without a password. Raises `ConfigError` if there is no such
+        place."""
         if self._given:
             return self._given
         async with self._opening:
@@ -94,7 +95,8 @@ class Places:
         return found
 
     async def ask(self, question: Callable[[Store], Awaitable[T]]) -> tuple[dict[str, T], dict[str, str]]:
-        """What the stores answer, by their URLs, and why some cannot be read. Raises `ConfigError` as `stores` does."""
+        """Ask each store, and return the answers by URL, and the reasons of those that cannot be read. Raises `ConfigError` if
+        there is no such place."""
         answers, unreadable = {}, {}
         for url, store in (await self.stores()).items():
             try:
@@ -104,7 +106,7 @@ class Places:
         return answers, {**self.unreadable, **unreadable}
 
     async def _there(self) -> list[str]:
-        """The URLs of what is at the place now; what was opened and is there no more is closed."""
+        """Return the URLs of the databases at the place now, and close the open stores that are gone or were replaced."""
         urls: list[str] = []
         try:
             urls = databases(self.where)
@@ -122,7 +124,7 @@ class Places:
         return store
 
     async def find(self, key: str) -> Located:
-        """The run of a key. Raises `ConfigError` for one that is in no store."""
+        """Find the run that a key names. Raises `ConfigError` if no store has it, or the error of a store that failed."""
         parts = KEY.fullmatch(key)
         name, mark = (unquote(parts["id"]), parts["mark"]) if parts else (key, None)
         refused: LightningError | None = None
@@ -144,14 +146,14 @@ class Places:
         raise ConfigError(f"there is no run {name!r} in {redacted(self.where) or 'this store'}{why}")
 
     async def close(self) -> None:
-        """Close what was opened here. Idempotent."""
+        """Close the stores that this object opened. Idempotent."""
         opened, self._opened = self._opened, {}
         for store, _ in opened.values():
             await store.close()
 
 
 def _file_of(url: str) -> tuple[int, int] | None:
-    """Which file a database is now, wherever its name has come from; None for one that is none."""
+    """Return device and inode of an SQLite database's file; None for a store of another kind, or if there is no file."""
     if not url.startswith("sqlite:"):
         return None
     try:
@@ -162,18 +164,19 @@ def _file_of(url: str) -> tuple[int, int] | None:
 
 
 def mark_of(url: str) -> str:
-    """What tells the run of one store from those of the same id in others."""
+    """Return the mark of a store (8 hex digits of its URL's hash), which tells its runs from those of other stores."""
     return hashlib.sha256(url.encode()).hexdigest()[:8]
 
 
 def key_of(run: str, url: str = "") -> str:
-    """The key of a run; with a `url`, of the run in that store alone. A key has no comma: lists of them are separated by it."""
+    """Return the key of a run, with the mark of its store if a `url` is given. A key has no comma, which separates keys."""
     name = run.replace("%", "%25").replace(",", "%2C").replace("~", "%7E")
     return f"{name}~{mark_of(url)}" if url else name
 
 
 def folder_of(found: Located) -> str:
-    """The run's folder, as commands take it; empty where the run is not kept in one of this machine."""
+    """Return the run's folder as commands take it, relative to the current one if below it; empty if the run's store is not in
+    its own folder on this machine."""
     if not found.url.startswith("sqlite:"):
         return ""
     path = Path(parse(found.url).path)
@@ -188,11 +191,11 @@ def folder_of(found: Located) -> str:
 
 
 LOOKED: Final = 20_000
-"""Rollouts among which a group of an unusual name is looked for."""
+"""Most rollouts that are searched for a group whose name is not the trainer's form."""
 
 
 async def rollout_of(located: Located, rollout: str) -> Rollout:
-    """A rollout of a run. Raises `DataError` where the run has none of that id."""
+    """Return the rollout with this id. Raises `DataError` if the run has none."""
     found = await located.store.get_rollout(rollout)
     if found is None or found.run != located.run.id:
         raise DataError(f"the run {located.run.id} has no rollout {rollout[:200]!r}")
@@ -200,8 +203,8 @@ async def rollout_of(located: Located, rollout: str) -> Rollout:
 
 
 async def group_of(located: Located, group: str, member: Rollout | None = None) -> list[Rollout]:
-    """The rollouts of a group, in their order in it; where one `member` of it is known, only its step is read. Raises
-    `DataError` where the run has none of that id."""
+    """Return the rollouts of a group, by their index. A known `member` of it saves the search for one. Raises `DataError` if
+    the run has no such group."""
     store, run = located.store, located.run.id
     first = member or await _first_of(store, run, group)
     same = each_rollout(store, run, split=first.split, step=first.step)
@@ -209,7 +212,8 @@ async def group_of(located: Located, group: str, member: Rollout | None = None) 
 
 
 async def _first_of(store: Store, run: str, group: str) -> Rollout:
-    """A rollout of a group. One that does not have the name that the trainer gives is looked for among the first of the run."""
+    """Find one rollout of a group: by the ids that the trainer gives, else among the first `LOOKED` rollouts of the run. Raises
+    `DataError` if there is none."""
     for name in (f"{group}/0", group):
         found = await store.get_rollout(name)
         if found is not None and found.run == run and found.group == group:
@@ -230,7 +234,8 @@ async def _first_of(store: Store, run: str, group: str) -> Rollout:
 async def neighbours(
     located: Located, rollout: Rollout, record: StepRecord | None
 ) -> tuple[list[str], tuple[Rollout, ...]]:
-    """The groups beside that of a rollout, in the order of the step that looked at them, else as they were planned."""
+    """Return the ids of all groups of a rollout's step, in the order of the step `record` if it has the rollout's group, else
+    as they were planned; and the rollouts that were read to find them (none in the first case)."""
     if record is not None and rollout.group in record.groups:
         return list(record.groups), ()
     page = await located.store.list_rollouts(located.run.id, split=rollout.split, step=rollout.step)
@@ -238,18 +243,18 @@ async def neighbours(
 
 
 async def why_no_calls(store: Store, rollout: Rollout) -> str:
-    """Why no call of a rollout is stored, in words."""
+    """Say why a rollout has no stored call."""
     if not rollout.attempt:
         return "it has not begun yet"
     if not rollout.status.ended:
         return "it has made no call yet"
     if await store.get_state(rollout.run, PRUNED):
-        return "no call of it is stored: it made none, or `lightning db prune` removed them, as it did from this run"
+        return "no call of it is stored: it made none, or `lightning db prune` removed them (it did in this run)"
     return "it made no model call"
 
 
 async def may_change(store: Store, rollouts: list[Rollout]) -> bool:
-    """Whether rollouts, or what training made of them, may still change."""
+    """Return whether the rollouts of a group, or their results in training, may still change."""
     if all(each.status.ended for each in rollouts) and (
         rollouts[0].split != "train" or any(each.trained_at_step is not None for each in rollouts)
     ):
@@ -258,7 +263,7 @@ async def may_change(store: Store, rollouts: list[Rollout]) -> bool:
 
 
 def at_attempt(rollout: Rollout, attempt: int) -> Rollout:
-    """A rollout as one of its attempts. Raises `DataError` for one that there was not."""
+    """Return the rollout with its `attempt` set. Raises `DataError` if there was no such attempt."""
     if not 0 < attempt <= rollout.attempt:
         raise DataError(f"the rollout {rollout.id} has {rollout.attempt} attempts, so there is no attempt {attempt}")
     return replace(rollout, attempt=attempt)

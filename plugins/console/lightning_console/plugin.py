@@ -1,4 +1,4 @@
-"""The console, as a plugin; Gradio is imported when it is opened."""
+"""The plugin of the console. Gradio is imported only when somebody opens the console."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """The command of this plugin."""
+    """Register the command `lightning console`."""
     register(
         "console", later("lightning_console.command:console", "Open a page on which you see your agent learn, and why.")
     )
@@ -21,5 +21,5 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 
 @hookimpl(optionalhook=True)
 def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
-    """`/console` of `lightning serve`."""
+    """Register the web app that `lightning serve` answers below `/console`."""
     register("console", made_later("lightning_console.web.consoles:ConsoleApp"))

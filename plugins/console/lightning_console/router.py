@@ -1,7 +1,7 @@
-"""From an address to its page; what cannot be shown is a page that says why.
+"""Parse addresses and make their pages; for a page that cannot be made, make one that says why.
 
-An address is what a link names and the browser's address bar shows, a path and options: `runs`, `run/RUN`, `step/RUN/3`,
-`rollout/RUN/ROLLOUT?call=2`. Its parts are percent-encoded.
+An address is the target of a link and the text in the browser's address bar. It has a path and options: `runs`, `run/RUN`,
+`step/RUN/3`, `rollout/RUN/ROLLOUT?call=2`. Its parts are percent-encoded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from lightning_console.blocks import Link, Notice, Notices, Page
 from lightning_console.places import Places
 
 LONGEST = 4_000
-"""Characters of an address."""
+"""Most characters of an address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The name of a page, what it is about (ids, in the page's own order), and options: filters, the order, a cursor."""
+    """An address: the name of a page, the ids of its subject (`about`, such as run and rollout), and options (filters, the
+    order, a cursor)."""
 
     page: str
     about: tuple[str, ...] = ()
@@ -33,7 +34,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises `DataError` for one that is too long or names no page."""
+        """Parse the text of an address. Raises `DataError` if it is too long or names no page."""
         if len(text) > LONGEST:
             raise DataError(f"an address has at most {LONGEST} characters, and this one has {len(text)}")
         path, _, query = text.partition("?")
@@ -47,11 +48,11 @@ class Address:
         return path + (f"?{urlencode(self.options)}" if self.options else "")
 
     def option(self, name: str, default: str = "") -> str:
-        """The value of an option."""
+        """The value of an option of the address; `default` if it has none."""
         return self.options.get(name, default)
 
     def number(self, name: str, default: int) -> int:
-        """The value of an option that is a whole number. Raises `DataError` where it is none."""
+        """The value of an option as a whole number. Raises `DataError` if it is not one."""
         value = self.option(name)
         try:
             return int(value) if value else default
@@ -59,21 +60,21 @@ class Address:
             raise DataError(f"{name}={value[:40]!r} in the address is no whole number") from None
 
     def having(self, **options: object) -> Address:
-        """The same page with these options changed; None takes one away."""
+        """Return the same page's address with these options changed; None removes an option."""
         changed = dict(self.options) | {name: str(value) for name, value in options.items() if value is not None}
         return Address(self.page, self.about, {k: v for k, v in changed.items() if options.get(k, v) is not None})
 
 
 CANNOT: Final = "This cannot be shown"
-"""The title of a page that stands for another."""
+"""The title of the page that is shown in place of a page that failed."""
 logger = logging.getLogger(__name__)
 
 PAGES: Final = ("runs", "compare", "run", "step", "group", "rollout", "versions", "rewards", "resources")
-"""Each has a module of its name in `pages/`, with the function `page(places, address)`."""
+"""The names of all pages. Each has a module of that name in `pages/`, with a function `page(places, address)`."""
 
 
 async def show(places: Places, text: str) -> Page:
-    """The page of an address. Never raises: what is wrong is shown, and a fault of a page leaves the others alone."""
+    """Make the page of an address. Never raises: an error becomes a page that says what is wrong."""
     return await shown(text, _made(places, text))
 
 
@@ -87,7 +88,7 @@ async def _made(places: Places, text: str) -> Page:
 
 
 async def shown(text: str, making: Awaitable[Page], seconds: float | None = None) -> Page:
-    """The page that is made for an address; where that fails, or takes longer than so many seconds, one that says why."""
+    """Await the page of the address `text`. If making it fails or takes longer than `seconds`, return a page that says why."""
     try:
         async with asyncio.timeout(seconds):
             return await making
@@ -101,11 +102,11 @@ async def shown(text: str, making: Awaitable[Page], seconds: float | None = None
 
 
 def fault_of(error: Exception) -> str:
-    """What is said of an error that nobody has foreseen. Its text is for the log, not for visitors."""
+    """Return the text that visitors see for an unexpected error. The error's own text is only for the log."""
     return f"A fault of the console: {type(error).__name__}. Its log says more."
 
 
 def cannot_show(address: str, why: str) -> Page:
-    """The page that stands for one that cannot be shown. It is live: what is wrong may be over in a moment."""
+    """Return a page that says why an address cannot be shown. It is marked as live, because the cause may soon be gone."""
     notices = Notices([Notice(why, "bad", links=(Link("all runs", "runs"),))])
     return Page(address, CANNOT, [notices], (Link("Runs", "runs"),), live=True)

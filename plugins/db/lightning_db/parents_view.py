@@ -6,18 +6,19 @@ The invariant: what a transaction has not committed is a parent for no other one
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from lightning.store.codec import KnownTransition, Load, ParentCache
 
 K = TypeVar("K")
 
 
-class ParentsView(Generic[K]):
+class ParentsView(ParentCache[K]):
     """What one transaction sees of a `ParentCache`, while others use it beside it. What the transaction stored is a parent for
     the others only once it is published."""
 
     def __init__(self, shared: ParentCache[K]) -> None:
+        super().__init__()
         self._shared = shared
         self._seen: dict[Hashable, list[KnownTransition[K]]] = {}
         self._added: list[tuple[Hashable, KnownTransition[K], KnownTransition[K] | None]] = []

@@ -1,4 +1,4 @@
-"""Looking into recorded runs, and measuring policies: rewards graded again, advice, profiles, evaluations, comparisons.
+"""Inspect recorded runs and measure policies: regrade rewards, advise, profile, evaluate and compare.
 
-The invariant: nothing here trains, and nothing here changes what is recorded.
+The invariant: nothing here trains, and nothing here changes recorded data.
 """

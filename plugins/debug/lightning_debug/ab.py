@@ -1,7 +1,8 @@
-"""Two variants on the same tasks, in pairs, until they are told apart: what `lightning ab` runs.
+"""The A/B test of `lightning ab`: run two variants on the same tasks, in pairs, until one is better beyond doubt.
 
-The invariant: a pair is one rollout of each variant with the same task, place and seed; each task is one difference, taken in a
-random order that follows from the seed. What the infrastructure lost is no difference; any other failure is the lowest reward.
+The invariant: a pair is one rollout of each variant with the same task, index and seed. Each task gives one difference, in a
+random order that follows from the seed. A pair that infrastructure lost counts nowhere; any other failed rollout counts as the
+lowest reward.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from lightning_debug.statistics import SequentialTest
 from lightning_debug.transcript import text_of, tool_calls_of, with_numbered_ids
 
 AT_ONCE: Final = 16
-"""Rollouts of each variant between two looks, where both share a vLLM; at most what runs at once."""
+"""Most rollouts of each variant between two tests of the result, if both share a vLLM; never more than run at once."""
 BLOCKS: Final = 4
-"""Looks at two models, which are served one after the other: each look costs a start of vLLM."""
+"""Number of tests of the result if the variants are two models: these are served in turn, and each test costs a vLLM start."""
 SHOWN: Final = 120
-"""Characters of an answer that are shown."""
+"""Most characters of an answer that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairedTask:
-    """A task under both variants: the mean reward of each over the pairs that count, and the rollouts of the pair in which B is
-    worst beside A. `difference` is B less A."""
+    """The result of a task: the mean reward of each variant over the pairs that count, and the two rollouts of the pair in
+    which B is worst compared with A."""
 
     task: str
     a: float
@@ -51,14 +52,14 @@ class PairedTask:
 
     @property
     def difference(self) -> float:
-        """B less A."""
+        """B's mean reward minus A's."""
         return self.b - self.a
 
 
 @dataclass(frozen=True, slots=True)
 class DivergentCall:
-    """The first call that is another under B: the `number`-th under A, made by `caller`. `where` is a place in the request, or
-    `answer`, or `calls` where one of both made no such call."""
+    """The first call of `caller` that differs between two rollouts: call `number` of A's. `where` is a path in the request, or
+    "answer", or "calls" if one of them did not make this call. `a` and `b` are the two values there."""
 
     number: int
     caller: str
@@ -69,8 +70,9 @@ class DivergentCall:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What an A/B has shown. `difference` is the mean over tasks of B's reward less A's, its `interval` holds at any time;
-    `better` is "A", "B", or empty where they were not told apart. `planned` is what a test without early stopping runs."""
+    """The result of an A/B test. `difference` is the mean over tasks of B's reward minus A's; its `interval` is valid at any
+    time. `better` is "A", "B", or empty if neither is. `planned` is the number of rollouts without early stopping. `failed`
+    counts rollouts without a reward, by variant and fault."""
 
     a: str
     b: str
@@ -90,7 +92,7 @@ class Comparison:
 
 
 def shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """The tasks in the order in which they are compared: random, since a file may have the easy ones first."""
+    """Return the tasks in random order, which follows from the seed: a file may have its easy tasks first."""
     order = list(tasks)
     random.Random(f"{seed}/ab").shuffle(order)  # noqa: S311 — an order, not a secret
     return order
@@ -107,10 +109,11 @@ async def compare(
     limit: int = 5,
     reporter: Reporter,
 ) -> Comparison:
-    """Run both until they differ beyond doubt, at most on all tasks or with `most` rollouts in all.
+    """Run both variants until one is better beyond doubt, all tasks are done, or `most` rollouts are used up (None: no limit).
 
-    `batch` is how many tasks there are between two looks, `limit` how many regressions are told. Raises `ConfigError` for a
-    prompt that the agent never asked for and for rewards outside the bounds, `RunnerError` where every rollout fails.
+    `batch` is the number of tasks between two tests of the result, `limit` the number of regressions to return. Raises
+    `ConfigError` for a prompt that the agent never asked for and for rewards outside `bounds`, `RunnerError` if every rollout
+    of the first batch fails.
     """
     total = len(setup.tasks) if most is None else min(len(setup.tasks), most // (2 * setup.n))
     if not total:
@@ -122,7 +125,7 @@ async def compare(
         while done < total and not test.decided:
             count = min(batch or _batch(setup, a, b, total), total - done)
             new = {each.run: await evaluator.run(each, done, count) for each in order}
-            order.reverse()  # who was served last goes first: one start of vLLM less, and neither is always the later one
+            order.reverse()  # the variant that ran last goes first: one vLLM start less, and neither is always second
             if not done:
                 check_any_scored(f"{a.run} and {b.run}", [*new[a.run], *new[b.run]])
             await asked.look(evaluator.store, new)
@@ -159,7 +162,7 @@ async def compare(
 
 
 def _within(difference: float, test: SequentialTest) -> float:
-    """A difference of two means within their bounds, which may be beyond them by rounding."""
+    """Clip a difference of two means to the bounds of the test, which rounding may exceed."""
     return min(max(difference, test.low), test.high)
 
 
@@ -188,7 +191,8 @@ def _check_bounds(rollouts: Sequence[Rollout], bounds: tuple[float, float]) -> N
 def paired_tasks(
     a: Sequence[Rollout], b: Sequence[Rollout], n: int, lowest: float
 ) -> Iterator[tuple[PairedTask | None, int]]:
-    """Each task, and how many of its pairs are lost; None where all are. Both lists have n rollouts for each task, in order."""
+    """Yield the result of each task (None if all its pairs are lost) and the number of its lost pairs. Both lists have `n`
+    rollouts for each task, in the same order."""
 
     def value(rollout: Rollout) -> float | None:
         if rollout.reward is not None:
@@ -211,8 +215,8 @@ def paired_tasks(
 
 
 async def divergent_call(store: Store, a: str, b: str, store_of_b: Store | None = None) -> DivergentCall | None:
-    """The first call, by who made it and in which order, where two rollouts differ in the request or in the answer; None where
-    none does. Both are in `store`, unless B has its own."""
+    """Find the first call in which two rollouts differ, in the request or the answer; None if none does. The n-th call of an
+    agent in A is compared with its n-th in B. Both rollouts are in `store`, unless `store_of_b` is given."""
     ours, theirs = await _calls(store, a), await _calls(store_of_b or store, b)
     waiting = by_key(theirs, lambda call: call.caller)
     for number, call in enumerate(ours, 1):
@@ -230,8 +234,8 @@ async def divergent_call(store: Store, a: str, b: str, store_of_b: Store | None 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What is compared of a call: its request, with made-up ids numbered; where requests are not recorded, that is the token
-    ids of the prompt."""
+    """The part of a call that is compared: its request with random ids replaced by numbers, or the prompt's token ids if
+    requests are not recorded; and the token `ids` of its answer."""
 
     caller: str
     request: Mapping[str, Any]
@@ -258,7 +262,8 @@ def _shortened(text: str) -> str:
 
 
 class _Asked:
-    """Whether a request has shown yet that the agent asks for the prompts that are compared; true where none are."""
+    """Checks that the agent really uses the two prompts that are compared: some request must differ by them, or have their
+    text. Always passes if no prompts are compared."""
 
     def __init__(self, a: Variant, b: Variant, reporter: Reporter) -> None:
         self._a, self._b, self._reporter = a, b, reporter
@@ -267,14 +272,14 @@ class _Asked:
         self._never = f"no request differs by the prompt {name!r}: the agent never asks for it"
 
     async def look(self, store: Store, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
-        """See a batch, and say once that nothing has shown it."""
+        """Check a batch of rollouts, and say once if no request so far uses the prompts."""
         self._shown = self._shown or await self._is_in(store, rollouts)
         if not self._shown and not self._told:
             self._told = True
             self._reporter.say(f"so far {self._never}")
 
     def check(self) -> None:
-        """Raise `ConfigError` where no batch has shown it."""
+        """Raise `ConfigError` if no request in any batch used the prompts."""
         if not self._shown:
             raise ConfigError(
                 f"{self._never}. Is there a component of that name, with a prompt, and is its .prompt what the agent sends?"
@@ -295,10 +300,10 @@ class _Asked:
 
 
 async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> str:
-    """Make the winner's prompt, or its weights, the next version of its resource in a store, and point the alias to it.
+    """Store the winner's prompt, or its weights, as the next version of its resource, and point the alias to it.
 
-    Returns what was done, in words. Content that a version already has adds no new one, and that version keeps its metadata:
-    what made it is recorded only where the content is new to the store.
+    Returns a sentence that says what was done. If a version already has this content, none is added, and that version keeps its
+    metadata.
     """
     metadata: dict[str, Json] = {"made_by": "ab", "run": winner.run, "difference": found.difference}
     if winner.prompt is not None:

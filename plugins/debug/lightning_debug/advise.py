@@ -1,7 +1,7 @@
-"""What is wrong in a run, by the rules that look at it while it is trained, and what past runs of the same tasks did better.
+"""Advice for a recorded run: alarms of the rules that also watch a training, and settings with which past runs earned more.
 
-The invariant: nothing is stored, and nothing runs. An alarm says at which step it could first have been known, and a comparison
-of settings how many runs are behind it and whether they differed in nothing else.
+The invariant: nothing is stored, and no agent or model runs. An alarm names the step after which it could first be known; a
+comparison of settings says how many runs it rests on, and whether they differed in nothing else.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.held_out import compared_since
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
-from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
+from lightning_proof.bring_forward import policy_fault_of, train_agents_of
 
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
 from lightning_debug.rules import diagnose
 
 LOOKS: Final = 400
-"""Steps of a long run after which the rules are asked, at most."""
+"""The rules are applied after about this many steps of a long run, evenly, and after the last one."""
 READ_STEPS: Final = 2
-"""The last steps whose rollouts are read."""
+"""Number of last steps whose rollouts are read."""
 EXAMPLES: Final = 3
-"""Rollouts that an alarm names."""
+"""Most rollouts that an alarm names."""
 LAST: Final = 5
-"""Steps whose mean reward stands for a run without held-out tasks."""
+"""Number of last steps whose mean reward is the outcome of a run without held-out tasks."""
 FIRST: Final = (
     ("drift", "gap", "not finite", "failures", "policy faults"),
     ("collapsed", "held-out falls", "held-out stays", "second measure"),
 )
-"""Causes that stand before others: those that make the rest doubtful, then those by which what was learned is lost."""
+"""Causes that are listed before all others: first those that cast doubt on the others, then those that lose what was
+learned."""
 NO_LEARNING: Final = (
     "trainer.seed", "trainer.project", "trainer.trackers", "trainer.alerts", "trainer.stage_order", "trainer.keep",
     "trainer.patience",
@@ -51,25 +52,25 @@ NO_LEARNING: Final = (
     "runner.sandbox", "runner.ray.", "runner.k8s.", "runner.concurrency", "runner.lease_ttl", "runner.drain",
     "optimizer_model.",
 )  # fmt: skip
-"""Beginnings of settings that change how a run is done, and not what it learns."""
+"""Prefixes of settings that change how a run is executed and not what it learns."""
 LEARNING: Final = ("policy_server.max_model_len", "policy_server.dtype", "policy_server.args")
-"""Those that begin so and do change it."""
+"""Settings that begin with one of `NO_LEARNING` but do change what a run learns."""
 MEASURED: Final = ("trainer.eval_temperature", "gateway.override_sampling")
-"""Settings by which rewards are measured: runs that differ in one are not compared."""
+"""Settings that change how rewards are measured: runs that differ in one of them are not compared."""
 OF_COURSE: Final = (
     "trainer.max_logprob_gap", "trainer.order", "trainer.eval_every", "engine.dtype", "policy_server.dtype",
     "policy_server.attach",
 )  # fmt: skip
-"""Settings that the rules over a course depend on."""
+"""Settings that the rules over a run's course need."""
 
 Measure = Literal["held-out", "training"]
-"""The tasks whose rewards a run is compared by."""
+"""The tasks whose rewards are the outcome of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A finding with the step after which it was first found, and whether the last step still has it. `since` is None
-    for what is in rollouts: only those of the last steps are read."""
+    """A finding, the step after which it was first found, and whether it still holds after the last step. `since` is None for a
+    finding about rollouts, because only those of the last steps are read."""
 
     found: Diagnosis
     since: int | None
@@ -77,7 +78,7 @@ class Alarm:
 
     @property
     def when(self) -> str:
-        """When it was found, in words."""
+        """When the alarm was found, in words."""
         if self.since is None:
             return "in the last steps" if self.still else "in the last steps, and not in the very last"
         first = f"first seen after {self.since} steps"
@@ -86,7 +87,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: its reward, with failed rollouts as 0, and that reward's standard error."""
+    """The outcome of a run: its last reward, failed rollouts as 0, and the standard error of that reward."""
 
     reward: float
     error: float
@@ -95,7 +96,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A setting with which past runs fared better than with this run's value. `alone`: those runs differ in it alone."""
+    """A setting for which past runs with another value earned more. `alone` says that those runs differ from this one in
+    nothing else."""
 
     setting: str
     mine: Json
@@ -109,8 +111,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What `advise` found. `compared` are the runs of the same model and tasks that were measured alike, this one included;
-    `unread` says why rollouts could not be looked at, empty where they were."""
+    """The result of `advise`. `compared` counts the runs of the same model and tasks that were measured alike, this one
+    included. `unread` says why rollouts could not be read; empty if they could."""
 
     run: str
     steps: int
@@ -123,21 +125,22 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A run as it is compared: its settings that matter for learning, its outcome, and the settings by which that was
-    measured."""
+    """A run for the comparison of settings: its settings that matter for learning, its outcome, and the settings that change
+    how rewards are `measured`."""
 
     settings: Mapping[str, Json]
     outcome: Outcome
     measured: Mapping[str, Json] = field(default_factory=dict)
 
     def is_alike(self, other: Past) -> bool:
-        """Whether the two were measured alike."""
+        """Return whether the outcomes of two runs were measured in the same way."""
         return self.outcome.measure == other.outcome.measure and self.measured == other.measured
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is known of a run's course. `configs` are the settings (`OF_COURSE`) of each of its `epochs`."""
+    """The recorded course of a run: metrics of its steps, evaluations, and the settings (`OF_COURSE`) of each of its
+    `epochs`."""
 
     steps: Sequence[Mapping[str, float]]
     evaluations: Sequence[Evaluation]
@@ -145,7 +148,7 @@ class Recorded:
     configs: Sequence[Config]
 
     def after(self, count: int) -> Course:
-        """The course as it was after so many steps, at least one."""
+        """Return the course as it was after `count` steps, at least one."""
         config = self.configs[epoch_at(self.epochs, count).number]
         since = compared_since([epoch for epoch in self.epochs if epoch.first <= count + 1])
         seen = [each for each in self.evaluations if each.step <= count and (not since or each.step > since)]
@@ -153,9 +156,9 @@ class Recorded:
 
 
 async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice:
-    """Alarms of a run, the most urgent first and then in the order of their onset, and what `past` runs did better.
+    """Find the alarms of a run, by urgency and then by their first step, and settings with which `past` runs earned more.
 
-    Raises `ConfigError` for a run that is not there or has no step.
+    Raises `ConfigError` if there is no such run or it has no step.
     """
     run = await store.get_run(run_id)
     if run is None:
@@ -182,14 +185,14 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
 
 
 def urgency(alarm: Alarm) -> tuple[bool, bool, int, float]:
-    """What alarms are sorted by, the most urgent first."""
+    """Return a sort key that puts the most urgent alarms first: serious, still true, first in `FIRST`, earliest."""
     cause = alarm.found.cause.partition("/")[0]
     place = next((place for place, causes in enumerate(FIRST) if cause in causes), len(FIRST))
     return not alarm.found.serious, not alarm.still, place, math.inf if alarm.since is None else alarm.since
 
 
 async def read_course(store: Store, run: Run) -> Recorded:
-    """The metrics of a run's steps, its evaluations and its settings. Raises `StoreError`."""
+    """Read the metrics of a run's steps, its evaluations and its settings. Raises `StoreError`."""
     steps = [record.metrics for record in await store.steps(run.id, brief=True)]
     last, epochs = await store.last_step(run.id), await read_epochs(store, run)
     dtype = last.context.get("dtype") if last else None
@@ -197,8 +200,8 @@ async def read_course(store: Store, run: Run) -> Recorded:
 
 
 def _known(epoch: Epoch, dtype: Json) -> Config:
-    """The settings (`OF_COURSE`) of an epoch, as far as they can be taken. `dtype` is the one that was computed in: a
-    setting `auto` stands for it, but for that of a server that is attached, of which nothing is known."""
+    """Return the settings (`OF_COURSE`) of an epoch, without values that this release does not accept. `dtype` is the one that
+    training used: it replaces the setting `auto`, except for an attached policy server, whose dtype is not known."""
     given = {name: epoch.setting(*name.split(".")) for name in OF_COURSE}
     for name in ("engine.dtype", "policy_server.dtype"):
         if given[name] in (None, "auto") and (name == "engine.dtype" or not given["policy_server.attach"]):
@@ -206,13 +209,13 @@ def _known(epoch: Epoch, dtype: Json) -> Config:
     config = Config()
     for name, value in given.items():
         if value is not None:
-            with suppress(ConfigError):  # a value that no setting takes
+            with suppress(ConfigError):  # a value that this release does not accept
                 config = with_settings(config, {name: value})
     return config
 
 
 def _of_course(recorded: Recorded) -> Iterator[Alarm]:
-    """What the rules find after any step, in the order in which it is found."""
+    """Yield what the rules find after any step, each finding once, by the step after which it was first found."""
     count = len(recorded.steps)
     looks = sorted({*range(1, count + 1, max(1, count // LOOKS)), count})
     first: dict[str, tuple[int, Diagnosis]] = {}
@@ -226,7 +229,7 @@ def _of_course(recorded: Recorded) -> Iterator[Alarm]:
 
 
 async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list[Alarm], str]:
-    """What the rules find in the rollouts of the last steps, or why these cannot be read."""
+    """Return what the rules find in the rollouts of the last steps, and why these cannot be read (empty if they can)."""
     pruned = await store.get_state(run.id, PRUNED)
     if isinstance(pruned, Mapping) and pruned.get("trained"):
         return [], "its calls were removed (lightning db prune --trained), so that only its metrics were looked at"
@@ -245,13 +248,13 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
 
 
 async def _with_examples(store: Store, run: str, found: Diagnosis) -> Diagnosis:
-    """The finding with some rollouts of its last step: held-out or failed ones where it is about these, and of them those that
-    earned least."""
+    """Add to a finding the rollouts of its last step that earned least: held-out or failed ones if the finding is about
+    these."""
     if found.rollouts or not found.steps:
         return found
     held_out = found.cause in ("held-out falls", "held-out stays")
     rollouts = await all_rollouts(store, run, split=VAL if held_out else TRAIN, step=found.steps[-1])
-    if held_out:  # those without a reward last: they say nothing of the policy
+    if held_out:  # rollouts without a reward last
         rollouts = of_generation(rollouts, newest_generation(rollouts))
         rollouts.sort(key=lambda each: (each.reward is None, _earned(each)))
         return replace(found, rollouts=tuple(each.id for each in rollouts[:EXAMPLES]))
@@ -266,7 +269,7 @@ def _earned(rollout: Rollout) -> float:
 
 
 async def config_of(store: Store, run: Run) -> Mapping[str, Json]:
-    """The configuration that a run took its last step with."""
+    """Return the configuration of a run's last step."""
     return (await _epochs_taken(store, run))[-1].config
 
 
@@ -276,8 +279,8 @@ async def _epochs_taken(store: Store, run: Run) -> list[Epoch]:
 
 
 async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | None:
-    """A run as it is compared. None where it has not learned or measured anything, and where its settings `changed` on the
-    way, unless such a run is asked for: it is then one of its last settings, and of what was measured under them."""
+    """Return a run for the comparison of settings; None if it has no outcome. A run whose settings changed on the way gives
+    None, too, unless `changed` is true: then its last settings and what was measured under them count."""
     epochs = await _epochs_taken(store, run)
     if len(epochs) > 1 and not changed:
         return None
@@ -286,14 +289,14 @@ async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | No
         return None
     found = settings_of(epochs[-1].config)
     measured = {name: found.pop(name) for name in MEASURED}
-    if outcome.measure == "training":  # the choice of tasks is in their rewards
+    if outcome.measure == "training":  # their rewards depend on the choice of tasks
         measured["trainer.order"] = found["trainer.order"]
     return Past(found, outcome, measured)
 
 
 async def _outcome(store: Store, run: str, epoch: Epoch) -> Outcome | None:
-    """What was measured last after a step of this epoch: the held-out reward, or that of the training tasks where they are not
-    chosen by it."""
+    """Return the last held-out reward measured in this epoch, else its last training rewards, unless tasks were chosen by
+    reward (trainer.order); None if there is neither."""
     results = [result for result in await evaluations(store, run) if result.step >= epoch.first and result.known]
     if results:
         return Outcome(results[-1].score, results[-1].error, "held-out")
@@ -309,8 +312,8 @@ async def _outcome(store: Store, run: str, epoch: Epoch) -> Outcome | None:
 
 
 def _as_evaluation(step: int, metrics: Mapping[str, float]) -> Evaluation:
-    """The training rewards of a step. Where their deviation was not recorded, they are as if each were 0 or 1, or as far apart
-    as their mean is large."""
+    """Return the training rewards of a step as an evaluation. If their deviation was not recorded, half of the mean's size or
+    of 1, whichever is larger, is assumed."""
     reward = metrics.get("reward")
     rollouts, failed = int(metrics.get("rollouts", 0.0)), int(metrics.get("failed", 0.0))
     deviation = metrics.get("reward_std", max(abs(reward or 0.0), 1.0) / 2)
@@ -318,13 +321,13 @@ def _as_evaluation(step: int, metrics: Mapping[str, float]) -> Evaluation:
 
 
 def is_comparable(one: Mapping[str, Json], other: Mapping[str, Json]) -> bool:
-    """Whether runs of two configurations trained the same model on the same tasks, held-out ones included."""
+    """Return whether two configurations have the same model and the same tasks, held-out ones included."""
     return all(one.get(key) == other.get(key) for key in ("model", "tasks"))
 
 
 def settings_of(config: Mapping[str, Json]) -> dict[str, Json]:
-    """The settings of a configuration that matter for what is learned, by their dotted names: `section.field` each, with a
-    table as one value, and the arguments of the algorithm. One that the run has not is at its default."""
+    """Return the settings that matter for learning, by dotted name: each `section.field` (a table is one value) and the
+    algorithm's arguments. A setting that the configuration lacks has its default."""
     recorded, found = config.get("config"), dict(_of_algorithm(config))
     found["train_agents"] = config.get("train_agents")
     for section, defaults in Config().model_dump(mode="json").items():
@@ -335,7 +338,7 @@ def settings_of(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _of_algorithm(config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """The algorithm's name and arguments."""
+    """Yield the algorithm's name and arguments as dotted settings."""
     described = config.get("algorithm")
     for key, value in described.items() if isinstance(described, Mapping) else ():
         if key == "arguments" and isinstance(value, Mapping):
@@ -345,10 +348,10 @@ def _of_algorithm(config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
 
 
 def compare(me: Past, past: Sequence[Past]) -> Iterator[Tuning]:
-    """The settings with which past runs that were measured alike fared better than with mine, the largest difference first.
+    """Yield the settings for which past runs with another value earned more than `me`, the largest difference first.
 
-    Runs that differ from mine in one setting alone are preferred; where there are none, all are compared by that setting.
-    A difference counts from two standard errors on.
+    Only runs that were measured alike count. Runs that differ from mine in one setting only are preferred; without such runs,
+    all are compared by that setting. A difference must exceed two standard errors.
     """
     found = []
     past = [other for other in past if me.is_alike(other)]
@@ -387,7 +390,8 @@ def _mean(runs: Sequence[Past]) -> float:
 
 
 def _error(runs: Sequence[Past]) -> float:
-    """The standard error of the mean outcome: from the spread between runs, and at least what each one's rollouts leave."""
+    """Return the standard error of the mean outcome of runs: the larger of the one from the spread between runs and the one
+    from the error within each run."""
     within = math.sqrt(sum(each.outcome.error**2 for each in runs)) / len(runs)
     spread = float(np.std([each.outcome.reward for each in runs], ddof=1)) if len(runs) > 1 else 0.0
     return max(within, spread / math.sqrt(len(runs)))

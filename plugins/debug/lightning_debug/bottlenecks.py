@@ -1,9 +1,8 @@
-"""What would make a profiled run faster, by how much, and the `--set` lines that do it.
+"""Predict which changes would make a profiled run faster and by how much, with the `--set` lines for them.
 
-The invariant: every prediction says what it was made from. What happens a known number of times is counted; what depends on
-who waits for whom is simulated by the planner, twice on the same recorded groups in the same order with the same costs, once as
-recorded and once changed, and only the difference is used: the luck of a draw and an error of the calibration are in both.
-Every setting is legal for the run.
+The invariant: every prediction says how it was made. Events of a known number are counted. Effects of waiting are simulated by
+the planner, twice on the same recorded groups with the same costs, once as recorded and once changed; only the difference is
+used, so that chance and errors of the calibration cancel. Every setting is valid for the run.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from lightning_planner.simulation import simulate
 from lightning_debug.profile import MAX_CALLS, Profile, each_call, max_calls, policy_args, server_costs
 
 STEPS = 24
-"""Steps to simulate at least: the first of a simulation begins with nothing under way."""
+"""Least number of steps to simulate, because a simulation starts with no rollouts running."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """`teams` are the groups of the profiled steps; `tool_shares` is, for each of their agents, the share of the time before
-    each call, and after the last one, that was a tool's. `phases` is the share of the wall time that is simulated."""
+    """The planner, calibrated on a run, to simulate changes. `teams` are the groups of the profiled steps. `tool_shares` has,
+    for each of their agents, the share of tools in the time before each call and after the last one. `phases` is the share of
+    the wall time that is simulated, `base` the simulated seconds of a step without a change."""
 
     recorded: Recorded
     costs: Costs
@@ -39,7 +39,7 @@ class WhatIf:
 
     @classmethod
     def of(cls, profile: Profile) -> WhatIf | None:
-        """Calibrate on the run; None where it has too little to calibrate on."""
+        """Calibrate the planner on a profiled run; None if the run has too few data for it."""
         recorded = profile.recorded
         try:
             calibration = calibrate(recorded)
@@ -66,7 +66,7 @@ class WhatIf:
 
     @property
     def rollouts_per_step(self) -> int:
-        """How many a step needs."""
+        """The number of rollouts that a step needs."""
         return self.recorded.schedule.tasks_per_step * self.recorded.schedule.group_size
 
     def saves(
@@ -79,9 +79,9 @@ class WhatIf:
         code: float = 1.0,
         known: float | None = None,
     ) -> float:
-        """The share of a step's wall time that a change saves; negative where it costs. `tools` and `code` are factors on the
-        time of tools and of the agents' own code. `known` is the share of the prompts' tokens that vLLM had in its cache, where
-        it is to find all that were there before."""
+        """Simulate a change and return the share of a step's wall time that it saves; negative if it costs time. `tools` and
+        `code` are factors on the time of tools and of the agents' own code. `known` simulates a prefix cache that finds every
+        token that vLLM has seen, compared with one that finds this share of the prompts' tokens."""
         now = self.recorded.schedule
         schedule = replace(
             now,
@@ -114,7 +114,7 @@ class WhatIf:
 
 
 def _faster(agent: Agent, gaps: Sequence[float], tools: float, code: float) -> Agent:
-    """An agent whose tools and code take so many times as long."""
+    """Return an agent whose tools and code take `tools` and `code` times as long."""
     if not gaps:
         return agent
     factors = [share * tools + (1.0 - share) * code for share in gaps]
@@ -134,30 +134,30 @@ def _recomputed(team: Team, known: float) -> Team:
 
 
 WORTH = 0.03
-"""What saves less is not said."""
+"""The smallest saving that is reported, as a share."""
 STEP, TOKEN = "step", "trained token"
-"""What a saving is a share of: the wall time of a step, or the wall time for each trained token, where a step learns from
-other tokens than before."""
+"""The units of a saving: the wall time of a step, or the wall time for each trained token if the change alters how many tokens
+a step trains."""
 FASTER = 0.5
-"""What slow tools and slow code are weighed at: a part of their time that a user may reach, beside settings that are exact."""
+"""The factor on the time of slow tools and slow code that is simulated: a goal that a user may reach."""
 TURNS = "sampling and training in turns"
 OLDER = 0.5
-"""What its saving counts for in the order: it is paid for with older tokens, from which less is learned."""
+"""The weight of the saving of `TURNS` in the order of helps: it costs older tokens, from which less is learned."""
 REUSED = 16
-"""Rollouts that a process runs, where one for each rollout costs much."""
+"""The proposed number of rollouts for each process, if starting processes costs much."""
 SMALL = 512
-"""Up to so many tokens, a micro-batch takes about as long as an empty one."""
+"""A micro-batch of up to this many tokens takes about as long as an empty one."""
 MICROBATCH = 8192
 WASTED = 0.5
-"""The share of tokens in groups that teach nothing from which on another choice of tasks is named: where most groups teach, it
-made held-out rewards worse (docs/benchmarks.md, "Which tasks a step takes")."""
+"""Another choice of tasks is proposed only from this share of tokens in untrained groups on: where most groups teach, it made
+held-out rewards worse (docs/benchmarks.md, "Which tasks a step takes")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """One thing that would help. `settings` are for `--set`, none where no setting helps; `saves` is the predicted share of the
-    wall time of a step, or for each trained token (`of`); `how` is how it was predicted. `steps` and `rollouts` are where it
-    shows most."""
+    """One change that would make a run faster. `settings` are for `--set`; empty if no setting makes the change. `saves` is the
+    predicted saving as a share of the wall time of a step, or for each trained token (`of`); `how` says how it was predicted.
+    `steps` and `rollouts` are the ones where the cost is largest."""
 
     cause: str
     text: str
@@ -170,8 +170,8 @@ class Help:
 
 
 def find_helps(profile: Profile) -> list[Help]:
-    """What would save at least `WORTH`, the most first, and what is paid for with `OLDER` tokens at half of its saving. Nothing
-    simulated where the planner cannot calibrate on the run."""
+    """Find the changes that would save at least `WORTH`, the largest saving first; that of `TURNS` is ranked at `OLDER` times
+    its saving. If the planner cannot be calibrated, only counted savings are returned."""
     config, what_if = recorded_config(profile.recorded.config), WhatIf.of(profile)
     counted = (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught)
     found = [help_ for rule in counted for help_ in rule(profile, config)]
@@ -199,7 +199,7 @@ def _checkpoints(profile: Profile, config: Config) -> Iterable[Help]:
     every = config.trainer.checkpoint_every
     if every is None:
         return
-    # The last step is always saved; a checkpoint is waited for in the step after the one that it is of.
+    # The last step is always saved. A step waits for the checkpoint of the step before it.
     waits = {step.step: step.seconds.get("checkpoint", 0.0) for step in profile.steps if step.step != _last(profile)}
     fixed = min(waits.values(), default=0.0) if every > 1 else 0.0
     fewer = 10 * every
@@ -364,7 +364,7 @@ SIMULATED = "simulated on the recorded groups"
 
 
 def _cheapest(values: Sequence[int], saves: Callable[[int], float]) -> tuple[int, float]:
-    """The smallest value that saves nearly as much as any."""
+    """Return the first value that saves at least 90 % of the best saving, with its saving."""
     found = [(value, saves(value)) for value in values]
     best = max((saved for _, saved in found), default=0.0)
     return next(((value, saved) for value, saved in found if saved >= 0.9 * best), (0, 0.0))

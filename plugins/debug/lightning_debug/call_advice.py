@@ -1,6 +1,6 @@
-"""The plugin's stage of calls: what is odd about an agent's calls, and is said in the log, once.
+"""The plugin's call stage: it logs a warning, once, about calls for unknown models and tools that the model is not shown.
 
-The invariant: nothing here changes a call, and what fails here is logged and fails no call.
+The invariant: nothing here changes a call, and an error here is logged and fails no call.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from lightning_dialects.chat_template import prompt_of
 log = logging.getLogger(__name__)
 
 ADVICE: Final = "advice"
-"""The name of the plugin's stages, of calls and at steps."""
+"""The name of this plugin's call stage and step stage."""
 TRIES: Final = 3
-"""Calls whose prompts are compared at most, where the policy server does not say."""
+"""Most calls whose prompts are compared, if the policy server gives no usable answer."""
 HIDDEN: Final = (
     "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
     f"{CURE_OF_TEMPLATE}"
 )
 NAMES = 256
-"""Names that are looked at in all; agents choose them."""
+"""Most different model names that are checked; the number is bounded because agents choose the names."""
 LONGEST_NAME: Final = 100
-"""Characters of a name that are looked at."""
+"""Most characters of a model name that are kept."""
 
 
 class CallAdvice(CallStage):
-    """Looks at the models that calls ask for, and whether the model is shown the tools of those that were answered."""
+    """Checks the model name of each call, and whether the chat template shows the model the tools of answered calls."""
 
     api, after, before = 1, ("branches", "history", "traces"), ("texts",)
 
@@ -59,32 +59,32 @@ class CallAdvice(CallStage):
         parts.closing.push_async_callback(self.close)
 
     async def sending(self, call: Call, body: Body) -> None:
-        """Look at the model's name."""
+        """Check the model name that a call asks for."""
         with _only_logged(call):
             await self._asked.look(call.claims.run, call.policy, call.sent.plan.requested_model)
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """Look at the tools of a call that was answered."""
+        """Check whether the model is shown the tools of an answered call."""
         with _only_logged(call):
             if all(each.status.answered for each in transitions):
                 tokenize = partial(self._parts.forwarder.tokenize, call.policy, call.claims.rollout)
                 self._tools.setdefault(call.policy, ShownTools()).look(call.sent.plan.body, tokenize)
 
     async def hidden_tools(self) -> int:
-        """How many calls had tools that the chat template of the gateway's own policy does not show the model, as far as that
-        is known."""
+        """Count the calls with tools that the chat template of the gateway's own policy does not show the model; 0 if that is
+        not known."""
         own = self._parts.policies.own
         tools = None if own is None else self._tools.get(own)
         return 0 if tools is None else await tools.hidden()
 
     async def close(self) -> None:
-        """Find out nothing any more."""
+        """Stop the checks that are running."""
         for tools in self._tools.values():
             await tools.close()
 
 
 async def hidden_tools(parts: Parts) -> int:
-    """See `CallAdvice.hidden_tools`; 0 for a gateway without that stage."""
+    """Return `CallAdvice.hidden_tools` of a gateway; 0 if the gateway does not have this stage."""
     stage = parts.line.named(ADVICE)
     return await stage.hidden_tools() if isinstance(stage, CallAdvice) else 0
 
@@ -94,17 +94,17 @@ def _only_logged(call: Call) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("a call of %s was not looked at, and goes on", call.claims.rollout)
+        log.exception("a call of rollout %s could not be checked, and goes on", call.claims.rollout)
 
 
 class ShownTools:
-    """Whether a policy's chat template shows the model the tools that agents send. `calls` is how many had tools that the
-    model could have used.
+    """Finds out whether a policy's chat template shows the model the tools that agents send. `calls` counts the calls with
+    tools that the model could have used; `shown` is None until it is known.
 
-    What is found out changes no call, since an agent may describe its tools in its own words as well. A template that knows no
-    tools (plain ChatML, as many small models have) drops `tools` without a word, and the agent then waits for tool calls of a
-    model that has never heard of its tools. The policy server's own tokenizer is asked, with the messages of a call that was
-    answered: a prompt that is the same with and without the tools hides them.
+    A template without support for tools (plain ChatML, as many small models have) silently drops `tools`, and the agent then
+    waits for tool calls of a model that does not know its tools. To find out, the messages of an answered call are tokenized by
+    the policy server with and without the tools: equal prompts mean that the tools are hidden. The result changes no call,
+    since an agent may also describe its tools in its own words.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class ShownTools:
         self._looking: asyncio.Task[None] | None = None
 
     def look(self, body: Body, tokenize: Tokenize) -> None:
-        """A call with this chat request was answered; the first that has tools is looked at, without waiting."""
+        """Count an answered call with this chat request if it has tools, and check the first such call in the background."""
         if not body.get("tools") or body.get("tool_choice") == "none":
             return
         self.calls += 1
@@ -123,13 +123,13 @@ class ShownTools:
             self._looking = asyncio.create_task(self._compare(body, tokenize), name="lightning-gateway-tools")
 
     async def hidden(self) -> int:
-        """How many calls had tools that the model was not shown, as far as it is known when what is under way has ended."""
+        """Wait for a running check, and return how many calls had tools that the model was not shown; 0 if not known."""
         if self._looking is not None:
             await asyncio.wait({self._looking})
         return self.calls if self.shown is False else 0
 
     async def close(self) -> None:
-        """Find out nothing any more."""
+        """Stop the check that is running."""
         if self._looking is not None:
             await end(self._looking)
 
@@ -149,9 +149,8 @@ class ShownTools:
 
 
 class AskedModels:
-    """The models' names that agents ask for. Whatever the name, the run's policy answers: one that is not the policy's may be
-    meant for another model, such as a judge in the reward, and is said in the log, once. A name changes nothing of its
-    call."""
+    """Warns about calls that ask for another model than the policy. The policy answers a call under any name, so that such a
+    call, perhaps meant for a judge in the reward, is trained on. Each name is logged once and changes no call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -159,7 +158,7 @@ class AskedModels:
         self._limit = Once()
 
     async def look(self, run: str, policy: Policy, model: str) -> None:
-        """Warn when a call asks for a model that is not called as the run's policy is; once for each run and name."""
+        """Warn if a call asks for a model whose name is not the policy's, once for each run and name."""
         if not model or model == MODEL or model.startswith(ALIAS):
             return
         name = model[:LONGEST_NAME]
@@ -168,25 +167,25 @@ class AskedModels:
         if len(self._seen) >= NAMES:
             if self._limit.first():
                 log.warning(
-                    "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
+                    "agents have asked for %d different models: further names are neither checked nor logged", NAMES
                 )
             return
         self._seen.add((run, name))
-        served = [slot.upstream.model[:KEPT_NAME] for slot in policy.pool.slots]  # as what is asked for is cut
+        served = [slot.upstream.model[:KEPT_NAME] for slot in policy.pool.slots]  # cut as requested names are
         if model in served or await self._is_trained(run, model):
             return
         log.warning(
-            "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
-            "own, and trained on where a trainer works. A judge or another model that is not to be trained needs a client "
-            "with a base_url and an API key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY "
-            "are the policy's), or its name in the models of gateway.providers; or name its calls and leave that name out of "
-            "train_agents (said once for each name)",
-            name,
+            "an agent%s asked for the model %r. The gateway always answers with the policy, so such calls are recorded as "
+            "the agent's own, and trained on if a trainer runs. A judge or another model that must not be trained needs a "
+            "client with a base_url and an API key of its own, read before the rollout (during it, OPENAI_BASE_URL and "
+            "OPENAI_API_KEY are the policy's), or its name in the models of gateway.providers; or name its calls and leave "
+            "that name out of train_agents (said once for each name)",
             f" in run {run}" if run else "",
+            name,
         )
 
     async def _is_trained(self, run: str, model: str) -> bool:
-        """Whether it is the model that the run was started with, by its whole name or the last part of it."""
+        """Return whether the name is that of the model that the run was started with, whole or its last path component."""
         try:
             found = await self._store.get_run(run) if run else None
         except StoreError:

@@ -1,10 +1,10 @@
-"""What the course of a run says is wrong: rules over the metrics of its steps and its held-out evaluations.
+"""Rules that find what is wrong in a run from the metrics of its steps and its held-out evaluations.
 
-The invariant: a rule sees the steps up to now and nothing else, so that a running trainer and a reader of the store find the
-same at the same step; ordinary noise, looked at after every step, is no finding.
+The invariant: a rule sees only the steps up to now, so that a running trainer and a reader of the store find the same at the
+same step. Ordinary noise gives no finding, even though the rules run after every step.
 
-A rule compares windows of `WINDOW` steps: a difference is one if it is several standard errors wide, where the noise of a step
-is taken from what neighbouring steps differ by, and large enough to matter.
+A rule compares windows of `WINDOW` steps. A difference counts if it is several standard errors wide and large enough to matter;
+the noise of a step is estimated from the differences between neighbouring steps.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from lightning_debug.diagnosis import (
 )
 
 LEAST_ROLLOUTS: Final = 12
-"""Rollouts of an evaluation that say how far rewards spread, where they are all equal, too."""
+"""Rollouts that an evaluation needs so that its spread of rewards is trusted, even if all are equal."""
 SURE_PAIRS: Final = 3.5
-"""Standard errors of one evaluation by which the mean of two is less than that of the two best."""
+"""The mean of the last two evaluations has fallen if it is this many standard errors of one below the best two's mean."""
 SURE_TWO: Final = 2.5
-"""Standard errors of one evaluation that the mean of the last two may be above the first, and still be no gain."""
+"""Standard errors of one evaluation by which rewards must differ to count as moved."""
 RISEN: Final = 0.3
-"""The share by which the training reward has risen that held-out tasks should show something of."""
+"""A training reward that has risen by more than this share should show on the held-out tasks."""
 FOLLOWED: Final = 0.25
-"""The part of it that they show at least."""
+"""The part of the gain in training that the held-out reward must reach to count as having followed."""
 
 
 def held_out_falls(course: Course) -> Iterator[Diagnosis]:
-    """The held-out reward falls while that of the training tasks does not."""
+    """Find a held-out reward that falls while that of the training tasks does not."""
     results = course.measured
     if len(results) < 4:
         return
@@ -79,14 +79,14 @@ def held_out_falls(course: Course) -> Iterator[Diagnosis]:
 
 
 def held_out_flat(course: Course) -> tuple[Evaluation, Evaluation] | None:
-    """The first and the last evaluation of a run whose held-out reward has not moved; None where it has, or where too little
-    was done or measured to say so, or where the training reward has surely risen, of which `held_out_stays` speaks."""
+    """Return the first and the last evaluation if the held-out reward has not moved between them. None if it has, if too few
+    steps or rollouts say so, or if the training reward has surely risen, which is the finding of `held_out_stays`."""
     results = course.measured
     if len(results) < 2 or results[-1].step - results[0].step < FLAT_AFTER:
         return None
     first, last = results[0], results[-1]
     scale = max(abs(first.score), first.deviation)
-    # Had the reward risen by all of `scale`, it would seem to have moved by less than `SMALL` of that in one case of forty.
+    # If the reward had really moved by `scale`, its measured move would be below `SMALL` of that in one case of forty.
     told = 2 * math.hypot(first.error, last.error) <= (1 - SMALL) * scale
     if not told or min(first.rollouts, last.rollouts) < LEAST_ROLLOUTS:
         return None
@@ -103,7 +103,7 @@ def held_out_flat(course: Course) -> tuple[Evaluation, Evaluation] | None:
 
 
 def held_out_stays(course: Course) -> Iterator[Diagnosis]:
-    """The reward of the training tasks has risen, and the held-out one has not followed."""
+    """Find a held-out reward that stays where it was while the reward of the training tasks rises."""
     results = course.measured
     train = values_of(course, "reward_with_failures", "reward")
     if len(results) < 3 or len(train) < LEAST or course.order != "shuffled":
@@ -124,29 +124,29 @@ def held_out_stays(course: Course) -> Iterator[Diagnosis]:
 
 
 SURE: Final = 4.0
-"""Standard errors from which on a difference between two windows is one, for rules that look after every step."""
+"""Standard errors that a difference between two windows must exceed to count. It is high because rules run after every step."""
 SURE_ONCE: Final = 2.5
-"""The same for a rule that looks at the spread of several windows."""
+"""The same bound for the spread of the means of several windows."""
 LARGE: Final = 0.3
-"""The part of its best that a reward has lost when it has collapsed."""
+"""A reward has collapsed if it lost more than this part of its best."""
 MANY_EQUAL: Final = 0.75
-"""The share of groups that teach nothing from which on most of what is sampled is wasted."""
+"""From this share of groups with equal rewards on, most of what is sampled is wasted."""
 MANY_FAILED: Final = 0.2
-"""The share of rollouts that failed from which on it is no accident."""
+"""From this share of failed rollouts on, the failures are no accident."""
 MANY_CLIPPED: Final = 0.3
-"""The share of trained tokens that were clipped from which on updates are too large for the algorithm."""
+"""Above this share of clipped tokens, updates are too large for the algorithm."""
 MANY_MASKED: Final = 0.1
-"""From this share of the trained weight on, masked tokens are more than a few implausible ones."""
+"""Above this share of the trained weight, masked tokens are more than a few implausible ones."""
 MANY_CUT_OFF: Final = 0.2
-"""From this share of the trained calls on, answers that were cut off are more than the odd long one."""
+"""Above this share of the trained calls, answers that were cut off are more than a few long ones."""
 MANY_STEPS: Final = 3
-"""Of the last `WINDOW` steps so many that exceed the bound between trainer and sampler are no accident."""
+"""If this many of the last `WINDOW` steps exceed the bound between trainer and sampler, it is no accident."""
 LONGER: Final = 1.5
-"""How many times as long as at first answers are when they have grown."""
+"""Answers have grown if they are this many times as long as at first."""
 GREEDIER: Final = 0.2
-"""The part of the first entropy that is left when it has collapsed."""
+"""The entropy has collapsed if it is below this part of the first one."""
 WILDER: Final = 3.0
-"""How many times the first entropy it is when it has exploded."""
+"""The entropy has exploded if it is above this many times the first one."""
 CURE_OF_MASKED: Final = (
     "the probabilities of trainer and sampler differ by more than the algorithm's correction allows, so these tokens teach "
     "nothing. Lower trainer.max_staleness or engine.lr where weights are old, give both the same dtype (engine.dtype, "
@@ -160,7 +160,7 @@ SLOWER: Final = "Lower engine.lr, or raise the algorithm's kl_coefficient"
 
 
 def drifted(course: Course) -> Iterator[Diagnosis]:
-    """Trained tokens are not those that were sampled."""
+    """Find trained tokens that are not those that were sampled."""
     steps = [step for step, metrics in enumerate(course.steps, 1) if metrics.get("drift_tokens")]
     if steps:
         tokens = sum(course.steps[step - 1]["drift_tokens"] for step in steps)
@@ -174,7 +174,8 @@ def drifted(course: Course) -> Iterator[Diagnosis]:
 
 
 def sampler_differs(course: Course) -> Iterator[Diagnosis]:
-    """Sampler and trainer give the same tokens other probabilities, more than their dtypes explain, or ever more."""
+    """Find differences between the probabilities of sampler and trainer for the same tokens that exceed the bound of their
+    dtypes, or that grow."""
     fresh = [
         (step, metrics)
         for step, metrics in enumerate(course.steps, 1)
@@ -199,7 +200,7 @@ def sampler_differs(course: Course) -> Iterator[Diagnosis]:
 
 
 def not_compared(course: Course) -> Iterator[Diagnosis]:
-    """Nothing says whether trainer and sampler agree, since no token of the last steps could be compared."""
+    """Find a run in which no token of the last steps could be compared between trainer and sampler."""
     trained = [step for step, metrics in enumerate(course.steps, 1) if metrics.get("tokens")]
     late = trained[-WINDOW:]
     if (
@@ -217,7 +218,7 @@ def not_compared(course: Course) -> Iterator[Diagnosis]:
 
 
 def not_finite(course: Course) -> Iterator[Diagnosis]:
-    """Steps were skipped for a loss or a gradient that is not finite."""
+    """Find steps that were skipped because their loss or gradient was not finite."""
     steps = [step for step, metrics in enumerate(course.steps, 1) if metrics.get("skipped_nonfinite")]
     if steps and is_now(course, steps[-1]):
         yield Diagnosis(
@@ -230,7 +231,7 @@ def not_finite(course: Course) -> Iterator[Diagnosis]:
 
 
 def failing(course: Course) -> Iterator[Diagnosis]:
-    """Many rollouts fail by the agent's code or the infrastructure."""
+    """Find many rollouts that failed because of the agent's code or the infrastructure."""
     shares = [(failed_share(metrics), policy_fault_share(metrics)) for metrics in course.steps[-WINDOW:]]
     late = [failed - policy for failed, policy in shares if failed is not None and policy is not None]
     if len(late) == WINDOW and mean_of(late) >= MANY_FAILED:
@@ -244,7 +245,7 @@ def failing(course: Course) -> Iterator[Diagnosis]:
 
 
 def policy_faults(course: Course) -> Iterator[Diagnosis]:
-    """Many rollouts fail by the policy's own fault, and training does not mend it."""
+    """Find many rollouts that failed by the policy's own fault and do not become fewer with training."""
     shares = [share for metrics in course.steps if (share := policy_fault_share(metrics)) is not None]
     change = change_of(shares)
     if change is None or change[1] < MANY_FAILED:
@@ -263,7 +264,7 @@ def policy_faults(course: Course) -> Iterator[Diagnosis]:
 
 
 def masked(course: Course) -> Iterator[Diagnosis]:
-    """Much of what was to be trained is masked by the correction between sampler and trainer."""
+    """Find a last step in which the correction between sampler and trainer masked much of the trained weight."""
     share = course.last.get("masked_share")
     if share is not None and share > MANY_MASKED:
         text = f"{100 * share:.0f} % of what was to be trained is masked: {CURE_OF_MASKED}"
@@ -271,7 +272,7 @@ def masked(course: Course) -> Iterator[Diagnosis]:
 
 
 def clipped(course: Course) -> Iterator[Diagnosis]:
-    """Many trained tokens are clipped, step after step."""
+    """Find many clipped tokens in each of the last steps."""
     late = [metrics["clip_fraction"] for metrics in course.steps[-WINDOW:] if "clip_fraction" in metrics]
     if len(late) == WINDOW and min(late) > MANY_CLIPPED:
         yield Diagnosis(
@@ -284,7 +285,7 @@ def clipped(course: Course) -> Iterator[Diagnosis]:
 
 
 def cut_off(course: Course) -> Iterator[Diagnosis]:
-    """Many answers end because their tokens are used up."""
+    """Find many answers of the last step that ended at the limit of tokens."""
     share = course.last.get("truncated")
     if share is not None and share > MANY_CUT_OFF:
         text = f"{100 * share:.0f} % of the trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}"
@@ -292,7 +293,7 @@ def cut_off(course: Course) -> Iterator[Diagnosis]:
 
 
 def longer(course: Course) -> Iterator[Diagnosis]:
-    """What a rollout says has become much longer."""
+    """Find rollouts whose trained tokens have become many more."""
     lengths = lengths_of(course)
     change = change_of(lengths)
     if change is None:
@@ -310,7 +311,7 @@ def longer(course: Course) -> Iterator[Diagnosis]:
 
 
 def second_measure(course: Course) -> Iterator[Diagnosis]:
-    """The reward rises, and a named part of it, or of what is measured beside it, falls."""
+    """Find a reward that rises while a named part of it, or another named measure, falls."""
     rise = change_of(values_of(course, "reward"))
     if rise is None or rise[1] <= rise[0] or rise[2] < SURE:
         return
@@ -330,7 +331,7 @@ def second_measure(course: Course) -> Iterator[Diagnosis]:
 
 
 def collapsed(course: Course) -> Iterator[Diagnosis]:
-    """The reward was much better once."""
+    """Find a reward that is far below its best."""
     known = known_of(course, "reward_with_failures", "reward")
     rewards = [reward for _, reward in known]
     if len(rewards) < LEAST or course.order != "shuffled":
@@ -354,7 +355,7 @@ def collapsed(course: Course) -> Iterator[Diagnosis]:
 
 
 def entropy_moves(course: Course) -> Iterator[Diagnosis]:
-    """The policy is nearly sure of all that it says, or of nothing any more."""
+    """Find an entropy of the policy that has collapsed or exploded."""
     entropies = values_of(course, "entropy")
     change = change_of(entropies)
     if change is None or change[2] < SURE:
@@ -380,7 +381,7 @@ def entropy_moves(course: Course) -> Iterator[Diagnosis]:
 
 
 def equal_groups(course: Course) -> Iterator[Diagnosis]:
-    """In most groups all rewards are equal, and not since the tasks are solved."""
+    """Find that in most groups all rewards are equal; the finding is only minor if the tasks are solved."""
     shares = [
         1.0 - metrics["groups_used"] / metrics["groups"]
         for metrics in course.steps[-WINDOW:]
@@ -409,7 +410,8 @@ def equal_groups(course: Course) -> Iterator[Diagnosis]:
 
 
 def _all_at_once(course: Course) -> int | None:
-    """After how many steps no group taught any more, where at least half of those of the last of them did."""
+    """Return the number of steps after which no group was trained on any more; None unless at least half of the groups of the
+    last step before were."""
     used = [(step, m["groups_used"] / m["groups"]) for step, m in enumerate(course.steps, 1) if m.get("groups")]
     last = max(((step, share) for step, share in used if share > 0), default=None)
     return last[0] if last is not None and last[1] >= 0.5 and last[0] < used[-1][0] else None
@@ -422,7 +424,7 @@ CURE_OF_FLAT: Final = (
 
 
 def flat(course: Course) -> Iterator[Diagnosis]:
-    """The reward of held-out tasks has not moved, or that of the training tasks."""
+    """Find a reward that has not moved: that of held-out tasks, or else that of the training tasks."""
     rewards = values_of(course, "reward_with_failures", "reward")
     if is_solved(course):
         return
@@ -441,7 +443,7 @@ def flat(course: Course) -> Iterator[Diagnosis]:
     quarter, noise = max(WINDOW, len(rewards) // 4), noise_of(rewards)
     means = [mean_of(rewards[first : first + quarter]) for first in range(0, len(rewards) - quarter + 1, quarter)]
     change = abs(float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0])) * len(rewards)
-    most = change + 2 * noise * math.sqrt(12 / len(rewards))  # what a line through so noisy steps may have risen by
+    most = change + 2 * noise * math.sqrt(12 / len(rewards))  # the largest rise that this noise may hide
     scale = max(abs(mean_of(rewards)), mean_of(values_of(course, "reward_std")), 1e-9)
     if most < SMALL * scale and max(means) - min(means) <= SURE_ONCE * noise * math.sqrt(2 / quarter) + 0.01 * scale:
         yield Diagnosis(
@@ -453,7 +455,7 @@ def flat(course: Course) -> Iterator[Diagnosis]:
 
 
 def _beside(course: Course, place: int) -> str:
-    """What else changed between the best steps and now, which may be why."""
+    """Name other metrics that changed much between the best steps and now, as possible causes; empty if none did."""
     said = []
     for name, what in (
         ("entropy", "entropy"),
@@ -488,4 +490,4 @@ COURSE_RULES: Final[tuple[Callable[[Course], Iterator[Diagnosis]], ...]] = (
     equal_groups,
     flat,
 )
-"""What causes others comes before what follows from it."""
+"""All rules over a course; those for causes come before those for their consequences."""

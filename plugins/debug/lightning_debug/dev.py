@@ -1,7 +1,7 @@
-"""A dry run: a few tasks, no training, and a report of what lightning saw.
+"""The dry run: run a few tasks without training, and report what lightning recorded and what would go wrong.
 
-The invariant: what a user wrote (an algorithm, a credit function, a loss) is called before anything is trained, not first after
-the policy server's start, an evaluation and a step of rollouts.
+The invariant: the user's own code (an algorithm, a credit function, a loss) is called here, so that its errors do not appear
+only after an evaluation and the first step of a training.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from lightning_debug.diagnosis import Attempted, Diagnosis
 from lightning_debug.rules import diagnose
 
 OURS: Final = Path(lightning.__file__).parent
-"""The folder of the core, whose lines are not the user's."""
+"""The folder of the core package, to tell its code from the user's in a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevRow:
     """One dry rollout. `agents` counts the answered calls of each agent, `tools` the tool runs by `name:status`.
 
-    `callers` are who made them, each once. `failed_adapters` are those whose faults left calls without their names. Of the
-    trained calls, `constrained_calls` are those whose tokens vLLM chose under a mask (a grammar for strict tools or a format,
-    top_p, ...), `greedy_calls` those at temperature 0, which are none of the former, and `truncated_calls` those that were cut
-    off. `media_calls` would be trained, had their prompts no images, audio, video or files.
-    `too_long_calls` were refused because prompt and answer did not fit. `rewards` are the named parts of the reward, and
-    `call_rewards` says what each call was given (`call 2 (solver): helpful 0.5`). `recorded` is all that the rules look at.
+    `callers` are the callers of the answered calls, each once. `failed_adapters` are the adapters whose errors left calls
+    without an agent's name. Of the trained calls, `constrained_calls` counts those sampled under a mask (a grammar for strict
+    tools or a format, top_p, ...), `greedy_calls` those at temperature 0 (never among the former), and `truncated_calls` those
+    cut off. `media_calls` are not trained only because of images, audio, video or files in their prompts. `too_long_calls` were
+    refused because prompt and answer did not fit. `rewards` are the named parts of the reward, and `call_rewards` says what
+    each call was given (`call 2 (solver): helpful 0.5`). `recorded` is the input of the rules.
     """
 
     task: str
@@ -87,8 +87,7 @@ class DevRow:
 
 @dataclass(frozen=True, slots=True)
 class DevReport:
-    """What a dry run found; `problems` are in words, with the cure, and empty when training can start. `hints` may be
-    ignored."""
+    """The result of a dry run. `problems` are sentences with the cure, empty if training can start; `hints` may be ignored."""
 
     rows: tuple[DevRow, ...]
     problems: tuple[str, ...]
@@ -96,7 +95,7 @@ class DevReport:
 
     @property
     def ok(self) -> bool:
-        """Whether training can start."""
+        """Whether training can start: there are no problems."""
         return not self.problems
 
 
@@ -107,10 +106,10 @@ async def dry_run(
     algorithm: Algorithm | SearchAlgorithm,
     reporter: Reporter,
 ) -> DevReport:
-    """Run each task once, sampled as in training (`trainer.eval_temperature` is not for it), and read what was recorded.
+    """Run each task once, sampled as in training (`trainer.eval_temperature` does not apply), show the report and return it.
 
-    The first rollout ends before the others begin: what it leaves in a memory that rollouts share shows in theirs.
-    The first task is run twice where a function that is not lightning's compares rollouts (`needs_pair`).
+    The first rollout ends before the others begin, so that a memory shared between rollouts shows up in their prompts. The
+    first task is run twice if the user's own function compares rollouts (`needs_pair`).
     """
     run, attempts = stack.run.id, stack.config.runner.max_attempts
     planned = train_rollouts(run, 1, tasks[:1], 2 if needs_pair(algorithm) else 1, attempts)
@@ -164,7 +163,8 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
 
 
 def _call_rewards(calls: Sequence[Transition], given: Sequence[StepReward]) -> Iterator[str]:
-    """Who got which reward; calls are counted from 1, in the order in which they began."""
+    """Yield a text for each step reward with the call that it was given to. Calls are counted from 1, in the order of their
+    start."""
     own = [call for call in sorted(calls, key=lambda call: call.seq) if call.choice == 0]
     places = {call.id: f"call {place} ({call.caller.name})" for place, call in enumerate(own, 1)}
     for reward in given:
@@ -172,7 +172,8 @@ def _call_rewards(calls: Sequence[Transition], given: Sequence[StepReward]) -> I
 
 
 def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: bool = True) -> list[str]:
-    """`compared` says that the rollouts of a task are, so that they have to differ."""
+    """Return the problems that dry rollouts show. `compared` says that the algorithm compares the rollouts of a task, so that
+    sampling at temperature 0 is a problem."""
     failed = [row for row in rows if row.reward is None]
     problems = [
         f"{count} of {len(rows)} rollouts failed: {why} (the first: task "
@@ -224,7 +225,7 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
 
 
 def show(report: DevReport, console: Terminal) -> None:
-    """The report as a table."""
+    """Print the report: a table of rollouts, then problems and hints."""
     table = Table("task", "reward", "agents (calls)", "tools", "tokens in/out", "seconds", title="dry run")
     for row in report.rows:
         table.add_row(
@@ -253,21 +254,21 @@ def _said_reward(row: DevRow) -> str:
 
 
 class Tried(NamedTuple):
-    """What came of trying an algorithm, in words: `problems` would end a run, `hints` would not."""
+    """The result of trying an algorithm, as sentences: `problems` would end a run, `hints` would not."""
 
     problems: list[str]
     hints: list[str]
 
 
 def needs_pair(algorithm: Algorithm | SearchAlgorithm) -> bool:
-    """Whether a dry run should have two rollouts of one task: a function that is not lightning's compares them."""
+    """Return whether a dry run needs two rollouts of one task, because the user's own algorithm or credit compares them."""
     return not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1 and _is_own(algorithm)
 
 
 def try_algorithm(algorithm: Algorithm | SearchAlgorithm, groups: Sequence[Group]) -> Tried:
-    """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway.
+    """Make a batch of a dry run's groups, and call the loss of a user's algorithm on two tokens if torch is loaded anyway.
 
-    A dry run has most tasks once: what fails only on single rollouts, where several are compared, is a hint.
+    A dry run has most tasks only once. If an algorithm that compares rollouts fails only on single ones, that is a hint.
     """
     recorded = [group for group in groups if group.trajectories]
     if isinstance(algorithm, SearchAlgorithm) or not recorded:
@@ -303,7 +304,8 @@ def try_algorithm(algorithm: Algorithm | SearchAlgorithm, groups: Sequence[Group
 
 
 def _call(loss: Loss) -> None:
-    """Call a loss as an engine does. One that has to be prepared for the step is left alone: it sees more than tokens."""
+    """Call a loss on two tokens as an engine does, and check that it has a gradient. A `StepLoss` is skipped, because it needs
+    more than tokens."""
     if isinstance(loss, StepLoss):
         return
     import torch
@@ -327,7 +329,7 @@ def _call(loss: Loss) -> None:
 
 
 def _is_own(algorithm: Algorithm) -> bool:
-    """Whether what makes batches, or credit in them, is a function that is not lightning's."""
+    """Return whether the algorithm or its credit function is the user's own."""
     return _is_foreign(type(algorithm)) or _is_foreign(credit_of(algorithm))
 
 
@@ -347,7 +349,7 @@ def _problem(what: str, error: Exception) -> str:
 
 
 def _told(error: Exception) -> str:
-    """In words, with the user's own line: the last of the file that lightning called."""
+    """Return an error's text with the user's own line: the last one in the file that lightning called."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
     where = ""
     if frames:

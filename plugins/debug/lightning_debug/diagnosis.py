@@ -1,7 +1,7 @@
-"""What rules look at, and what they find: the record of some attempts, and the course of a run with what changes in it.
+"""Inputs and results of the rules: records of attempts, the course of a run, and measures of change in it.
 
-The invariant: a finding says on what it rests, so that whoever reads it can look there. The noise of a step is taken from what
-neighbouring steps differ by, so that a trend is no noise.
+The invariant: a finding names the steps or rollouts that it rests on. The noise of a step is estimated from the differences
+between neighbouring steps, so that a trend does not count as noise.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lightning.types import Status, ToolEvent, Transition
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Alarm):
-    """An alarm that a rule has given. A `minor` one is worth a word in a dry run alone."""
+    """A finding of a rule. A `minor` one is shown by a dry run, or as a hint of `lightning advise`, and is no alarm."""
 
     minor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Attempted:
-    """The model calls of an attempt, refused and failed ones included, and the tool runs that were reported; its reward and its
-    group where these are known."""
+    """The model calls of an attempt, refused and failed ones included, and its reported tool runs; `reward` is None and `group`
+    empty if not known."""
 
     calls: Sequence[Transition]
     tool_events: Sequence[ToolEvent]
@@ -39,7 +39,7 @@ class Attempted:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Attempted:
-        """What a trajectory has of it."""
+        """Make it from a trajectory; the reward is None unless its rollout succeeded."""
         rollout = trajectory.rollout
         reward = rollout.reward if rollout.status is Status.SUCCEEDED else None
         return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events, reward, rollout.group)
@@ -47,9 +47,9 @@ class Attempted:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The metrics of a run's steps, from the first one on, and its held-out evaluations so far. `gap` is the bound on what
-    trainer and sampler may differ by. Where the `order` of the tasks is not `shuffled`, the training reward follows the choice
-    of tasks, too."""
+    """The metrics of a run's steps, from the first one on, and its held-out evaluations so far. `gap` is the bound on the
+    difference between trainer and sampler. `order` is `trainer.order`: unless it is `shuffled`, the training reward also
+    depends on the choice of tasks."""
 
     steps: Sequence[Mapping[str, float]] = ()
     evaluations: Sequence[Evaluation] = ()
@@ -58,7 +58,7 @@ class Course:
 
     @property
     def measured(self) -> list[Evaluation]:
-        """The evaluations that say something of these steps."""
+        """The evaluations of these steps that have a result."""
         return [result for result in self.evaluations if result.known and result.step <= len(self.steps)]
 
     @property
@@ -69,8 +69,8 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the rules look at in some attempts: them, the globs of the agents that are trained, and the errors of rollouts that
-    failed."""
+    """The input of the rules over attempts: the attempts, the globs of the trained agents (`train_agents`), and the errors of
+    failed rollouts."""
 
     attempts: Sequence[Attempted] = ()
     train_agents: Sequence[str] = ()
@@ -78,32 +78,32 @@ class Evidence:
 
     @property
     def answered(self) -> Iterator[Transition]:
-        """The calls that were answered."""
+        """The answered calls of all attempts."""
         return (call for attempt in self.attempts for call in attempt.calls if call.status.answered)
 
 
 WINDOW: Final = 5
-"""Steps of which a mean is taken."""
+"""Number of steps that a mean is taken over."""
 LEAST: Final = 2 * WINDOW
-"""Steps that a comparison needs."""
+"""Least number of steps for a comparison of the first window with the last."""
 FLAT_AFTER: Final = 20
-"""Steps after which a reward that has not moved is said to be flat."""
+"""Least number of steps after which a reward that has not moved is called flat."""
 SMALL: Final = 0.15
-"""The part of the reward that a whole run has moved it by less than when it is flat."""
+"""A reward is flat if a whole run has moved it by less than this part of its size."""
 
 
 def is_now(course: Course, step: int) -> bool:
-    """Whether a step is among the last ones: what was and has passed is no finding of today."""
+    """Return whether a step is among the last `WINDOW` ones; an earlier problem that has passed is no finding."""
     return step > len(course.steps) - WINDOW
 
 
 def last_steps(course: Course, count: int = WINDOW) -> tuple[int, ...]:
-    """The last steps there are, at most `count`."""
+    """Return the numbers of the last steps, at most `count`."""
     return tuple(range(max(0, len(course.steps) - count) + 1, len(course.steps) + 1))
 
 
 def known_of(course: Course, *names: str) -> list[tuple[int, float]]:
-    """The steps that have a metric, with its value under the first of its names that is there."""
+    """Return `(step, value)` for each step with a finite metric, under the first of `names` that the step has."""
     found = []
     for step, metrics in enumerate(course.steps, 1):
         value = next((metrics[name] for name in names if name in metrics), math.nan)
@@ -113,12 +113,13 @@ def known_of(course: Course, *names: str) -> list[tuple[int, float]]:
 
 
 def values_of(course: Course, *names: str) -> list[float]:
-    """A metric in each step that has it, under the first of its names that is there."""
+    """Return the values of a metric in the steps that have it (see `known_of`)."""
     return [value for _, value in known_of(course, *names)]
 
 
 def change_of(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Means of the first and of the last window, and by how many standard errors they differ; None for too few steps."""
+    """Return the means of the first and the last window, and by how many standard errors they differ; None for fewer than
+    `LEAST` values."""
     if len(values) < LEAST:
         return None
     early, late = mean_of(values[:WINDOW]), mean_of(values[-WINDOW:])
@@ -128,37 +129,37 @@ def change_of(values: Sequence[float]) -> tuple[float, float, float] | None:
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """The standard deviation of a step about its trend, from the differences between neighbours."""
+    """Return the standard deviation of a step's value about the trend, estimated from the differences between neighbours."""
     return float(np.std(np.diff(values)) / math.sqrt(2)) if len(values) > 2 else 0.0
 
 
 def mean_around(known: Sequence[tuple[int, float]], step: int) -> float:
-    """The mean about a step, of values with their steps."""
+    """Return the mean of the `WINDOW` values around a step; `known` has `(step, value)`."""
     before = sum(place <= step for place, _ in known)
     first = min(max(0, before - WINDOW // 2), max(0, len(known) - WINDOW))
     return mean_of([value for _, value in known[first : first + WINDOW]])
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Their mean; NaN for none, which no comparison finds anything in."""
+    """Return the mean of values; NaN for none, so that every comparison with it is false."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 def failed_share(metrics: Mapping[str, float]) -> float | None:
-    """The share of a step's rollouts that failed; None where it had none."""
+    """Return the share of a step's rollouts that failed; None if the step has no rollouts."""
     rollouts = metrics.get("rollouts")
     return metrics.get("failed", 0.0) / rollouts if rollouts else None
 
 
 def policy_fault_share(metrics: Mapping[str, float]) -> float | None:
-    """The share of a step's rollouts that failed by the policy's own fault; None where it had none."""
+    """Return the share of a step's rollouts that failed by the policy's own fault; None if the step has no rollouts."""
     failed = sum(value for name, value in metrics.items() if name.startswith(POLICY_FAULT))
     rollouts = metrics.get("rollouts")
     return failed / rollouts if rollouts else None
 
 
 def policy_fault_causes(course: Course) -> str:
-    """What the policy failed by in the last steps, the commonest first."""
+    """Name the policy's own faults in the last steps with their counts, the commonest first."""
     counts: Counter[str] = Counter()
     for metrics in course.steps[-WINDOW:]:
         counts.update({name: round(value) for name, value in metrics.items() if name.startswith(POLICY_FAULT)})
@@ -166,7 +167,7 @@ def policy_fault_causes(course: Course) -> str:
 
 
 def lengths_of(course: Course) -> list[float]:
-    """Trained tokens for each rollout that was trained; steps that trained none are left out."""
+    """Return the mean number of trained tokens of a trained rollout, by step; steps that trained none are left out."""
     return [
         metrics["tokens"] / metrics["rollouts_trained"]
         for metrics in course.steps
@@ -175,7 +176,8 @@ def lengths_of(course: Course) -> list[float]:
 
 
 def is_solved(course: Course) -> bool:
-    """Whether there is little left to earn: rollouts hardly differ, and the reward is near the best that was seen."""
+    """Return whether little is left to earn: rollouts hardly differ, since the mean reward is near the highest value of mean
+    plus deviation that a step has had."""
     rewards = known_of(course, "reward_with_failures", "reward")
     deviations = dict(known_of(course, "reward_std"))
     pairs = [(reward, deviations[step]) for step, reward in rewards if step in deviations]

@@ -1,9 +1,9 @@
 """`lightning eval`: how good a model is at tasks, with intervals; and `lightning ab`: which of two prompts, models or
 temperatures is better for an agent.
 
-The invariant: no rollout is silently 0 or silently left out; what failed is counted by whose fault it was. Exit code 2 where
-nothing could be measured. Of `lightning ab` the exit code says to a program who is better. 0: B is; 4: A is; 3: they were not
-told apart; 2: an error. 1 says nothing of the variants: it is that of a crash.
+The invariant: no rollout silently counts as 0 or is silently left out; failed rollouts are counted by fault. The exit code is
+2 if nothing could be measured. That of `lightning ab` says which variant is better. 0: B; 4: A; 3: neither was shown to be
+better; 2: an error; 1: a crash.
 """
 
 from __future__ import annotations
@@ -100,18 +100,18 @@ async def _evaluated(setup: Setup, variant: Variant, success: float, bounds: tup
 
 
 def read_settings(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:
-    """The settings, with the temperature of evaluations where one is given."""
+    """Read the settings, and set the temperature of evaluations unless `temperature` is None."""
     settings = load_config(file, set_ or [])
     return settings if temperature is None else with_settings(settings, {"trainer.eval_temperature": temperature})
 
 
 def read_all(file: Path) -> list[Task]:
-    """The tasks of a file, each with an id of its own. Raises `DataError`."""
+    """Read the tasks of a file, each with a unique id. Raises `DataError`."""
     return as_tasks(read_tasks(file), "tasks")
 
 
 def read_bounds(text: str) -> tuple[float, float]:
-    """`LOW,HIGH` as numbers. Raises `ConfigError`."""
+    """Read `LOW,HIGH` as two finite numbers. Raises `ConfigError` for any other text, and unless LOW is below HIGH."""
     parts = text.split(",")
     try:
         low, high = (float(part) for part in parts)
@@ -125,7 +125,7 @@ def read_bounds(text: str) -> tuple[float, float]:
 
 
 def show_evaluation(report: EvalReport, folder: Path) -> None:
-    """An evaluation in words and a table."""
+    """Print the report of an evaluation as sentences and a table."""
     rewarded = f"{report.scored} of {report.rollouts} have a reward"
     model = f"{report.model} of {report.place}" if report.place else report.model
     say(f"{escape(model)}: {report.tasks} tasks x {report.n} rollouts, {rewarded}")
@@ -156,7 +156,7 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
 
 
 def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
-    """A figure and its interval; with how many tasks it is over where those are not all."""
+    """Return the texts of a figure and its interval; the figure names its number of tasks if these are not all."""
     if found is None:
         return "-", "-"
     over = f" ({found.tasks} tasks)" if found.tasks < tasks else ""
@@ -164,7 +164,7 @@ def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
 
 
 EXIT_CODES: Final = {"B": 0, "A": 4, "": 3}
-"""By who is better."""
+"""Exit codes of `lightning ab` by the better variant; empty if neither was shown to be better."""
 EXAMPLE: Final = "give one of --prompt NAME=a.txt,b.txt, --model A,B and --temperature 0.2,1.0 two values"
 
 
@@ -246,7 +246,7 @@ def _promoted(place: str, winner: Variant | None, alias: str, found: Comparison)
 def variants(
     folder: Path, model: str, prompt: str, temperature: str, settings: Config, runs: Path
 ) -> tuple[Variant, Variant]:
-    """Both variants, as the options name them. Raises `ConfigError` unless they differ in just one thing."""
+    """Make the variants A and B from the options. Raises `ConfigError` unless they differ in exactly one thing."""
     models, temperatures = model.split(","), temperature.split(",") if temperature else []
     name, equals, files = prompt.partition("=")
     texts = files.split(",") if prompt else []
@@ -299,7 +299,7 @@ def _temperature(text: str) -> float:
 
 
 def show_comparison(found: Comparison, folder: Path, a: Variant, b: Variant) -> None:
-    """A comparison in words and tables."""
+    """Print the result of an A/B test as sentences and tables."""
     say(f"A: {escape(found.a)}   mean reward {found.mean_a:.3f}{_failed(found, 'A')}")
     say(f"B: {escape(found.b)}   mean reward {found.mean_b:.3f}{_failed(found, 'B')}")
     low, high = found.interval

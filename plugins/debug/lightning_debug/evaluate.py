@@ -1,7 +1,7 @@
-"""An agent on tasks against given models, without training: what `lightning eval` and `lightning ab` run.
+"""Run an agent on tasks against given models, without training, for `lightning eval` and `lightning ab`.
 
-The invariant: each model's rollouts are a run of their own in a store, with ids that follow from the tasks; so a stopped one
-goes on where it was, and two runs of the same tasks give the same seeds to the same places.
+The invariant: each variant's rollouts are a run of their own in a store, with ids that follow from the tasks. So a stopped
+evaluation can be resumed, and two runs of the same tasks give the same seeds to the same rollouts.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ FIXED: Final = (
     "tasks",
     "trainer.eval_temperature",
 )
-"""What an evaluation that goes on may not change: its rollouts would be of two kinds. What else changes is said."""
+"""Settings that a resumed evaluation may not change, since its rollouts would be of two kinds. A change of any other setting is
+reported."""
 MOST_REASONS: Final = 5
 LOOK_SECONDS: Final = 0.5
-"""How often it is looked whether vLLM has been restarted at another address."""
+"""Seconds between two checks whether vLLM was restarted at another address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is evaluated as one run: a model, with settings, and a prompt (component and text) where that is given. `label` is
-    what people call it."""
+    """One variant to evaluate, as the run named `run`: a model, settings, and a prompt as (component, text), None for the
+    agent's own. `label` is its name in reports."""
 
     run: str
     model: EvaluatedModel
@@ -81,7 +82,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is the same for all variants. `agent_name` is how the agent was named, `n` the rollouts of each task."""
+    """The part of an evaluation that all variants share. `agent_name` is the agent as MODULE:FUNCTION, `n` the number of
+    rollouts of each task."""
 
     agent: Agent
     agent_name: str
@@ -94,10 +96,11 @@ class Setup:
 
 @asynccontextmanager
 async def evaluating(setup: Setup, variants: Sequence[Variant], reporter: Reporter) -> AsyncIterator[Evaluator]:
-    """What runs the variants in the folder's store. Their runs have come to their end when nothing was raised.
+    """Open the folder's store and yield an evaluator for the variants. Their runs are marked as ended at exit, unless an error
+    was raised.
 
-    Raises `ConfigError` for a folder that holds something else, for other settings than what it resumes had, and for a runner
-    that runs no agents here.
+    Raises `ConfigError` for a folder with another run, for a resume with changed settings, and for a runner that does not run
+    agents on this machine.
     """
     if variants[0].config.policy_server.attach:
         raise ConfigError(
@@ -115,8 +118,8 @@ async def evaluating(setup: Setup, variants: Sequence[Variant], reporter: Report
 
 
 class Evaluator:
-    """Runs variants; make one with `evaluating`. One model is served at a time, from its first rollout on. `known` are the runs
-    that the open store has, and `serving` closes what is served."""
+    """Runs variants; it is made by `evaluating`. One model is served at a time, started when a rollout needs it. `known` are
+    the runs that the open store already has; `serving` is the exit stack that stops the servers."""
 
     def __init__(
         self,
@@ -131,8 +134,8 @@ class Evaluator:
         self.setup, self.variants, self.reporter = setup, variants, reporter
         self._url, self._store, self._serving = url, store, serving
         self.store = of_project(store, variants[0].config.trainer.project)
-        """The open store, as the runs' project sees it."""
-        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with where its gateway thinks that vLLM is
+        """The open store, restricted to the project of the runs."""
+        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with the address of vLLM that its gateway has
         self._served: Path | None = None
         self._runs = {variant.run: self._run_of(variant, known) for variant in variants}
 
@@ -169,7 +172,8 @@ class Evaluator:
         }
 
     async def run(self, variant: Variant, first: int, count: int) -> list[Rollout]:
-        """The ended rollouts of `count` tasks from position `first` on, task by task; those that have not ended yet are run."""
+        """Return the ended rollouts of `count` tasks from index `first` on, in the order of tasks. Rollouts that have not ended
+        yet are run first."""
         tasks = self.setup.tasks[first : first + count]
         store, attempts = self.store, variant.config.runner.max_attempts
 
@@ -198,13 +202,13 @@ class Evaluator:
         return [by_id[rollout.id] for rollout in wanted]
 
     async def close_runs(self) -> None:
-        """Say that the runs have come to their end."""
+        """Mark the variants' runs as ended in the store."""
         for run in self._runs:
             if await self.store.get_run(run) is not None:
                 await mark_over(self.store, run, True)
 
     async def _stack(self, variant: Variant) -> Stack:
-        """What serves the variant, opened if need be; a server of another model is stopped first."""
+        """Return the stack that serves the variant; open it if needed, and stop the server of another model first."""
         if self._served not in (None, variant.model.folder):
             self._stacks.clear()
             await self._serving.aclose()
@@ -221,7 +225,7 @@ class Evaluator:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _moved(self, run: str) -> None:
-        """vLLM may have been restarted elsewhere: tell the gateway of a variant that only shares it."""
+        """Tell the gateway of a run the address of vLLM if it was restarted, unless the gateway follows restarts itself."""
         stack, before = self._stacks[run]
         (now,) = stack.upstreams()
         if now != before and stack is not self._supervised:
@@ -230,7 +234,7 @@ class Evaluator:
 
     @property
     def _supervised(self) -> Stack | None:
-        """The stack that looks after vLLM, whose gateway follows a restart by itself."""
+        """The stack that started vLLM, whose gateway follows a restart by itself; None if none is open."""
         return next((stack for stack, _ in self._stacks.values()), None)
 
     async def _opened(self, variant: Variant) -> Stack:
@@ -268,7 +272,8 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure of an evaluation: over the rollouts that have a reward, and with those that failed as the lowest reward."""
+    """A figure of an evaluation: `scored` over the rollouts with a reward, `with_failures` with failed rollouts as the lowest
+    reward. None if there are too few rollouts."""
 
     name: str
     scored: Estimate | None
@@ -277,8 +282,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """What an evaluation has shown. `faults` counts the rollouts without a reward by whose fault that was, `reasons` by why;
-    `lowest` is the reward that they count as, `place` where the model is of."""
+    """The result of an evaluation. `faults` counts the rollouts without a reward by fault, `reasons` by reason. `lowest` is the
+    reward that they count as, `success` the least reward of a success, `place` where the model comes from (a run or a store);
+    empty for a folder."""
 
     run: str
     model: str
@@ -296,20 +302,20 @@ class EvalReport:
 
 
 def failures(rollouts: Sequence[Rollout]) -> tuple[tuple[int, str], ...]:
-    """Why rollouts failed, and how many for each reason."""
+    """Return `(count, reason)` for each reason why rollouts failed."""
     return tuple(
         (count, str(why)) for count, why in grouped(each.error for each in rollouts if each.status is Status.FAILED)
     )
 
 
 def faults_of(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """How many rollouts have no reward, by whose fault."""
+    """Count the rollouts without a reward, by fault ("unknown" if none is recorded)."""
     found = Counter(str(rollout.fault or "unknown") for rollout in rollouts if rollout.reward is None)
     return dict(sorted(found.items()))
 
 
 def check_any_scored(run: str, rollouts: Sequence[Rollout]) -> None:
-    """Raise `RunnerError` where no rollout says anything of the policy: all have failed, and not all by its fault."""
+    """Raise `RunnerError` if nothing can be measured: no rollout has a reward, and none failed by the policy's own fault."""
     if any(each.reward is not None or each.fault is Fault.POLICY for each in rollouts):
         return
     said = "; ".join(f"{count} x {why}" for count, why in failures(rollouts)[:MOST_REASONS])
@@ -319,7 +325,8 @@ def check_any_scored(run: str, rollouts: Sequence[Rollout]) -> None:
 def report_of(
     variant: Variant, rollouts: Sequence[Rollout], n: int, success: float, bounds: tuple[float, float]
 ) -> EvalReport:
-    """Sum up an evaluation. A rollout succeeds with a reward of at least `success`. Raises `RunnerError` where none can be."""
+    """Compute the report of an evaluation. A rollout succeeds with a reward of at least `success`. Raises `RunnerError` if
+    nothing can be measured (`check_any_scored`)."""
     check_any_scored(variant.run, rollouts)
     groups = [[each.reward for each in own] for own in by_key(rollouts, lambda rollout: rollout.group).values()]
     scored = [[reward for reward in task if reward is not None] for task in groups]

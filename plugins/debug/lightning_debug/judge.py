@@ -1,9 +1,10 @@
-"""A model as a judge: the rollouts of a group are scored side by side, by a rubric.
+"""A model as a judge, which scores the rollouts of a group side by side by a rubric.
 
-The invariant: equal transcripts under equal settings get equal scores, in every process that has the file of judgements. Where
-the judge gave no usable scores for a group none are made up, and where it did not answer nothing goes on. An answer is durable
-before it is used, and the first one for a question is the only one, so that an audit finds what training used. A key is a hash
-of all that was asked; neither texts of rollouts nor credentials are kept.
+The invariant: equal transcripts under equal settings get equal scores in every process that shares the file of judgements. If
+the judge gives no usable scores for a group, none are made up; if it does not answer, an error is raised. An answer is durable
+before it is used, and the first answer to a question stays, so that an audit finds the scores that training used. Its key is a
+hash of the whole question. The file keeps scores and the beginnings of unusable answers, but neither texts of rollouts nor
+credentials.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lightning_debug.transcript import REDACTED, Transcript, transcript_of
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Scores in the order in which rollouts were shown; None where the judge gave none, with the beginning of what it said."""
+    """A judge's answer: scores in the order in which rollouts were shown, or None and the beginning of an unusable text."""
 
     scores: tuple[float, ...] | None
     said: str = ""
@@ -60,9 +61,9 @@ TABLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a judge says of a group. `scores` are from 0 to 1, one for each rollout, means over the samples; None where no
-    sample was usable. `agreement` is the share of pairs of rollouts that two samples order alike, None with one sample or one
-    rollout. `nonsense` are the beginnings of answers that could not be used, one for each such sample."""
+    """A judge's result for a group. `scores` has one score from 0 to 1 for each rollout, the mean over the usable samples; None
+    if no sample was usable. `agreement` is the share of pairs of rollouts that two samples order alike; None with fewer than
+    two usable samples or two different rollouts. `nonsense` are the beginnings of the unusable answers."""
 
     scores: tuple[float, ...] | None
     agreement: float | None
@@ -70,25 +71,25 @@ class Judgement:
 
 
 NOTHING: Final = Judgement((), None)
-"""Of no rollouts."""
+"""The judgement of a group without rollouts."""
 
 
 class Judgements:
-    """The `file`, in the user's folder of caches unless given, which is made where it is missing. Raises `ConfigError` where it
-    cannot be used."""
+    """The SQLite file that keeps a judge's answers, by default in the user's cache folder; it is created if missing. The
+    methods raise `ConfigError` if the file cannot be used."""
 
     def __init__(self, file: str | Path | None = None) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = Path(file).expanduser() if file else cache / "lightning" / "judgements.db"
 
     def get(self, key: str) -> Answer | None:
-        """The answer to a question, or None."""
+        """Return the kept answer to the question with this key; None if there is none."""
         with self._opened() as database:
             row = database.execute("SELECT scores, said FROM judgements WHERE key = ?", (key,)).fetchone()
         return None if row is None else Answer(None if row[0] is None else tuple(json.loads(row[0])), row[1])
 
     def keep(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer; return the one that counts, which another process may have been first with."""
+        """Keep an answer unless the question has one already, for example from another process; return the kept one."""
         scores = None if answer.scores is None else json.dumps(answer.scores)
         said = answer.said.encode("utf-8", "replace").decode()
         with self._opened() as database, database:
@@ -113,13 +114,13 @@ class Judgements:
 logger = logging.getLogger(__name__)
 
 SAID: Final = 200
-"""Characters of an unusable answer that are kept and told."""
+"""Most characters of an unusable answer that are kept and shown."""
 CURE: Final = "Try another model or a plainer rubric, or give it more attempts"
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeModel(ChatModel):
-    """The model that judges. `max_tokens` bounds an answer; None is not sent."""
+    """The client's settings for the judging model. `max_tokens` bounds an answer; None sends no bound."""
 
     max_tokens: int | None = None
 
@@ -127,7 +128,7 @@ class JudgeModel(ChatModel):
     failure: ClassVar[type[LightningError]] = JudgeError
 
     def settings(self) -> dict[str, object]:
-        """As `max_completion_tokens`, which newer models ask for by this name."""
+        """Return the request's settings; the bound is sent as `max_completion_tokens`, the name that newer models need."""
         bound = {} if self.max_tokens is None else {"max_completion_tokens": self.max_tokens}
         return ChatModel.settings(self) | bound
 
@@ -137,19 +138,19 @@ class Judge:
     """An LLM judge as a credit function: `LightningRL(credit=Judge("The answer is correct and short.", model="..."))`.
 
     The `model` at `base_url` (before `/chat/completions`) is shown all rollouts of a group side by side and scores each from 0
-    to 1 relative to the others, by the `rubric`. A rollout's return is then what its agent returned plus `weight` times its
-    score; returns are compared as ever and spread over calls by the `credit` function given here. A rollout that the policy
-    failed is not shown and keeps its reward. `api_key_env` names the environment variable with the key, which is never kept.
+    to 1 relative to the others, by the `rubric`. A rollout's return is its agent's reward plus `weight` times its score; the
+    `credit` function given here compares returns and spreads them over calls. A rollout that the policy failed is not shown and
+    keeps its reward. `api_key_env` names the environment variable with the key, which is never kept.
 
-    With `samples` above 1 a group is judged so often, each time in another order, and scores are means. A `temperature` of None
-    is not sent. `max_tokens` bounds an answer, what it thinks included: without it a small model may never come to an end.
-    A request without an answer in `timeout` seconds, and an answer without usable scores, is tried up to
-    `attempts` times; a group without usable scores after that has its agents' rewards alone, with a warning. `concurrency`
-    requests are made at once. Of one rollout about `longest` characters are shown, the middle being left out.
+    A group is judged `samples` times, each time in another order, and its scores are the means. A `temperature` of None is not
+    sent. `max_tokens` bounds an answer, reasoning included: without it a small model may never stop. A request without an
+    answer within `timeout` seconds, or with an answer without usable scores, is tried up to `attempts` times; after that, the
+    group keeps its agents' rewards alone, with a warning. `concurrency` requests are made at once. About `longest` characters
+    of a rollout are shown; its middle is left out.
 
     Answers are kept in the file `cache` (by default `~/.cache/lightning/judgements.db`), and nothing is asked twice: a resumed
-    run and an audit take them from there. Raises `JudgeError` when the model does not answer, `ConfigError` when it cannot be
-    used, `DataError` when the texts of a rollout are not recorded.
+    run and an audit take them from there. Raises `JudgeError` if the model does not answer, `ConfigError` if the judge or its
+    cache cannot be used, `DataError` if the texts of a rollout are not recorded.
     """
 
     rubric: str = ""
@@ -169,11 +170,11 @@ class Judge:
     cache: str | Path | None = None
 
     rewards: ClassVar[bool] = True
-    """It adds rewards of its own."""
+    """Marks a credit function that adds rewards of its own."""
 
     def __post_init__(self) -> None:
         if isinstance(self.cache, Path):
-            object.__setattr__(self, "cache", str(self.cache))  # a run's record has it as text, to be made again from
+            object.__setattr__(self, "cache", str(self.cache))  # a run's record keeps it as text
         if bool(self.rubric.strip()) != bool(self.model):
             raise ConfigError('a judge needs both a rubric and a model: lightning.Judge("What is good", model="...")')
         if not math.isfinite(self.weight) or self.samples < 1 or self.longest < 1:
@@ -185,7 +186,8 @@ class Judge:
 
     @property
     def critic(self) -> bool:
-        """False: rollouts are compared. Raises `ConfigError` for a judge that cannot judge."""
+        """False, because a judge compares rollouts and needs no critic. Raises `ConfigError` without a rubric, or if its
+        `credit` function needs a critic."""
         if not self.model:
             raise ConfigError(
                 'the credit "judge" has no rubric: give LightningRL(credit=lightning.Judge("What is good", model="..."))'
@@ -195,7 +197,7 @@ class Judge:
         return False
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Judge a group and return one array of advantages, shape (calls,), for each trajectory."""
         assert not self.critic
         judged = [member for member in group.trajectories if _is_judged(member)]
         (judgement,) = self.judge([[_transcript(member) for member in judged]]) if judged else (NOTHING,)
@@ -213,13 +215,13 @@ class Judge:
         return self._spread()(Group(group.id, members), advantage)
 
     def prefetch(self, groups: Sequence[Group]) -> None:
-        """Judge all groups of a step at once; the answers are kept for the calls."""
+        """Judge all groups of a step at the same time; later calls with these groups take the kept answers."""
         assert not self.critic
         found = [[_transcript(member) for member in group.trajectories if _is_judged(member)] for group in groups]
         self.judge([transcripts for transcripts in found if transcripts])
 
     def judge(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
-        """What the judge says of each group of rollouts, in the order of its transcripts."""
+        """Judge groups of transcripts and return one judgement for each, with scores in the order of its transcripts."""
         return outside_of_loops(lambda: asyncio.run(while_wanted(self._judge_all(groups))))
 
     async def _judge_all(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
@@ -262,7 +264,7 @@ class Judge:
         texts: Sequence[str],
         sample: int,
     ) -> Answer:
-        """One answer, its scores in the order of `texts`."""
+        """Ask for one sample of scores, or take the kept answer; the scores are in the order of `texts`."""
         order = order_of(texts, sample)
         messages = question(self.rubric, task, [shown[texts[place]] for place in order])
         asked = [self.base_url, self.model, self.temperature, self.attempts, sample, messages]
@@ -319,7 +321,7 @@ def _is_judged(member: Trajectory) -> bool:
 
 
 def _transcript(member: Trajectory) -> Transcript:
-    """Raises `DataError` where the texts are not recorded."""
+    """Return the transcript of a rollout. Raises `DataError` if its texts are not recorded."""
     calls = sorted((*member.transitions, *member.refused, *member.lost), key=lambda call: (call.seq, call.choice))
     seen = transcript_of(member.rollout, calls, member.tool_events, parent_of(member))
     if seen.missing not in ("", REDACTED):

@@ -1,8 +1,8 @@
-"""What a judge is asked about the rollouts of a group, and how its answer is read.
+"""Build the question to a judge about the rollouts of a group, and read the scores from its answer.
 
-The invariant: what agents and models wrote is in JSON strings of the second message alone, with every `<` escaped, so that it
-can neither end its string nor hold a control token of a chat template like `<|im_end|>`. The question is a pure function of
-rubric and transcripts, whatever ids their messages and tool calls have.
+The invariant: text of agents and models stands only in JSON strings of the second message, with every `<` escaped, so that it
+can neither end its string nor contain a control token of a chat template such as `<|im_end|>`. The question depends only on the
+rubric and the transcripts, and not on the random ids of their messages and tool calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.algorithms.chat_model import Messages
 from lightning_debug.transcript import IDS, Transcript, TranscriptCall, is_call, said_in, with_numbered_ids
 
 LONGEST_TEXT: Final = 4000
-"""Characters of one text; the middle of what is longer is left out."""
+"""Most characters of one text; the middle of a longer one is left out."""
 
 INSTRUCTION: Final = """\
 You compare several rollouts of an AI agent on one task, and score each of them by a rubric.
@@ -36,13 +36,13 @@ same. The numbers of the rollouts mean nothing. End your answer with one JSON ob
 
 
 class NonsenseError(Exception):
-    """An answer that is no score for each rollout; the message says why."""
+    """A judge's answer does not have one valid score for each rollout; the message says why."""
 
 
 def rollout_items(seen: Transcript, longest: int) -> list[dict[str, Any]]:
-    """What was said and done in a rollout, in order: messages of requests, answers, tools. What one call repeats of an earlier
-    one stands there once. Long texts, and the middle of what has more than `longest` characters, are left out visibly. Ids are
-    numbers in the order in which they appear, since they are made up anew in each rollout."""
+    """Return the content of a rollout for the judge, in order: messages of requests, answers, and last the tool runs. Messages
+    that a later call repeats appear once. Long texts are shortened, and items in the middle are left out beyond about `longest`
+    characters; a note marks both. Ids, which are random in each rollout, become numbers in order of appearance."""
     items: list[dict[str, Any]] = []
     histories: list[list[object]] = []
     numbers: dict[str, str] = {}
@@ -61,7 +61,8 @@ def rollout_items(seen: Transcript, longest: int) -> list[dict[str, Any]]:
 
 
 def _turns(messages: Sequence[Any]) -> list[tuple[object, list[Any]]]:
-    """The messages, those of the model that follow one another together, each with what it is compared by."""
+    """Group messages into turns: consecutive messages of the model are one turn, any other message is one of its own. Return
+    each turn as `(key to compare it by, its messages)`."""
     turns: list[tuple[object, list[Any]]] = []
     for by_model, found in groupby(messages, _is_answer):
         together = list(found)
@@ -79,7 +80,7 @@ def _is_answer(message: Any) -> bool:
 
 
 def _besides(message: Mapping[str, Any]) -> list[object]:
-    """What a model's message has besides its text and its tool calls."""
+    """Return the parts and fields of a model's message other than its text, tool calls and ids."""
     if is_call(message):
         return []
     usual = {"role", "type", "status", "content", "tool_calls", *IDS}
@@ -93,7 +94,8 @@ def _is_usual(part: Any) -> bool:
 
 
 def _fitting(items: list[dict[str, Any]], longest: int) -> list[dict[str, Any]]:
-    """The first and the last items that fit, at least one of each, with the number of those between."""
+    """Keep the first and the last items that fit into `longest` characters, at least one of each, and replace those between by
+    their number."""
     sizes = [len(written(item)) for item in items]
     if sum(sizes) <= longest or len(items) < 3:
         return items
@@ -110,7 +112,7 @@ def _fitting(items: list[dict[str, Any]], longest: int) -> list[dict[str, Any]]:
 
 
 def _messages(call: TranscriptCall) -> list[Any]:
-    """The messages of a request of any of the four APIs."""
+    """Return the messages of a request of any of the four APIs."""
     request = call.request
     found: list[Any] = [
         {"role": "system", "content": request[key]} for key in ("system", "instructions") if request.get(key)
@@ -120,13 +122,13 @@ def _messages(call: TranscriptCall) -> list[Any]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many items two lists begin with together."""
+    """Return the length of the common beginning of two lists."""
     limit = min(len(one), len(other))
     return next((place for place in range(limit) if one[place] != other[place]), limit)
 
 
 def _clipped(value: Any) -> Any:
-    """JSON with the middle of every long text left out."""
+    """Return a JSON value with the middle of every text longer than `LONGEST_TEXT` left out."""
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         return f"{value[:half]} [... {len(value) - 2 * half} characters left out ...] {value[-half:]}"
@@ -136,12 +138,12 @@ def _clipped(value: Any) -> Any:
 
 
 def written(value: object) -> str:
-    """JSON in which nothing can be taken for a control token."""
+    """Encode a value as JSON with every `<` escaped, so that no text can be read as a control token."""
     return json.dumps(value, sort_keys=True, default=str).replace("<", "\\u003c")
 
 
 def order_of(texts: Sequence[str], sample: int) -> list[int]:
-    """In which order a sample shows the rollouts: by a hash of what they say, each second time in reverse."""
+    """Return the order in which a sample shows the rollouts: by a hash of their texts, reversed in every second sample."""
 
     def mark(place: int) -> str:
         return hashlib.sha256(f"{sample // 2}/{texts[place]}".encode("utf-8", "surrogatepass")).hexdigest()
@@ -151,7 +153,7 @@ def order_of(texts: Sequence[str], sample: int) -> list[int]:
 
 
 def question(rubric: str, task: Mapping[str, object], rollouts: Sequence[Sequence[Mapping[str, Any]]]) -> Messages:
-    """The chat that asks for a score of each of these rollouts, numbered from 1 in this order."""
+    """Return the chat messages that ask for a score of each of these rollouts, numbered from 1 in this order."""
     count = len(rollouts)
     shared = 0 if count < 2 else min(_common(rollouts[0], other) for other in rollouts[1:])
     told = {
@@ -165,14 +167,15 @@ def question(rubric: str, task: Mapping[str, object], rollouts: Sequence[Sequenc
 
 
 def ask_again(messages: Messages, said: str, problem: str) -> Messages:
-    """The question once more, with what was wrong with the answer."""
+    """Return the question again, followed by the unusable answer and what was wrong with it."""
     before = [{"role": "assistant", "content": said[:LONGEST_TEXT]}] if said else []
     again = f"That cannot be used: {problem}. End your answer with the JSON object of scores, as asked."
     return [*messages, *before, {"role": "user", "content": again}]
 
 
 def read_scores(said: str, count: int) -> tuple[float, ...]:
-    """The scores of an answer, from its last JSON object that has any. Raises `NonsenseError`."""
+    """Read the scores from the last JSON object with `scores` in an answer. Raises `NonsenseError` unless there is one valid
+    score for each rollout."""
     scores = _last_scores(said)
     if not isinstance(scores, dict):
         raise NonsenseError('it has no JSON object with "scores"')
@@ -199,15 +202,15 @@ def _last_scores(said: str) -> object:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Raises `ValueError` where a name comes twice: one of both scores would be passed over."""
+    """Make a dict of a JSON object's pairs. Raises `ValueError` for a repeated name, since one of its scores would be lost."""
     if len(dict(pairs)) != len(pairs):
         raise ValueError("a name comes twice")
     return dict(pairs)
 
 
 def agreement(samples: Sequence[Sequence[float]]) -> float | None:
-    """The share of pairs of rollouts that two samples order alike (a tie is an order, too), over all pairs of samples; None
-    with fewer than two samples or rollouts."""
+    """Return the share of pairs of rollouts that two samples order alike (a tie counts as an order), over all pairs of samples;
+    None for fewer than two samples or rollouts."""
     alike = [
         _sign(one[a] - one[b]) == _sign(other[a] - other[b])
         for number, one in enumerate(samples)

@@ -1,5 +1,5 @@
-"""The commands that look into recorded runs or measure a policy, what looks at each call and each step of a run, and the credit
-`judge`, as a plugin."""
+"""The debug plugin: commands that inspect recorded runs or measure a policy, the stages that check each call and each step, and
+the credit function `judge`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ COMMANDS = {
     "eval": ("eval_commands:evaluate", "Measure how good a model is at tasks: avg@k and pass@k."),
     "ab": ("eval_commands:ab", "Compare two prompts, models or temperatures until one is better beyond doubt."),
 }
-"""Where each command stands in this package, and its line in `lightning --help`."""
+"""For each command, its function in this package and its line in `lightning --help`."""
 
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """The commands of this plugin."""
+    """Register the commands of `COMMANDS`."""
     for name, (place, text) in COMMANDS.items():
         register(name, later(f"lightning_debug.{place}", text))
 
 
 @hookimpl
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
-    """The rules that look at each step, `trainer.alerts` and dry runs."""
+    """Register the stage that applies the rules to each step, sends `trainer.alerts`, and does dry runs."""
     register("advice", made_later("lightning_debug.stage:Advice"))
 
 
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
-    """What looks at calls."""
+    """Register the stage that warns about odd calls."""
     from lightning_debug.call_advice import ADVICE, CallAdvice
 
     register(ADVICE, CallAdvice)
@@ -48,7 +48,8 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
 
 @hookimpl
 def register_credits(register: Callable[[str, Credit], None]) -> None:
-    """`judge`, by which an audit makes a run's judge again; a run gives it a rubric: `lightning.Judge(rubric, model=...)`."""
+    """Register the credit function `judge`, from which an audit rebuilds a run's judge. A run must give it a rubric:
+    `lightning.Judge(rubric, model=...)`."""
     from lightning_debug.judge import Judge
 
     register("judge", Judge())

@@ -1,12 +1,12 @@
-"""Where a run's wall time and tokens went, read from its store.
+"""Profile how a run spent its wall time and tokens, from its store.
 
-The invariant: the parts of the time add up to the wall time of the profiled steps, whatever was recorded of them; what
-nothing recorded explains is the part `idle`. While a step waits for rollouts, each moment is divided among the states of the
-rollouts that run then, in equal shares; so a part says what the step waited for, not what an agent did in sum.
+The invariant: the parts of the time always add up to the wall time of the profiled steps; time without any recorded cause is
+the part `idle`. While a step waits for rollouts, each moment is divided equally among the states of the rollouts that run then.
+So a part says what the step waited for, not how long agents did it in sum.
 
-Intervals of one rollout come from recorded times alone. How a call's time divides into queue, prefill and decode is not
-recorded by vLLM's API: the queue is counted where `--max-num-seqs` says how many calls run at once, and the rest is divided as
-the planner's fit of all calls says.
+Intervals of one rollout come from recorded times alone. vLLM's API does not record how a call's time divides into queue,
+prefill and decode: the queue is derived if `--max-num-seqs` says how many calls run at once, and the rest is divided by the
+planner's fit of all calls.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from lightning_planner.recorded import (
 )
 
 CALL = ("queue", "prefill", "decode")
-"""States in which the policy server has something to do."""
+"""States of a rollout in which a call is at the policy server."""
 NO_WORSE = 1.25
-"""What a call costs is taken not to depend on the load where that leaves no more than so many times the error."""
+"""A call's cost is assumed not to depend on the load if the error of that model is at most this many times the other's."""
 MAX_CALLS = "--max-num-seqs"
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A state, from `begin` to `end` in Unix seconds."""
+    """The time from `begin` to `end` (Unix seconds) that a rollout was in one state."""
 
     state: str
     begin: float
@@ -54,9 +54,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """A rollout that made calls. `tools` are seconds by tool; `asked` says that the model called tools; `prompt` and `response`
-    are tokens of all its calls, `trainable` those answered to agents that are trained; `gaps` is, for each call and then for
-    what came after the last one, the share of the time before it that was a tool's."""
+    """How a rollout that made calls spent its time. `tools` are seconds by tool; `asked` says that the model called tools.
+    `prompt` and `response` count the tokens of all its calls, `trainable` the answered tokens that can be trained on. `gaps`
+    has, for each call, the share of tools in the time before it, and last that share in the time after the last call."""
 
     rollout: str
     start: float
@@ -72,7 +72,7 @@ class Activity:
 
 
 async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Recorded) -> list[Activity]:
-    """What these rollouts did, without those that made no call."""
+    """Return how these rollouts spent their time; rollouts without a call are left out."""
     timed: defaultdict[tuple[float, ...], list[RecordedRollout]] = defaultdict(list)
     for one in recorded.rollouts:
         timed[_when((call.started, call.ended) for call in one.calls)].append(one)
@@ -99,12 +99,13 @@ async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Record
 
 
 def _when(calls: Iterable[tuple[float, float]]) -> tuple[float, ...]:
-    """What tells the calls of one rollout from those of others; where it does not, they took the same time."""
+    """Return the start and end times of a rollout's calls, as a key that identifies the rollout. Rollouts with equal keys took
+    the same time, so that mixing them up does no harm."""
     return tuple(at for call in sorted(calls) for at in call)
 
 
 def max_calls(recorded: Recorded) -> int | None:
-    """How many calls vLLM runs at once, where its arguments say so."""
+    """Return how many calls vLLM runs at once by its arguments; None if they do not say."""
     args = policy_args(recorded)
     for place, argument in enumerate(args):
         name, _, value = argument.partition("=")
@@ -115,12 +116,13 @@ def max_calls(recorded: Recorded) -> int | None:
 
 
 def policy_args(recorded: Recorded) -> list[str]:
-    """`policy_server.args` of the run."""
+    """Return the setting `policy_server.args` of the run."""
     return list(recorded_config(recorded.config).policy_server.args)
 
 
 def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
-    """When each call left vLLM's queue, by its recorded times; empty where the size of vLLM's batch is not known."""
+    """Return when each call left vLLM's queue (Unix seconds), by its (start, end); empty if the limit of vLLM's batch is not
+    known."""
     most = max_calls(recorded)
     if most is None:
         return {}
@@ -146,10 +148,10 @@ def _server_costs(recorded: Recorded) -> ServerCosts | None:
 
 
 def server_costs(recorded: Recorded, calibration: Calibration) -> ServerCosts:
-    """What calls cost; where vLLM's batch is known to be limited, without the time that calls waited for a place.
+    """Estimate the cost of calls. If the limit of vLLM's batch is known, the time that calls waited in the queue is left out.
 
-    Calls that take no longer the more of them run at once are taken to go on so: where load explains nothing, the planner's fit
-    may still blame it, and a change of the load would be wrong by that.
+    If the load explains the times hardly better than a fixed cost for each call and token, the fixed costs are returned: the
+    planner's fit might blame the load by chance, and a simulated change of the load would then be wrong.
     """
     most, begins = max_calls(recorded), admitted(recorded)
     alone = each_call(
@@ -171,7 +173,7 @@ def server_costs(recorded: Recorded, calibration: Calibration) -> ServerCosts:
 
 
 def each_call(recorded: Recorded, change: Callable[[RecordedCall], RecordedCall]) -> Recorded:
-    """The run with each of its calls changed."""
+    """Return the recorded run with `change` applied to each of its calls."""
     groups = tuple(
         replace(
             group,
@@ -238,8 +240,8 @@ def _of_call(call: RecordedCall, costs: ServerCosts | None, begin: float) -> lis
 def share_out(
     intervals: Sequence[Interval], windows: Sequence[tuple[float, float]]
 ) -> tuple[Mapping[str, float], float]:
-    """Seconds of the windows by state, and those in which the policy server had no call. A moment with several intervals is
-    divided equally; one without any is nobody's."""
+    """Return the seconds within the windows by state, and the seconds in which the policy server had no call. A moment with
+    several intervals is divided equally among them; one without any counts for no state."""
     changes: list[tuple[float, int, str]] = []
     for interval in intervals:
         if interval.end > interval.begin:
@@ -264,16 +266,16 @@ def share_out(
 
 
 ROLLOUT_PARTS = ("queue", "prefill", "decode", "tools", "agent_code", "agent_start")
-"""What a step waits for while its rollouts run."""
+"""The parts of the time in which a step waits for rollouts."""
 PHASES = {"train": "training", "update": "update", "checkpoint": "checkpoint", "eval": "evaluation", "start": "start"}
-"""The other parts, by the phase under which the trainer has measured each."""
+"""The other parts of a step, by the name of the trainer's phase that measured each."""
 PARTS = (*ROLLOUT_PARTS, *PHASES.values(), "idle")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step: its wall seconds, from the end of the step before to its own, those of each phase that the trainer measured,
-    and when it waited for rollouts (Unix seconds)."""
+    """The times of one step: `wall` seconds from the end of the step before to its own end, `seconds` of each phase that the
+    trainer measured, and when it `waited` for rollouts, as (begin, end) in Unix seconds."""
 
     step: int
     wall: float
@@ -284,9 +286,9 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens. `prompt` is what calls sent, `cached` how many of them vLLM found in its prefix cache (None: it did
-    not say), `sampled` what it answered, `trained` what a step was trained on. `untaught` are sampled tokens of groups that
-    taught nothing, by reason; `failed` those of rollouts that failed."""
+    """Counts of tokens: `prompt` in prompts, `cached` of these found in vLLM's prefix cache (None if it did not say), `sampled`
+    in answers, `trained` of these used for training. `untaught` are the sampled tokens of groups that were not trained on, by
+    reason; `failed` those of failed rollouts."""
 
     prompt: int = 0
     cached: int | None = None
@@ -297,15 +299,15 @@ class Tokens:
 
     @property
     def useful(self) -> float | None:
-        """The share of the sampled tokens that was trained; None where none was sampled."""
+        """The share of the sampled tokens that was trained on; None if none was sampled."""
         return self.trained / self.sampled if self.sampled else None
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A run's profiled steps. `parts` are seconds by name and add up to `seconds`. `server_idle` are the seconds of waiting for
-    rollouts in which no call was under way, and `places_idle` the share of `runner.concurrency` that ran no rollout then.
-    `tools` are seconds in all rollouts together, by tool's name. `notes` are what cannot be said, and why."""
+    """The profile of a run's `steps`. `parts` are seconds by part and add up to `seconds`. `server_idle` are the seconds of
+    waiting for rollouts without any call, and `places_idle` the share of `runner.concurrency` that ran no rollout meanwhile.
+    `tools` are seconds over all rollouts, by tool. `notes` are sentences about what is not known, and why."""
 
     run: str
     steps: tuple[StepTimes, ...]
@@ -323,16 +325,16 @@ class Profile:
 
     @property
     def waiting(self) -> float:
-        """Seconds of waiting for rollouts."""
+        """The seconds in which the steps waited for rollouts."""
         return sum(step.waited[1] - step.waited[0] for step in self.steps)
 
 
 async def read_profile(store: Store, run: str, first: int | None = None, end: int | None = None) -> Profile:
-    """Profile the steps from `first` to before `end`; None for `first` is the second step if there is one, since processes
-    start in the first.
+    """Profile the steps from `first` up to but without `end`. None for `first` means the second step if there is one, because
+    processes start in the first; None for `end` means all.
 
-    Raises `DataError` for a run without committed steps, without its calls or without recorded times, and `ConfigError` for
-    steps that it does not have.
+    Raises `DataError` for a run without committed steps, stored calls or recorded times, and `ConfigError` if the run has none
+    of these steps.
     """
     recorded = await read_run(store, run)
     records = await store.steps(run)
@@ -369,12 +371,12 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
 
 
 def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], created: float) -> list[StepTimes]:
-    """The times of steps. Raises `DataError` where none has any."""
+    """Return the times of the steps that have any. Raises `DataError` if none has."""
     times = []
     for record in records:
         point = points.get(record.step)
         if point is None or "seconds/rollout" not in point.values:
-            continue  # it ended between its commit and its metrics, or was not the trainer's
+            continue  # the run ended between this step's commit and its metrics, or the user's own loop took it
         seconds = {name.partition("/")[2]: value for name, value in point.values.items() if name.startswith("seconds/")}
         before = points.get(record.step - 1)
         began = created if before is None else before.at
@@ -392,7 +394,7 @@ def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], cre
 
 
 def _taken_by(records: Sequence[StepRecord], rollouts: Iterable[Rollout], steps: set[int]) -> list[Rollout]:
-    """The rollouts that these steps looked at."""
+    """Return the rollouts that these steps used."""
     by_group = {group: record.step for record in records for group in record.groups}
     return [rollout for rollout in rollouts if by_group.get(rollout.group, rollout.step) in steps]
 
@@ -423,7 +425,8 @@ def _parts(
 
 
 def _starting(recorded: Recorded, times: Sequence[StepTimes], found: Sequence[Activity]) -> list[Interval]:
-    """When places of steps in turns were free although rollouts waited: their processes were starting."""
+    """Return the intervals in which places for agents were free although rollouts waited: their processes were starting. Only
+    for runs in which sampling and training take turns."""
     intervals = []
     for time in times:
         begin, end = time.waited
@@ -464,8 +467,8 @@ def _tokens(
 
 
 def why_untaught(members: Sequence[Rollout], fault: PolicyFault) -> str:
-    """Why a group taught nothing, by the names of the metrics `skipped/...`; `other` where rewards do not tell. `fault` is what
-    was made of rollouts that failed by the policy's own fault."""
+    """Return why a group was not trained on, as in the names of the metrics `skipped/...`; `other` if its rewards do not show
+    it. `fault` is the setting `trainer.policy_fault`."""
     counted = 0.0 if fault == "mask" else None if fault == "exclude" else fault
     given = [counted if rollout.fault is Fault.POLICY else rollout.reward for rollout in members]
     rewards = {reward for reward in given if reward is not None}

@@ -1,7 +1,7 @@
-"""The rewards of a run as another grader would have given them, and what training would have made of those.
+"""Grade a run's rollouts again with another grader, and compute how rewards and advantages would have changed.
 
-The invariant: no agent and no model runs, and nothing is stored. What a grader fails on is counted and left out of all figures,
-and each figure says over how many rollouts it is.
+The invariant: no agent and no policy runs, and nothing is stored. Rollouts that the grader fails on are counted and left out of
+all figures, and each figure says how many rollouts it rests on.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.outcomes import score
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.replay import algorithm_of, policy_fault_of, train_agents_of
 from lightning.trainer.training_data import load_groups, rollouts_of
 from lightning.types import Json, Status, StepRecord, Transition
+from lightning_proof.bring_forward import algorithm_of, policy_fault_of, train_agents_of
 from lightning_record.exchanges import parent_of
 
 from lightning_debug.judge import NOTHING, Judgement
 from lightning_debug.transcript import REDACTED, Transcript, transcript_of
 
 Grader = Callable[[Transcript], object]
-"""Gives a reward, or a mapping with named parts, as an agent does."""
+"""A function that returns a transcript's reward, or a mapping with named parts, as an agent does."""
 
 
 @runtime_checkable
 class GroupGrader(Protocol):
-    """Grades whole groups, such as `Judge`: `weight` times its score is added to what the agent returned."""
+    """A grader of whole groups, such as `Judge`: `weight` times its score is added to the reward that the agent returned."""
 
     weight: float
 
     def judge(self, groups: Sequence[Sequence[Transcript]]) -> Sequence[Judgement]:
-        """Scores for each group, in the order of its rollouts."""
+        """Return a judgement for each group, with scores in the order of its rollouts."""
 
 
 Graded = tuple[float, Mapping[str, float]]
-"""A reward and its named parts."""
+"""A reward and its named parts, as a grader gave them."""
 STRONG: Final = 0.5
-"""A rank correlation from which on the reward follows something that is no part of the task."""
+"""From this rank correlation on (of either sign), a reward is said to follow a quantity that is not part of the task."""
 ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
 AGREEING: Final = 0.7
-"""The agreement of a judge with itself below which its order is mostly chance."""
+"""Below this agreement of a judge with itself, its order is mostly chance."""
 LEAST: Final = 1e-6
-"""Advantages that differ by less are the same."""
+"""Advantages that differ by at most this are taken as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """One rollout, graded again. `before` is the recorded reward, `parts` are the new one's named parts, `answer` is the end of
-    the last answer, tool calls included, and `besides` what a reward should not follow."""
+    """One rollout, graded again. `before` is the recorded reward, `now` the new one with its named `parts`. `answer` is the end
+    of the last answer, tool calls included. `besides` are the quantities that a reward should not follow, by name."""
 
     rollout: str
     step: int
@@ -75,16 +75,16 @@ class Regraded:
 
 @dataclass(frozen=True, slots=True)
 class RewardTrial:
-    """What another grader would have changed. `failed` counts by reason the rollouts that it could not grade, `kept` those that
-    the policy failed: they have the reward that `trainer.policy_fault` gives them. Neither is in the figures.
+    """The changes that another grader would have made. `failed` counts by reason the rollouts that it could not grade, `kept`
+    those that the policy failed: they keep the reward of `trainer.policy_fault`. Neither is in the figures.
 
-    `reordered` are the groups in which it orders two rollouts otherwise, ties included; `equal_before` and `equal_now` are the
-    share of groups whose rewards are all equal. `follows` are the rank correlations of both rewards with what is no part of a
-    task, as `(before, now)`; None where one does not vary. `explained` is each part's share of the new reward's variance.
-    `advantages` counts calls that are trained, and of those the ones with another advantage and with one of the other sign;
-    None where that could not be derived, and `why` says why. `changed_calls` are rollout, number of the call, before and now.
-    Of a judge: `agreement` is the share of pairs of rollouts that two of its samples order alike, the mean over groups;
-    `unusable` counts groups that it gave no usable scores for. None is what was not measured.
+    `reordered` are the groups in which the order of two rollouts changes, ties included; `equal_before` and `equal_now` are the
+    shares of groups whose rewards are all equal. `follows` are the rank correlations of both rewards with the quantities of
+    `BESIDES`, as `(before, now)`; None if either is constant. `explained` is each part's share of the new reward's variance.
+    `advantages` counts the trained calls, those whose advantage changes, and those whose advantage changes its sign; None if
+    advantages could not be derived, and `why` says why. `changed_calls` are (rollout, number of the call, before, now).
+    For a judge, `agreement` is the share of pairs of rollouts that two of its samples order alike, the mean over groups, and
+    `unusable` counts the groups without usable scores. None means not measured.
     """
 
     grader: str
@@ -106,13 +106,13 @@ class RewardTrial:
 
     @property
     def same(self) -> bool:
-        """Whether training would have been the same: every group in the same order, no other advantage, and no rollout that
-        could not be graded. False where advantages could not be derived or nothing was graded, since nobody knows then."""
+        """Whether training would have been the same: every group has the same order, all advantages are equal, and every
+        rollout could be graded. False if this is not known, because nothing was graded or advantages could not be derived."""
         return bool(self.rollouts) and not (self.reordered or self.failed or self.changed_calls or self.why)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is suspicious of the new reward, in words."""
+        """Sentences about what is suspicious in the new reward."""
         found = [
             f"the reward follows {name}: rank correlation {now:+.2f} (the recorded one: {_said(before)})"
             for name, (before, now) in self.follows.items()
@@ -135,9 +135,9 @@ class RewardTrial:
 
 
 async def try_grader(store: Store, run_id: str, grader: Grader | GroupGrader) -> RewardTrial:
-    """Grade all rollouts again that a run was trained on. The grader runs in a thread without an event loop; it may be a
-    coroutine function. Raises `ConfigError` for a run that is not there, has no rollout, or whose calls were removed, and what
-    a judge raises that does not answer."""
+    """Grade all rollouts that a run was trained on again. The grader runs in a thread without an event loop; it may be a
+    coroutine function. Raises `ConfigError` if there is no such run, it has no rollout to grade, or its calls were removed, and
+    passes on the error of a judge that does not answer."""
     run = await store.get_run(run_id)
     if run is None:
         raise ConfigError(f"the store does not know the run {run_id}")
@@ -176,7 +176,8 @@ class _Trial:
     def step(
         self, record: StepRecord, epoch: Epoch, groups: Sequence[Group], calls: Mapping[str, Sequence[Transition]]
     ) -> None:
-        """Grade the groups of a step. `calls` are all calls of each rollout."""
+        """Grade the groups of a step, and compare rewards and advantages with the recorded ones. `calls` has all calls of each
+        rollout."""
         seen = [self._seen(group, calls) for group in groups]
         graded = (
             self._judge(seen)
@@ -208,11 +209,11 @@ class _Trial:
                 self.calls.append((*key, one, other))
 
     def _seen(self, group: Group, calls: Mapping[str, Sequence[Transition]]) -> list[Transcript]:
-        """The transcripts that can be graded."""
+        """Return the transcripts of a group that can be graded; count the others as failed or kept."""
         found = []
         for member in group.trajectories:
             rollout = member.rollout
-            if rollout.status is Status.FAILED:  # no grader has seen it: its reward is that of policy faults
+            if rollout.status is Status.FAILED:  # no grader saw it: its reward is `trainer.policy_fault`
                 self.kept += 1
                 continue
             try:
@@ -226,7 +227,7 @@ class _Trial:
         return found
 
     def _grade(self, seen: Transcript) -> Graded | None:
-        """A reward with its parts; None where the grader fails, which is counted."""
+        """Return the grader's reward with its parts; if the grader raises, count that and return None."""
         assert not isinstance(self.grader, GroupGrader)
         try:
             return score(_graded(self.grader, copy.deepcopy(seen)))
@@ -235,7 +236,8 @@ class _Trial:
             return None
 
     def _judge(self, groups: Sequence[Sequence[Transcript]]) -> list[list[Graded | None]]:
-        """As training has it with a judge: what the agent returned, and `weight` times the score."""
+        """Grade groups with a judge as training does: the agent's reward plus `weight` times the score; None for the rollouts
+        of a group without usable scores."""
         assert isinstance(self.grader, GroupGrader)
         judged = iter(self.grader.judge([group for group in groups if group]))
         found: list[list[Graded | None]] = []
@@ -246,7 +248,7 @@ class _Trial:
             if judgement.scores is None:
                 self.unusable += 1
                 self.first_said = self.first_said or judgement.nonsense[0][:100]
-                for _ in group:  # in the same words: a judge can say something else of each group
+                for _ in group:  # with one text for all groups, so that they count as one reason
                     self._fail(DataError(f"the judge gave no usable scores; it said first {self.first_said!r}"))
                 found.append([None] * len(group))
                 continue
@@ -260,7 +262,7 @@ class _Trial:
     def _group(
         self, record: StepRecord, group: Group, seen: Sequence[Transcript], graded: Sequence[Graded | None]
     ) -> dict[str, float]:
-        """The new rewards of a group by rollout, without those that could not be graded."""
+        """Record the result of a group, and return its new rewards by rollout, without rollouts that could not be graded."""
         rewards = {member.rollout.id: member.reward for member in group.trajectories}
         found = {
             member.rollout.id: member.reward for member in group.trajectories if member.rollout.status is Status.FAILED
@@ -314,7 +316,7 @@ class _Trial:
 
 
 def _graded(grader: Grader, seen: Transcript) -> object:
-    """What a grader gives; a coroutine is run to its end."""
+    """Call a grader and return its result; an awaitable is run to its end."""
     found = grader(seen)
 
     async def wait() -> object:
@@ -324,7 +326,8 @@ def _graded(grader: Grader, seen: Transcript) -> object:
 
 
 def _with_rewards(group: Group, now: Mapping[str, float], *, new: bool) -> Group:
-    """The group without what could not be graded, with its own rewards or the new ones."""
+    """Return the group without the rollouts that could not be graded, with the new rewards or, unless `new`, the recorded
+    ones."""
     members = tuple(member for member in group.trajectories if member.rollout.id in now)
     if not new:
         return replace(group, trajectories=members)
@@ -337,7 +340,7 @@ def _with_rewards(group: Group, now: Mapping[str, float], *, new: bool) -> Group
 
 
 def _advantages(algorithm: Algorithm, groups: Sequence[Group]) -> dict[tuple[str, int], float]:
-    """The advantage of each trained call, by rollout and number."""
+    """Return the advantage of each call that has a weight in the batch, by rollout and sequence number."""
     batch = algorithm.batch(groups)
     return {
         (span.rollout, span.seq): float(sample.advantages[span.start])
@@ -354,12 +357,12 @@ BESIDES: Final[Mapping[str, Callable[[Transcript], float]]] = {
     "answers that were cut off": lambda seen: float(sum(call.finish_reason == "length" for call in seen.calls)),
     "tools that failed": lambda seen: float(sum(event.status == "error" for event in seen.tool_events)),
 }
-"""What a reward should not follow."""
+"""Quantities of a transcript that a reward should not follow, by their description."""
 
 
 def explained_by(rollouts: Sequence[Regraded], now: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Each part's share of the reward's variance: its covariance with the reward over the variance of that. Parts that make up
-    the reward by addition have shares that add up to 1."""
+    """Return each part's share of the reward's variance: its covariance with the reward, divided by that variance. The shares
+    of parts whose sum is the reward add up to 1. Empty if the reward is constant."""
     names = sorted({name for each in rollouts for name in each.parts} - {"reward"})
     if not len(now) or np.ptp(now) <= 1e-12 * max(1.0, float(np.abs(now).max())):
         return {}
@@ -371,7 +374,7 @@ def explained_by(rollouts: Sequence[Regraded], now: npt.NDArray[np.float64]) -> 
 
 
 def rank_correlation(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float | None:
-    """Spearman's rho: the correlation of the ranks, ties by their mean; None where one of both does not vary."""
+    """Return Spearman's rho: the correlation of the ranks, with the mean rank for ties; None if either is constant."""
     if len(one) < 2:
         return None
     first, second = _ranks(one), _ranks(other)
@@ -392,7 +395,7 @@ def _sum(agent: float, judge: float) -> Graded:
 
 
 def place_of(grader: Grader | GroupGrader) -> str:
-    """Where a grader stands: `grader.py:12 in grade`."""
+    """Return where a grader is defined, as `grader.py:12 in grade`, or its name if it has no code."""
     code = getattr(inspect.unwrap(grader) if callable(grader) else grader, "__code__", None)
     name = getattr(grader, "__qualname__", type(grader).__qualname__)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno} in {name}" if code else str(name)

@@ -1,9 +1,9 @@
-"""What the record of some attempts says is wrong: the same rules for a dry run, for each step of training and for a reader of
-the store, who asks them together with those over the course of a run (`lightning_debug.course_rules`).
+"""Rules that find what is wrong from the records of some attempts. A dry run, each step of training and a reader of the store
+apply the same rules, together with those over the course of a run (`lightning_debug.course_rules`).
 
-The invariant: a rule reads what was recorded and nothing else, so that it can be asked of any run, whenever it ran. That
-rollouts share a memory is said by token ids alone, and only of what no prompt held before it was said: neither a system prompt,
-a task, a document that is quoted, nor equal answers to equal prompts are taken for it.
+The invariant: a rule reads only recorded data, so that it works for any run at any time. Shared memory of rollouts is found by
+token ids alone, and only from text that no prompt had before it was answered: a system prompt, a task, a quoted document, or
+equal answers to equal prompts do not count.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from lightning_debug.course_rules import COURSE_RULES
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence
 
 LONGEST: Final = 300
-"""Characters of a refusal that are shown."""
+"""Most characters of a refusal that are shown."""
 LEAST_PAIRS: Final = 60
-"""Pairs of rollouts of one task, with other rewards, that are enough to say what the reward follows."""
+"""Pairs of rollouts of one task with different rewards and lengths that are needed to say that the reward follows length."""
 MOST_PAIRS: Final = 0.9
-"""The share of them in which the longer one earns more that is no accident."""
+"""If the longer rollout earns more in at least this share of those pairs, it is no accident."""
 OUTSIDE: Final = re.compile(
     r"connection|timed? ?out|refused|unreachable|unavailable|rate.?limit|quota|unauthori[sz]ed|forbidden"
     r"|(?:http|status|code)\D{0,12}(?:401|403|429|50[0-4])\b",
     re.IGNORECASE,
 )
-"""In the error of a tool that no arguments of a model could have made."""
+"""Matches errors of a tool that the model's arguments cannot have caused, such as a service that is down."""
 TOOL_RUNS: Final = 10
 MANY_TOOL_FAILURES: Final = 0.2
-"""The share of at least `TOOL_RUNS` runs of a tool that fail so."""
+"""From this share of failed runs on, of at least `TOOL_RUNS`, a tool's service is reported as failing."""
 LEAST_UNEQUAL: Final = 5
 MANY_UNEQUAL: Final = 0.05
-"""Pairs of rollouts alike in every token that are graded differently, and their share of such pairs."""
+"""From `LEAST_UNEQUAL` pairs of token-identical rollouts with different rewards on, if they are this share of such pairs, the
+grader is reported."""
 
 
 def diagnose(
@@ -54,15 +55,15 @@ def diagnose(
     failures: Sequence[str] = (),
     course: Course | None = None,
 ) -> list[Diagnosis]:
-    """What all the rules find in these attempts, those of one wave, and in the run up to now; `failures` are the errors of
-    rollouts that failed."""
+    """Apply all rules to the attempts of one step or dry run, and to the `course` of the run up to now (None: no course).
+    `failures` are the errors of failed rollouts."""
     evidence = Evidence(list(attempts), train_agents, failures)
     found = [diagnosis for rule in RULES for diagnosis in rule(evidence)]
     return found + [diagnosis for rule in COURSE_RULES for diagnosis in rule(course or Course())]
 
 
 def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Calls that the gateway or vLLM does not take; but for one that is too long, which is the policy's own fault."""
+    """Find calls that the gateway or vLLM refused, except those that were too long, which is the policy's own fault."""
     causes: defaultdict[tuple[str, str, str], list[Transition]] = defaultdict(list)
     for attempt in evidence.attempts:
         for call in attempt.calls:
@@ -79,7 +80,7 @@ def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
-    """The model asked for tools, and no adapter reported that one ran."""
+    """Find tool calls of the model without any reported tool run."""
     asked = [attempt for attempt in evidence.attempts if any(call.tool_calls for call in attempt.calls)]
     if asked and all(event.kind for attempt in evidence.attempts for event in attempt.tool_events):  # nothing ran
         calls = sum(len(call.tool_calls) for attempt in asked for call in attempt.calls)
@@ -91,7 +92,7 @@ def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def failing_tools(evidence: Evidence) -> Iterator[Diagnosis]:
-    """A tool fails for what is no doing of the model: its service is down, slow, or refuses."""
+    """Find a tool that fails for reasons that the model cannot cause: its service is down, slow, or refuses."""
     runs = (event for attempt in evidence.attempts for event in attempt.tool_events)
     for name, events in by_key(runs, lambda event: event.name).items():
         errors = [event.error for event in events if event.status == "error" and OUTSIDE.search(event.error)]
@@ -106,7 +107,7 @@ def failing_tools(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Calls asked for longer answers than there was room for."""
+    """Find calls that asked for longer answers than the model's context had room for."""
     calls = [call for call in evidence.answered if call.max_tokens_asked]
     if calls:
         most = max(call.max_tokens_asked for call in calls)
@@ -118,7 +119,7 @@ def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def lost_names(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Some calls have an agent's name and others have none."""
+    """Find calls without an agent's name in a run in which other calls have one."""
     calls = [call.caller for call in evidence.answered]
     named = Counter(caller.name for caller in calls if caller.agent != UNNAMED.agent or caller.path)
     unnamed = len(calls) - named.total()
@@ -131,7 +132,7 @@ def lost_names(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def unadapted_frameworks(evidence: Evidence) -> Iterator[Diagnosis]:
-    """A framework without adapter makes calls, so that its agents have no names and its tools are not seen."""
+    """Find calls of a framework without an adapter, so that its agents have no names and its tools are not seen."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for call in evidence.answered:
         if framework := framework_without_adapter(call.caller.framework):
@@ -146,7 +147,7 @@ def unadapted_frameworks(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Rollouts earned a reward and called no model."""
+    """Find rollouts that returned a reward without a model call."""
     silent = sum(error.startswith(UNCALLED) for error in evidence.failures)
     if not silent:
         return
@@ -165,7 +166,7 @@ def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def shared_memory(evidence: Evidence) -> Iterator[Diagnosis]:
-    """What one rollout answered stands in the first prompt of another."""
+    """Find rollouts whose prompts contain an answer of another rollout, so that they must share a memory."""
     calls = [attempt.calls for attempt in evidence.attempts]
     if found := shared_answers(calls):
         holder, speaker = next(iter(found.items()))
@@ -180,7 +181,8 @@ def shared_memory(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def unmatched_agents(evidence: Evidence) -> Iterator[Diagnosis]:
-    """No call belongs to one of the globs. That none belongs to any of them is said where nothing could be trained."""
+    """Find globs of `train_agents` that match no call. If none of them matches any call, nothing is found here, because that
+    error is reported elsewhere."""
     globs = evidence.train_agents
     callers = {Caller(call.caller.agent, call.caller.path) for call in evidence.answered}
     if not any(is_trainable(call.caller, globs, call.requested_model) for call in evidence.answered):
@@ -190,7 +192,8 @@ def unmatched_agents(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Calls asked for several models, and the policy answers them all; which of them looks like a judge."""
+    """Find calls for several model names, which the policy all answers, and say which name looks like a judge's: all its calls
+    came after the last tool run."""
     asked: defaultdict[str, Counter[str]] = defaultdict(Counter)
     early: set[str] = set()  # asked for before the last tool of an attempt ran
     late: Counter[str] = Counter()
@@ -216,13 +219,14 @@ def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def no_call_of(glob: str, meant: str, callers: Iterable[Caller]) -> str:
-    """That a glob of `train_agents` matches nothing, with what was probably meant (empty: nothing comes near)."""
+    """Return the text for a glob of `train_agents` that matches nothing. `meant` is the agent that was probably meant; empty if
+    none is similar."""
     cure = f"did you mean {meant!r}?" if meant else "is it misspelt, or is that agent only called now and then?"
     return f"no call matched {glob!r} of train_agents; {cure} Agents seen: {names_of(callers)}"
 
 
 def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Attempts that cannot be run again from their record, by the reason; not where nobody wants requests recorded."""
+    """Find attempts that cannot be replayed from their record, by reason. Attempts without any recorded request are skipped."""
     recorded = [each for each in evidence.attempts if any(packed_in(call) is not None for call in each.calls)]
     reasons = Counter(why_not_replayable(attempt.calls, attempt.tool_events) for attempt in recorded)
     for reason, count in sorted(reasons.items()):
@@ -235,7 +239,7 @@ def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Within groups the rollout that says more earns more, nearly always."""
+    """Find a reward that follows length: within groups, the longer rollout nearly always earns more."""
     groups: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for attempt in evidence.attempts:
         if attempt.reward is not None and attempt.group:
@@ -256,7 +260,7 @@ def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def unequal_grades(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Rollouts of one task that are alike token for token earn differently."""
+    """Find a random grader: rollouts of one task that are equal token for token have different rewards."""
     groups: defaultdict[tuple[str, bytes], list[tuple[float, str]]] = defaultdict(list)
     for attempt in evidence.attempts:
         if attempt.reward is not None and attempt.group and attempt.calls:
@@ -297,16 +301,16 @@ RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
 
 
 LENGTH: Final = 20
-"""Tokens in a row that two texts do not share by chance."""
+"""Number of consecutive tokens that two texts do not share by chance."""
 MOST_ROLLOUTS: Final = 64
-"""Rollouts of a wave that are looked at: what they share they share early."""
+"""Most rollouts that are compared: the first ones, since a shared memory shows early."""
 FACTORS: Final = np.random.default_rng(12).integers(1, 2**63, LENGTH, dtype=np.uint64) | np.uint64(1)
 Hashes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Where some tokens in a row were said first."""
+    """The first answer with a given sequence of tokens: when the call ended, the rollout's index, and the call."""
 
     at: float
     speaker: int
@@ -314,11 +318,11 @@ class _Said:
 
 
 def shared_answers(rollouts: Sequence[Sequence[Transition]]) -> dict[int, int]:
-    """The rollouts with a prompt that holds what another one had answered before, each with that other one, by position.
+    """Find rollouts with a prompt that contains an earlier answer of another rollout; return, by index, that other rollout.
 
-    `rollouts` are the calls of each, answered or not. Before a rollout has an answer nothing in its prompts is its own. Later
-    only plain text of rollouts with another task counts, since a template writes a rollout's own tool calls anew, maybe as
-    another one has written them.
+    `rollouts` has the calls of each rollout, answered or not. In prompts before a rollout's first answer, any such text counts.
+    In later prompts only plain text of rollouts with another task counts, because a chat template rewrites a rollout's own tool
+    calls, perhaps just as another rollout wrote them.
     """
     answered = [[call for call in calls if call.status.answered] for calls in rollouts[:MOST_ROLLOUTS]]
     if sum(map(bool, answered)) < 2:
@@ -341,7 +345,8 @@ def shared_answers(rollouts: Sequence[Sequence[Transition]]) -> dict[int, int]:
 
 
 def _spoken(answered: Sequence[Sequence[Transition]], seen: Hashes) -> tuple[dict[int, _Said], list[set[int]]]:
-    """What of the answers stands in any prompt: who said it first, and what each rollout said."""
+    """Return, for each token sequence (by hash) of an answer that is also `seen` in a prompt, the first answer with it; and the
+    sequences that each rollout answered."""
     said: dict[int, _Said] = {}
     own: list[set[int]] = [set() for _ in answered]
     for who, calls in enumerate(answered):
@@ -357,7 +362,8 @@ def _spoken(answered: Sequence[Sequence[Transition]], seen: Hashes) -> tuple[dic
 def _held(
     prompts: Sequence[tuple[int, Transition, Hashes]], said: dict[int, _Said], firsts: Sequence[float]
 ) -> tuple[dict[int, float], dict[int, set[tuple[int, bool]]]]:
-    """Since when a prompt has held each of what was said; and whose prompts do, and whether before their first answer."""
+    """Return, for each answered token sequence (by hash), when a prompt first had it; and the rollouts whose prompts have it,
+    each with whether the call began before that rollout's first answer."""
     held: dict[int, float] = {}
     holders: dict[int, set[tuple[int, bool]]] = {}
     wanted = np.fromiter(said, dtype=np.uint64, count=len(said))
@@ -369,7 +375,7 @@ def _held(
 
 
 def _hashes(ids: TokenIds) -> Hashes:
-    """One number for each `LENGTH` tokens in a row."""
+    """Return one hash for each sequence of `LENGTH` consecutive tokens."""
     tokens = np.asarray(ids, dtype=np.int64).astype(np.uint64) + np.uint64(1)
     if len(tokens) < LENGTH:
         return np.empty(0, dtype=np.uint64)

@@ -1,9 +1,9 @@
-"""The commands that look into a recorded run: `lightning advise`, what is wrong in it and what past runs did better; `lightning
-profile`, where its time and tokens went and what would help; `lightning reward try`, a changed grader on its rollouts.
+"""The commands that inspect a recorded run: `lightning advise` (alarms, and settings of past runs that earned more), `lightning
+profile` (where time and tokens went, and what would help), and `lightning reward try` (another grader on its rollouts).
 
-The invariant: they only read the store. Exit code of `advise`, 0: no alarm; 1: the last step still has a serious one. Of
-`reward try`, 0: training would have been the same; 1: a group is ordered otherwise, an advantage is another, or it cannot be
-said, since a rollout could not be graded or advantages could not be derived.
+The invariant: they only read the store. Exit codes of `advise`: 1 if a serious alarm still holds after the last step, else 0.
+Of `reward try`: 0 if training would have been the same; 1 if the order of a group or an advantage changes, or if that is not
+known, because a rollout could not be graded or advantages could not be derived.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def advise(
 
 
 async def _mine(store: Store, run_id: str) -> tuple[Run, Mapping[str, Json]] | None:
-    """The run with the configuration that it is compared by."""
+    """Return the run and the configuration of its last step; None if the store has no such run."""
     run = await store.get_run(run_id)
     return (run, await config_of(store, run)) if run else None
 
 
 def _past(url: str, mine: Run, config: Mapping[str, Json], runs: Path) -> list[Past]:
-    """The other runs of the same model and tasks, in the run's own store and in those of the folder."""
+    """Return the other runs of the same model and tasks, from the run's own store and the stores in the folder `runs`."""
 
     async def comparable(_: str, store: Store) -> dict[tuple[str, float], Past]:
         others = [
@@ -93,12 +93,12 @@ def _past(url: str, mine: Run, config: Mapping[str, Json], runs: Path) -> list[P
 
 
 def _key(run: Run) -> tuple[str, float]:
-    """What tells a run from one of the same name in another store."""
+    """Return the id and the time of creation of a run, which tell it from a run of the same id in another store."""
     return run.id, run.created_at
 
 
 def show_advice(advice: Advice) -> None:
-    """The advice in words."""
+    """Print the advice."""
     say(f"{escape(advice.run)}: {advice.steps} steps")
     if not advice.alarms:
         say("no alarm" if advice.steps else "nothing was looked at: the run has no step yet")
@@ -136,8 +136,8 @@ def _show_tuning(tuning: Sequence[Tuning], compared: int) -> None:
 
 
 def override(setting: str, value: Json) -> str | None:
-    """What `--set` takes for a setting; None where it takes nothing: an argument of the algorithm, a setting of another
-    release."""
+    """Return the argument of `--set` for a setting; None if `--set` does not accept it (an argument of the algorithm, or a
+    setting of another release)."""
     line = f"{setting}={written(value)}"
     try:
         load_config(overrides=[line], env={})
@@ -147,7 +147,7 @@ def override(setting: str, value: Json) -> str | None:
 
 
 def written(value: Json) -> str:
-    """A value as `--set` reads it: JSON, with the tables of TOML."""
+    """Return a value as `--set` reads it: JSON, but with TOML's inline tables."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)} = {written(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -179,7 +179,8 @@ def profile(
 
 
 def _range(steps: str) -> tuple[int | None, int | None]:
-    """`A:B` as numbers; either may be missing. Raises `ConfigError` for anything else."""
+    """Read `A:B` as (first, end); a missing A means 0, a missing B None. An empty text gives (None, None). Raises `ConfigError`
+    for anything else."""
     if not steps:
         return None, None
     first, colon, end = steps.partition(":")
@@ -189,7 +190,7 @@ def _range(steps: str) -> tuple[int | None, int | None]:
 
 
 def profile_json(found: Profile, helps: Sequence[Help]) -> dict[str, object]:
-    """The profile as plain values."""
+    """Return the profile and the helps as JSON values."""
     tokens = found.tokens
     return {
         "run": found.run,
@@ -225,7 +226,7 @@ def profile_json(found: Profile, helps: Sequence[Help]) -> dict[str, object]:
 
 
 def show_profile(found: Profile, helps: Sequence[Help]) -> None:
-    """The profile in words and tables."""
+    """Print the profile and the helps as sentences and tables."""
     first, last, count = found.steps[0].step, found.steps[-1].step, len(found.steps)
     say(f"{escape(found.run)}, steps {first} to {last}: {found.seconds:.1f} s, {found.seconds / count:.2f} s a step")
     parts = sorted(found.parts.items(), key=lambda part: -part[1])
@@ -277,7 +278,7 @@ def _show_tokens(found: Profile) -> None:
 
 
 class Action(StrEnum):
-    """What is done with a reward."""
+    """The actions of `lightning reward`."""
 
     TRY = "try"
 
@@ -348,7 +349,7 @@ def _trial_json(trial: RewardTrial) -> dict[str, object]:
 
 
 def show_trial(trial: RewardTrial, limit: int) -> None:
-    """The result in words and tables."""
+    """Print the result of regrading as sentences and tables, with at most `limit` changed rollouts."""
     graded = len(trial.rollouts)
     say(f"{escape(trial.grader)} on {graded} rollouts of {trial.groups} groups")
     if graded:

@@ -1,9 +1,8 @@
-"""The plugin's stage at the steps of a run: the rules look at each step and at dry runs, and `trainer.alerts` (a webhook, or a
-program) hears of what is serious.
+"""The plugin's step stage: it applies the rules to each step and each dry run, and sends alarms to `trainer.alerts` (a webhook
+or a program).
 
-The invariant: a rule sees what is recorded of the run up to now and nothing else, so that `lightning advise` finds the same.
-Training neither waits for what is told others nor fails with it. What could not be told is logged, without the address, which
-may be a secret.
+The invariant: a rule sees only what is recorded of the run up to now, so that `lightning advise` finds the same. Training
+neither waits for an alert nor fails with it. An alert that could not be sent is logged without its URL, which may be a secret.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[bytes], Awaitable[None]]
 SECONDS: Final = 30.0
-"""How long telling may take, and how long the end of a run waits for what is being told."""
+"""Seconds that sending an alert may take, and that the end of a run waits for alerts that are being sent."""
 WEBHOOK, COMMAND = "webhook:", "command:"
 
 
 def read_alerts(targets: Sequence[str]) -> list[tuple[str, Send]]:
-    """What to call with an alert, by the name of each target. Raises `ConfigError` for what is neither, is not there, or is a
-    secret where its name belongs."""
+    """Return the targets of `trainer.alerts` as `(name, function that sends an alert)`. Raises `ConfigError` for a target that
+    is neither a webhook nor a command, for an unset variable or a missing program, and for a URL in place of its variable."""
     found: list[tuple[str, Send]] = []
     for target in targets:
         if target.startswith(WEBHOOK):
@@ -111,7 +110,7 @@ def _command(text: str) -> Send:
 
 
 class Alerts:
-    """The targets of one run."""
+    """Sends alerts to the targets of one run."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = read_alerts(targets)
@@ -119,12 +118,12 @@ class Alerts:
         self._failed: set[str] = set()
 
     async def close(self) -> None:
-        """Wait for what is being told."""
+        """Wait up to `SECONDS` for the alerts that are being sent."""
         if self._telling:
             await asyncio.wait(self._telling, timeout=SECONDS)
 
     def send(self, alert: Mapping[str, Json]) -> None:
-        """Tell all targets; returns at once."""
+        """Start to send an alert to all targets, and return at once."""
         body = json.dumps({**alert}).encode()
         for name, send in self._targets:
             task = asyncio.create_task(self._tell(name, send, body))
@@ -139,11 +138,12 @@ class Alerts:
             level = logging.INFO if name in self._failed else logging.WARNING
             self._failed.add(name)
             reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
-            logger.log(level, "an alarm could not be told to %s: %s. Training goes on; it is in the log", name, reason)
+            logger.log(level, "could not send an alarm to %s: %s. Training goes on; it is logged", name, reason)
 
 
 class Advice(StepStage):
-    """See the module. Raises `ConfigError` for alerts that cannot be told."""
+    """The step stage `advice`, which applies the rules and sends alerts. Raises `ConfigError` for `trainer.alerts` that are not
+    valid."""
 
     api, carries_out = 1, ("alerts",)
 
@@ -154,12 +154,13 @@ class Advice(StepStage):
         self._evaluations: Sequence[Evaluation] = ()
 
     async def begun(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
-        """See `StepStage.begun`."""
+        """Take the steps and evaluations of a resumed run, and return the alarms that they give."""
         self._steps, self._evaluations = list(steps), evaluations
         return await self._found()
 
     async def taken(self, step: StepTaken) -> Added:
-        """See `StepStage.taken`."""
+        """Apply the rules to a step, and return its alarms and, if tools were hidden from the model, the metric
+        `hidden_tools`."""
         self._steps[step.step - 1 :] = [step.metrics]
         attempts = [Attempted.of(member) for group in step.groups for member in group.trajectories]
         failures = [rollout.error for rollout in step.rollouts if rollout.status is Status.FAILED]
@@ -168,7 +169,7 @@ class Advice(StepStage):
         return Added(metrics, alarms=await self._found(attempts, step.train_agents, failures))
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
-        """See `StepStage.evaluated`."""
+        """Take all evaluations so far, and return the alarms that they give."""
         self._evaluations = evaluations
         return await self._found()
 
@@ -180,11 +181,11 @@ class Advice(StepStage):
         return [diagnosis for diagnosis in found if not diagnosis.minor]
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
-        """See `StepStage.alarmed`."""
+        """Send a serious alarm to `trainer.alerts`, in the background."""
         self._alerts.send(alarm)
 
     async def ended(self) -> None:
-        """See `StepStage.ended`."""
+        """Wait up to `SECONDS` for alerts that are being sent."""
         await self._alerts.close()
 
     async def rehearsed(
@@ -195,5 +196,5 @@ class Advice(StepStage):
         algorithm: Algorithm | SearchAlgorithm,
         reporter: Reporter,
     ) -> DevReport:
-        """See `StepStage.rehearsed`."""
+        """Do a dry run of the tasks, and return its report."""
         return await dry_run(stack, tasks, train_agents, algorithm, reporter)

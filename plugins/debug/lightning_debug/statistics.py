@@ -1,7 +1,7 @@
-"""What rewards say of a policy: avg@k and pass@k with intervals, and a test of a difference that may be looked at any time.
+"""Statistics of rewards: avg@k and pass@k with intervals, and a sequential test of a difference that may be read at any time.
 
-The invariant: the unit is the task, since rollouts of one task are not independent, and the same rewards in the same order give
-the same figures.
+The invariant: the unit of all statistics is the task, since rollouts of one task are not independent. The same rewards in the
+same order give the same figures.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 LEVEL: Final = 0.95
-"""The coverage of intervals."""
+"""The confidence level of all intervals."""
 BETS: Final = np.array([0.1, 0.25, 0.5, 0.85])
-"""Shares of the most that can be staked. A bet is best at about the mean over the variance, which nobody knows before."""
+"""Bets, as shares of the largest possible stake. The best bet is about the mean over the variance, which is not known."""
 CANDIDATES: Final = 401
-"""Means that are tested to find an interval: it is this fine, and rounded outwards."""
+"""Number of grid points on which means are tested. An interval is as fine as this grid, and rounded outwards."""
 TOGETHER: Final = 64
-"""Differences that are worked through at once."""
+"""Most differences that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over `tasks` tasks with its interval of `LEVEL`. `interval` is None where rewards lie outside the bounds."""
+    """A mean over `tasks` tasks with its interval at `LEVEL`, which is None if rewards lie outside the bounds."""
 
     value: float
     interval: tuple[float, float] | None
@@ -36,7 +36,8 @@ class Estimate:
 
 
 def avg_at_k(rewards: Sequence[Sequence[float]], bounds: tuple[float, float] = (0.0, 1.0)) -> Estimate | None:
-    """The mean over tasks of the mean reward of each task's rollouts; None without a reward. A task without one is left out."""
+    """Return the mean over tasks of the mean reward of each task's rollouts; None without any reward. Tasks without a reward
+    are left out. The interval is None if a reward lies outside `bounds`."""
     known = [task for task in rewards if task]
     if not known:
         return None
@@ -45,15 +46,15 @@ def avg_at_k(rewards: Sequence[Sequence[float]], bounds: tuple[float, float] = (
     value = math.fsum(means) / len(means)
     if min(map(min, known)) < low or max(map(max, known)) > high:
         return Estimate(value, None, len(known))
-    found = interval(np.clip((means - low) / (high - low), 0.0, 1.0))  # a mean may be beyond them by rounding
+    found = interval(np.clip((means - low) / (high - low), 0.0, 1.0))  # rounding may put a mean outside
     return Estimate(value, (low + found[0] * (high - low), low + found[1] * (high - low)), len(known))
 
 
 def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> Estimate | None:
-    """The chance that at least one of k rollouts of a task succeeds, mean over tasks; None where no task has k rollouts.
+    """Return the chance that at least one of k rollouts of a task succeeds, mean over tasks; None if no task has k rollouts.
 
-    `successes` has for each task how many of its rollouts succeeded, and how many there were. The estimate is without bias
-    (Chen et al. 2021): 1 - C(n - c, k) / C(n, k). A task with fewer than k rollouts is left out.
+    `successes` has (number of successes c, number of rollouts n) for each task. The estimate is unbiased (Chen et al. 2021):
+    1 - C(n - c, k) / C(n, k). A task with fewer than k rollouts is left out.
     """
     if k < 1:
         raise ValueError(f"pass@k needs k >= 1, not {k}")
@@ -65,16 +66,16 @@ def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> Estimate | None:
 
 
 def ks_of(n: int) -> list[int]:
-    """For which k pass@k is told of n rollouts: powers of two, and n."""
+    """Return the values of k for which pass@k is reported with n rollouts: the powers of two up to n, and n."""
     return sorted({1 << power for power in range(n.bit_length())} | {n})
 
 
 def interval(values: Floats) -> tuple[float, float]:
-    """The interval of a mean of `values`, each from 0 to 1 and one for each task.
+    """Return the interval at `LEVEL` of the mean of `values`, each from 0 to 1 and one for each task.
 
-    Agresti and Coull's: that of Student, over the tasks and some more (half the quantile's square) at either end of what there
-    can be. The tasks are the draws, since rollouts of one task are not independent; and a few tasks unlike all others that none
-    of these happens to be, as the one in twenty that can be solved, are within its width.
+    This is Student's interval over the tasks and, as Agresti and Coull do, over additional values at 0 and at 1 (half the
+    quantile's square of each). Tasks are the independent draws. The additional values make the interval wide enough for rare
+    tasks that are not in the sample, such as the one in twenty that can be solved.
     """
     tasks = len(values)
     if tasks == 1:
@@ -89,7 +90,7 @@ def interval(values: Floats) -> tuple[float, float]:
 
 
 def _student(p: float, freedom: int) -> float:
-    """A quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
+    """Return a quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
     expansion, which is less than 1 % off."""
     if freedom == 1:
         return math.tan(math.pi * (p - 0.5))
@@ -106,21 +107,21 @@ def _student(p: float, freedom: int) -> float:
 
 @dataclass
 class SequentialTest:
-    """A test of the mean of bounded differences, which holds at whatever time it is looked at and stopped.
+    """A sequential test of the mean of bounded differences, which is valid whenever it is read and stopped.
 
-    `low` and `high` bound each difference. A gambler bets against each candidate for the mean, by several fixed shares of what
-    may be staked in both directions at once; if the candidate is the mean, the capital grows twentyfold at any time in at most
-    one of twenty sequences (Ville's inequality), however often it is looked at. What has not been refuted is the interval
-    (Waudby-Smith and Ramdas 2024). It assumes that each difference, whatever came before, has the same mean: give tasks in a
-    random order, each once.
+    `low` and `high` bound each difference. A gambler bets against each candidate for the mean, in both directions, with several
+    fixed shares of the largest stake. If a candidate is the true mean, the capital ever grows twentyfold in at most one of
+    twenty sequences (Ville's inequality), however often it is read. The candidates that were not refuted so are the interval
+    (Waudby-Smith and Ramdas 2024). The test assumes that each difference has the same mean, whatever came before: give tasks in
+    a random order, each once.
     """
 
     low: float
     high: float
     count: int = field(init=False, default=0)
-    """How many differences it has seen."""
+    """The number of differences added so far."""
     decided: int = field(init=False, default=0)
-    """1: the mean is above 0, -1: below, 0: it has not been told apart from 0. It stays what it was when that was told."""
+    """1: the mean is above 0; -1: below 0; 0: not decided. A decision never changes."""
     _candidates: Floats = field(init=False, repr=False)
     _capital: Floats = field(init=False, repr=False)
     _most: Floats = field(init=False, repr=False)
@@ -130,17 +131,17 @@ class SequentialTest:
         if not self.low < 0.0 < self.high:
             raise ValueError(f"differences from {self.low} to {self.high} have no zero between")
         grid = np.linspace(self.low, self.high, CANDIDATES)[1:-1]
-        self._candidates = np.append(grid, 0.0)  # whether there is a difference is asked exactly
+        self._candidates = np.append(grid, 0.0)  # `decided` tests the mean 0 itself
         self._capital = np.zeros((2, len(BETS), len(self._candidates)))
         self._most = np.full(len(self._candidates), -np.inf)
 
     @property
     def mean(self) -> float:
-        """The mean of what it has seen; 0 before."""
+        """The mean of the differences so far; 0 without any."""
         return self._sum / self.count if self.count else 0.0
 
     def add(self, differences: Sequence[float]) -> None:
-        """See further differences, in their order. Raises `ValueError` for one outside the bounds."""
+        """Add differences, in their order. Raises `ValueError` for one outside the bounds."""
         for first in range(0, len(differences), TOGETHER):
             self._add(np.array(differences[first : first + TOGETHER], dtype=np.float64))
 
@@ -148,7 +149,7 @@ class SequentialTest:
         outside = differences[~((self.low <= differences) & (differences <= self.high))]
         if len(outside):
             raise ValueError(f"a difference of {outside[0]} is outside {self.low} to {self.high}")
-        # At most all is staked: what a gambler loses is at most the distance to the bound on that side.
+        # The largest stake loses all the capital at the bound on that side, and never more.
         gain = differences[:, None] - self._candidates
         odds = np.stack([gain / (self._candidates - self.low), -gain / (self.high - self._candidates)], axis=1)
         logs = np.log1p(BETS[None, None, :, None] * odds[:, :, None, :])
@@ -163,22 +164,22 @@ class SequentialTest:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Means that have not been refuted at any time so far, as one interval; it never grows."""
+        """The smallest interval with all means that were never refuted so far; the interval never grows."""
         left = self._candidates[self._most < -math.log(1.0 - LEVEL)]
         step = (self.high - self.low) / (CANDIDATES - 1)
-        if not len(left):  # they came in an order that is not random, or their mean changed
+        if not len(left):  # the differences were not in random order, or their mean changed
             return self.mean, self.mean
         low, high = max(self.low, float(left.min()) - step), min(self.high, float(left.max()) + step)
         return (max(low, 0.0), high) if self.decided > 0 else (low, min(high, 0.0)) if self.decided < 0 else (low, high)
 
     @property
     def p_value(self) -> float:
-        """A sequence without a difference has one of at most p, at whatever time, with a chance of at most p."""
+        """The p-value at any time: if there is no difference, it is ever at most p with a probability of at most p."""
         return min(1.0, math.exp(-float(self._most[-1])))
 
 
 def _log_mean(logs: Floats) -> Floats:
-    """The logarithm of the mean over the middle axis of what these are the logarithms of."""
+    """Return log(mean(exp(logs))) over the middle axis, computed without overflow."""
     most = logs.max(axis=1)
     found: Floats = most + np.log(np.exp(logs - most[:, None]).mean(axis=1))
     return found

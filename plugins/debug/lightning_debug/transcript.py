@@ -1,6 +1,6 @@
-"""What a grader is given of a recorded rollout: the texts and tool calls of its answers, and the tools that ran.
+"""Transcripts for graders: the texts and tool calls of a recorded rollout's answers, and its tool runs.
 
-The invariant: it is read from the record alone. Where a text is not recorded as it was, `missing` says why.
+The invariant: a transcript comes from the record alone. If a text is not recorded as it was, `missing` says why.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from lightning_record import exchanges
 from lightning_record.exchanges import Exchange, Parent
 
 REDACTED: Final = "a credential was left out of its texts"
-"""Why the texts of a call are not whole where all of them but a credential is there."""
+"""The reason for incomplete texts of a call if only a credential was removed from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool that an answer calls, without the call's id. `arguments` are by name; what is no JSON object is there as sent."""
+    """A tool call of an answer, without its id. `arguments` are a mapping by name; if they are no JSON object, they are as
+    sent."""
 
     name: str
     arguments: Any
@@ -45,8 +46,8 @@ class TranscriptCall:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One recorded rollout. `answer` is the text of its last call, without tool calls; `missing` says why texts are not
-    recorded whole, empty where they are."""
+    """One recorded rollout with its answered calls and its tool runs. `missing` says why texts are not recorded whole; empty if
+    they are."""
 
     rollout: Rollout
     calls: tuple[TranscriptCall, ...]
@@ -65,7 +66,7 @@ class Transcript:
 
     @property
     def ending(self) -> str:
-        """The last answer with its tool calls, as a text."""
+        """The last answer and its tool calls as one text; empty without a call."""
         return " ".join(
             filter(None, [self.answer, *(str(made) for call in self.calls[-1:] for made in call.tool_calls)])
         )
@@ -82,10 +83,10 @@ def transcript_of(
     tool_events: Sequence[ToolEvent],
     parent: Parent | None = None,
 ) -> Transcript:
-    """The transcript of an attempt, from all of its rows, since answered calls may be packed against others; of a branch also
-    from those of its `parent` (`lightning_record.exchanges.parents_of`).
+    """Make the transcript of an attempt. `transitions` must be all its calls, refused ones included, because recorded texts may
+    refer to other calls; a branch also needs its `parent` (`lightning_record.exchanges.parents_of`).
 
-    Raises `StoreError` for rows that cannot be read.
+    Raises `StoreError` for calls whose texts cannot be read.
     """
     calls, missing = [], "" if transitions else "no call of it is stored"
     for transition, exchange in zip(transitions, exchanges.read(transitions, parent), strict=True):
@@ -102,7 +103,7 @@ def transcript_of(
 
 
 def why_not_whole(exchange: Exchange | None) -> str:
-    """Why the texts of a call are not recorded as they were; empty where they are."""
+    """Return why the texts of a call are not recorded as they were; empty if they are."""
     if exchange is None:
         return "its requests and answers are not recorded"
     if exchange.too_large:
@@ -111,17 +112,17 @@ def why_not_whole(exchange: Exchange | None) -> str:
 
 
 def text_of(reply: Any) -> str:
-    """The text of an answer of any of the four APIs."""
+    """Return the text of an answer in any of the four APIs."""
     return "".join(said_in(item)[0] for item in _answered(reply))
 
 
 def tool_calls_of(reply: Any) -> tuple[ToolCall, ...]:
-    """The tool calls of an answer of any of the four APIs, in order."""
+    """Return the tool calls of an answer in any of the four APIs, in order."""
     return tuple(made for item in _answered(reply) for made in said_in(item)[1])
 
 
 def _answered(reply: Any) -> list[Any]:
-    """The messages of an answer."""
+    """Return the messages or output items of an answer; of several choices only the first."""
     if not isinstance(reply, dict):
         return []
     if choices := reply.get("choices"):
@@ -130,13 +131,13 @@ def _answered(reply: Any) -> list[Any]:
 
 
 def is_call(item: Mapping[str, Any]) -> bool:
-    """Whether an item of the responses API, or a part of a message of the messages API, is the call of a tool."""
+    """Return whether an item of the Responses API, or a part of a message of the Messages API, is a tool call."""
     kind = str(item.get("type"))
     return bool(item.get("name")) and kind.endswith(("_call", "tool_use"))
 
 
 def said_in(item: Any) -> tuple[str, tuple[ToolCall, ...]]:
-    """Text and tool calls of a model's message, or of an item of a response, in any of the four APIs."""
+    """Return the text and the tool calls of a model's message, or of an item of a response, in any of the four APIs."""
     if not isinstance(item, Mapping):
         return "", ()
     if is_call(item):
@@ -159,12 +160,13 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 IDS: Final = ("id", "call_id", "tool_call_id", "tool_use_id", "previous_response_id")
-"""Where requests, messages and tool calls of the four APIs have ids."""
+"""Names of the fields that have ids in requests, messages and tool calls of the four APIs."""
 
 
 def with_numbered_ids(item: Any, numbers: dict[str, str]) -> Any:
-    """A request or a message whose ids, and those of its messages and tool calls, are numbers in order of appearance, since
-    they are made up anew in each rollout. What is inside of arguments and outputs stays. `numbers` are those given so far."""
+    """Replace the ids in a request or a message, and in its messages and tool calls, by numbers in order of appearance, because
+    ids are random in each rollout. Arguments and outputs stay as they are. `numbers` has the numbers given so far, and gets the
+    new ones."""
     if not isinstance(item, Mapping):
         return item
     found = dict(item)

@@ -1,6 +1,6 @@
-"""A training somewhere else, and in number: `lightning deploy` writes the files with which it runs as containers, in a cluster
-or on a cloud's machine; `lightning sweep` repeats it with other seeds and settings, as a queue on this machine.
+"""Training elsewhere, or many times. `lightning deploy` writes the files to run a training as containers, in a cluster or on a
+cloud's machine. `lightning sweep` repeats a training with other seeds and settings, as a queue on this machine.
 
-The invariant: what runs is an ordinary `lightning train` with the arguments that were given. A deployment's files hold no
-secret and belong to people; what a sweep knows of a run is in the run's folder, so a sweep that was stopped goes on from them.
+The invariant: an ordinary `lightning train` runs, with the given arguments. A deployment's files have no secrets and are the
+user's to edit. What a sweep knows of a run is in the run's folder, so that a stopped sweep goes on from the folders.
 """

@@ -1,10 +1,10 @@
-"""What an agent needs in an image: its own files, the distributions that these import, the variables that they read; and what
-an image installs, in versions that uv locks: for Linux on x86-64, with the digest of each file.
+"""What an agent needs in an image: its own files, the distributions that these import, the variables that they read. Also
+locks, by uv, the versions that an image installs: for Linux on x86-64, with the digest of each file.
 
-The invariant: nothing of the agent is run. An import that cannot be found, a file that an image could not get and a secret in
-a file are errors that name the place; an error about a secret names its kind, never the secret. A library that is installed
-here, and is in the image of agents or servers, has this machine's version there. The trainer's are chosen anew: vLLM's CUDA
-build wants other versions than the CPU build that may be here.
+The invariant: none of the agent's code is run. An import that cannot be found, a file that an image could not get and a secret
+in a file are errors that name the place; an error about a secret names its kind, never the secret. A library that is installed
+here has the same version in the images of agents and servers. The trainer's versions are chosen anew, because vLLM's CUDA build
+needs other versions than the CPU build that may be here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LOCKING_SECONDS = 300
 
 
 def own_source() -> Origin:
-    """The checkout or the wheel that lightning is installed from. Raises `ConfigError` if that is not known: the images need
-    it, and the index's `lightning` is another program."""
+    """Return the checkout or the wheel that lightning is installed from. Raises `ConfigError` if it is not known: the images
+    need it, and `lightning` on the package index is another program."""
     found = source()
     if not found.place:
         raise ConfigError(
@@ -46,8 +46,8 @@ def own_source() -> Origin:
 
 
 def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str:
-    """A requirements file with digests for lightning with these extras, and these requirements beside it; lightning itself is
-    left out, because its wheel is copied. Raises `ConfigError` with uv's words when there is no such set of versions."""
+    """Return a requirements file with digests for lightning with these extras and for these requirements. Lightning itself is
+    left out, because its wheel is copied. Raises `ConfigError` with uv's message when no versions fit together."""
     own = f"lightning[{','.join(extras)}]" if extras else "lightning"
     own += f" @ {Path(own_source().place).as_uri()}"
     options = ["--python-version", python, "--python-platform", PLATFORM, "--generate-hashes", "--no-annotate"]
@@ -72,7 +72,7 @@ def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str
 
 
 def _installed() -> list[str]:
-    """What is installed here from an index, as `name==version`."""
+    """Return what is installed here from a package index, as `name==version`."""
     found: dict[str, metadata.Distribution] = {}
     for one in metadata.distributions():  # the first on the path is the one that is imported
         if one.metadata["Name"]:
@@ -97,15 +97,16 @@ GIVEN = re.compile(
     r"OPENAI_(BASE_URL|API_KEY|API_BASE|MODEL)|ANTHROPIC_(BASE_URL|API_KEY|AUTH_TOKEN)|LIGHTNING_.*|PATH|PYTHON.*|HOME|USER"
     r"|SHELL|PWD|TERM|TMPDIR|TZ|LANG|LC_.*|.*_PROXY|.*_proxy"
 )
-"""Variables that the runner gives to every agent, or that an image has of its own."""
+"""Variables that the runner gives every agent, or that an image has itself."""
 LEFT_OUT = frozenset({"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
-"""Names of files and folders that no image gets."""
+"""Names of files and folders that are put into no image."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSources:
-    """`paths` are files and folders, relative to the project's folder; `requirements` are `name==version` as installed here;
-    `variables` are names of environment variables that the files read and need; `digest` is of the content of all files."""
+    """The sources of an agent. `paths` are files and folders, relative to the project's folder. `requirements` are
+    `name==version` as installed here. `variables` are the environment variables that the files read without a default. `digest`
+    is that of all files' content."""
 
     paths: tuple[Path, ...]
     requirements: tuple[str, ...]
@@ -115,8 +116,8 @@ class AgentSources:
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """What no import names: files and folders, requirements such as `pkg[extra]`; and files that are known to hold no
-    secret."""
+    """What the user adds to the sources, because no import shows it: files and folders, requirements such as `pkg[extra]`, and
+    files that are known to have no secret."""
 
     paths: tuple[Path, ...] = ()
     requirements: tuple[str, ...] = ()
@@ -129,15 +130,15 @@ class _Import:
     file: Path
     line: int
     needed: bool = True
-    """Whether the file cannot do without."""
+    """Whether the file fails without the import."""
 
 
 def find_sources(module: str, project: Path, included: Included) -> AgentSources:
-    """The sources of an agent's module, which is a file or package in the project's folder (or in `src` there), or an
-    installed package; of no module, those of `included` alone.
+    """Find the sources of an agent's module, which is a file or package in the project's folder (or its `src`), or an installed
+    package. An empty module gives those of `included` alone.
 
-    Raises `ConfigError` for imports that cannot be found, each with its place, for a file outside of the folder, and for one
-    that seems to hold a secret.
+    Raises `ConfigError` for imports that cannot be found, each with its place, for a file outside the folder, and for one that
+    seems to have a secret.
     """
     roots = dict.fromkeys(_inside(given, project) for given in included.paths)
     third_party: dict[str, _Import] = {}
@@ -162,7 +163,7 @@ def find_sources(module: str, project: Path, included: Included) -> AgentSources
 
 
 def digest_of(files: Iterable[Path], project: Path) -> str:
-    """A digest of some files' paths and content."""
+    """Return a digest of the paths and content of some files."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path}\n".encode() + (project / path).read_bytes())
@@ -170,7 +171,7 @@ def digest_of(files: Iterable[Path], project: Path) -> str:
 
 
 def _follow(found: _Import, project: Path, third_party: dict[str, _Import]) -> list[Path]:
-    """The project's files that an import is of; a library is noted instead."""
+    """Return the project's files for an import; an import of a library is noted in `third_party` instead."""
     top = found.module.partition(".")[0]
     if top in sys.stdlib_module_names or top == OURS or top.startswith(f"{OURS}_"):
         return []
@@ -190,7 +191,7 @@ def _follow(found: _Import, project: Path, third_party: dict[str, _Import]) -> l
 
 
 def files_below(path: Path, project: Path) -> Iterator[Path]:
-    """The files that an image gets with a file or folder. Raises `ConfigError` for one that is not there."""
+    """Yield the files that an image gets for a file or folder. Raises `ConfigError` for one that does not exist."""
     whole = project / path
     if not whole.exists():
         raise ConfigError(f"{path} is not there: an image cannot get it")
@@ -202,7 +203,7 @@ def files_below(path: Path, project: Path) -> Iterator[Path]:
 
 
 def _inside(path: Path, project: Path) -> Path:
-    """The path relative to the project's folder. Raises `ConfigError` for one that is outside."""
+    """Return the path relative to the project's folder. Raises `ConfigError` for a path outside."""
     whole = (project / path).resolve()
     if not whole.is_relative_to(project.resolve()):
         raise ConfigError(
@@ -219,7 +220,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _imports(tree: ast.Module, file: Path) -> Iterator[_Import]:
-    """What a file imports when it is imported or run; what it tries, and goes on without, is not needed."""
+    """Yield the imports of a file when it is imported or run. An import that the file can do without is not `needed`."""
     optional = {id(inner) for node in ast.walk(tree) for inner in _optional(node)}
     unread = {
         id(inner) for node in ast.walk(tree) if _for_type_checkers(node) for inner in _below(getattr(node, "body", ()))
@@ -240,7 +241,7 @@ def _for_type_checkers(node: ast.AST) -> bool:
 
 
 def _optional(node: ast.AST) -> Iterator[ast.AST]:
-    """What lies in blocks that one of several takes the place of: around an ImportError, or by Python's version."""
+    """Yield the nodes of blocks that have an alternative: those around an ImportError, or chosen by Python's version."""
     if isinstance(node, ast.Try):
         caught = [ast.unparse(handler.type) for handler in node.handlers if handler.type]
         if any(name in text for text in caught for name in ("ImportError", "ModuleNotFoundError")):
@@ -255,7 +256,7 @@ def _below(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _variables(tree: ast.Module) -> Iterator[str]:
-    """Names of environment variables that are read without a default: `os.environ["A"]`, `os.getenv("A")`."""
+    """Yield the names of environment variables that are read without a default: `os.environ["A"]`, `os.getenv("A")`."""
     for node in ast.walk(tree):
         named: ast.expr | None = None
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
@@ -273,7 +274,7 @@ def _by_module() -> dict[str, list[str]]:
 
 @cache
 def _distributions(module: str) -> tuple[str, ...]:
-    """The installed distributions that a module is of. A namespace's parts are told apart by their files."""
+    """Return the installed distributions that have a module. Parts of a namespace package are told apart by their files."""
     names = _by_module().get(module.partition(".")[0], [])
     if len(names) < 2:
         return tuple(names)
@@ -287,7 +288,8 @@ def _distributions(module: str) -> tuple[str, ...]:
 
 
 def _requirements(third_party: dict[str, _Import]) -> tuple[str, ...]:
-    """Raises `ConfigError` for modules that nothing installed has, and for distributions that only this machine has."""
+    """Return the requirements for the imported libraries. Raises `ConfigError` for modules that nothing installed has, and for
+    distributions installed from a folder of this machine."""
     missing = [found for name, found in third_party.items() if name.startswith("!")]
     if missing:
         told = "; ".join(f"{found.file}:{found.line} imports {found.module}" for found in missing)
@@ -307,17 +309,18 @@ def _requirements(third_party: dict[str, _Import]) -> tuple[str, ...]:
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as indexes compare it (PEP 503)."""
+    """Return a distribution's name in the normal form of indexes (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 CODE = frozenset({".py", ".sh", ".js", ".mjs", ".ts", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".conf", ".env"})
-"""Files in which a string of much entropy, or an assignment to a password, is probably a secret; in data it is data."""
+"""Types of files in which a string of high entropy, or an assignment to a password, is probably a secret; in other files it is
+data."""
 GUESSES = frozenset({"Base64HighEntropyString", "HexHighEntropyString", "KeywordDetector"})
 
 
 def check_no_secrets(files: Sequence[Path], project: Path) -> None:
-    """Raises `ConfigError` for files that seem to hold one."""
+    """Raise `ConfigError` for files that seem to have a secret."""
     found = {
         (str(path), line): kind
         for code in (True, False)
@@ -333,7 +336,7 @@ def check_no_secrets(files: Sequence[Path], project: Path) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `ConfigError` for an argument that seems to be one, or to hold one: it would stand in a manifest."""
+    """Raise `ConfigError` for an argument that seems to be or contain a secret, since it would be written into a manifest."""
     scan, settings, plugins = _library()
     for place, text in enumerate(arguments):
         with settings({"plugins_used": [{"name": name} for name in plugins if name not in GUESSES]}):

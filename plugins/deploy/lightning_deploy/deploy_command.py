@@ -1,4 +1,4 @@
-"""`lightning deploy`: the files with which a training runs as containers, in a cluster or on a cloud's machine."""
+"""`lightning deploy`: writes the files to run a training as containers, in a cluster or on a cloud's machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-"
 
 
 Target = Literal["docker", "compose", "k8s", "sky", "smoke"]
-"""What `lightning deploy` can make."""
+"""The targets of `lightning deploy`."""
 
 
 def deploy(
@@ -139,7 +139,7 @@ def deploy(
 
 
 def _check_asked(target: Target, targets: Sequence[Target], given: Mapping[str, object]) -> None:
-    """Raises `ConfigError` for options that mean nothing with this target: what is asked for is done, or refused."""
+    """Raise `ConfigError` for given options that have no effect with this target."""
     options = [option for option, value in given.items() if value]
     if options and target not in targets:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _check_asked(target: Target, targets: Sequence[Target], given: Mapping[str, 
 
 
 def _check_folder(out: Path, project: Path) -> None:
-    """Raises `ConfigError` for a folder that images could not be made from."""
+    """Raise `ConfigError` for a folder of files that images cannot be made from."""
     if (
         out.is_absolute()
         or not (project / out).resolve().is_relative_to(project.resolve())

@@ -1,9 +1,9 @@
-"""What is deployed: one plan, made from the arguments of `lightning train`, from which every target is rendered; and what the
-trainer's machine has to have for it.
+"""The plan of a deployment, made from the arguments of `lightning train`, from which every target is rendered; and the needs of
+the trainer's machine.
 
-The invariant: nothing is decided in a template. What runs in a container, a pod or a local process is the same command line,
-with other addresses (`Places`); and no value in a plan is a secret. The number of GPUs is what the command would use, never
-more, and their memory is by the planner's formulas; a model that does not fit there is refused with what would help.
+The invariant: templates decide nothing. A container, a pod and a local process run the same command line, with other addresses
+(`Places`); no value in a plan is a secret. The number of GPUs is the one that the command uses, and their memory is computed by
+the planner's formulas; a model that does not fit is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ from lightning_deploy.sweep import read_sweep
 
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK = 32, 60
-"""GiB of a machine without counting: vLLM, torch and the agents' records; images of the hub, logs and the database's dumps."""
+"""Basic GiB of a machine's memory (vLLM, torch, the agents' records) and disk (images of the hub, logs, dumps of the
+database)."""
 MOST_GPUS = 8
-"""GPUs that one machine has at most."""
+"""The most GPUs of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineNeeds:
-    """One machine: `gpus` of the kind `gpu` (a name of the planner's table), GiB of memory, shared memory and disk."""
+    """The trainer's machine: `gpus` of the kind `gpu` (a name of the planner's table); memory, shared memory and disk in
+    GiB."""
 
     gpu: str
     gpus: int
@@ -60,7 +62,8 @@ class MachineNeeds:
 
 
 def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
-    """The needs of a training. Raises `ConfigError` for one that does not fit, or that needs several machines."""
+    """Return the machine that a training needs. Raises `ConfigError` for one that does not fit, or that needs several
+    machines."""
     if gpu not in GPUS:
         raise ConfigError(f"{gpu!r} is no GPU that deployments know: use one of {', '.join(GPUS)}")
     gpus = _gpus(config, engine)
@@ -112,7 +115,7 @@ def _check_fits(shape: Shape, config: Config, gpu: str, gpus: int, uses: list[Me
 
 
 def _least(shape: Shape, config: Config, gpu: str) -> int:
-    """The smallest number of GPUs of one machine on which it fits; 0 for none."""
+    """Return the smallest number of GPUs of one machine on which the training fits; 0 for none."""
     fitting = (n for n in (1, 2, 4, MOST_GPUS) if all(use.fits for use in _uses(shape, config, gpu, n)))
     return next(fitting, 0)
 
@@ -123,15 +126,15 @@ PATHS = ("model", "tasks", "val", "config")
 """Options of `lightning train` that may name files of the project."""
 PORT = 8000
 SMALL = 16_000_000
-"""Bytes of a file whose content is looked at for the images' tag."""
+"""The content of files up to this many bytes is part of the images' tag."""
 IMAGE = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Addresses in one target: the store's and the trainer's URL, folders of runs, of the clients' token, of the
-    administrators', and for what nobody keeps."""
+    """Addresses in one target: the URLs of the store and the trainer; the folders of runs, of the clients' token, of the
+    administrators' token, and for temporary files."""
 
     store: str
     trainer: str
@@ -147,8 +150,8 @@ class Places:
 @dataclass(frozen=True, slots=True)
 class DeployPlan:
     """A training as several processes. `train` and `runner` are arguments of `lightning train` and `lightning runner`; `data`
-    are the files that the trainer alone gets, such as tasks. `secrets` are the variables that agents get by reference,
-    `trainer_secrets` those of the trainer. `tag` is another one whenever what goes into the images is."""
+    are files for the trainer alone, such as tasks. `secrets` are variables that agents get by reference, `trainer_secrets`
+    those of the trainer. `tag` changes whenever the content of the images changes."""
 
     name: str
     agent: str
@@ -171,19 +174,20 @@ class DeployPlan:
 
     @property
     def namespace(self) -> str:
-        """The namespace in a cluster."""
+        """The name of the deployment's namespace in a cluster."""
         return f"lightning-{self.name}"
 
     def out(self, places: Places) -> str:
-        """The run's folder."""
+        """Return the run's folder."""
         return f"{places.runs}/{self.name}"
 
     def token_command(self, places: Places) -> list[str]:
-        """Makes the tokens of clients and administrators, once. A server listens to others only when somebody has."""
+        """Return the command that makes the tokens of clients and administrators, once. A server listens beyond its machine
+        only when such tokens exist."""
         return ["make-tokens", places.tokens, places.admin, places.store, self.token_project]
 
     def trainer_command(self, places: Places, *more: str) -> list[str]:
-        """Trains, or goes on; agents run elsewhere."""
+        """Return the command that trains, or resumes training; agents run elsewhere."""
         settings = {
             "server.host": places.host,
             "server.port": str(places.port),
@@ -194,19 +198,19 @@ class DeployPlan:
         return ["train-or-resume", self.out(places), *self.train, *own, *more]
 
     def server_command(self, places: Places) -> list[str]:
-        """Serves people: the console, and the control API. It has nothing of its own, so there may be several."""
+        """Return the command that serves the console and the control API. It keeps no state, so several may run."""
         address = ["--host", places.host, "--port", str(places.server_port)]
         return ["lightning", "serve", "--store", places.store, *address, "--out", f"{places.scratch}/server"]
 
     def client_command(self, places: Places) -> list[str]:
-        """Runs agents."""
+        """Return the command of a client that runs agents."""
         token = ["--token-file", f"{places.tokens}/runner"]
         return ["lightning", "runner", "--server", places.trainer, *token, *self.runner, self.agent]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `lightning train` does not say: names and numbers of a deployment."""
+    """Names and numbers of a deployment that are no arguments of `lightning train`."""
 
     gpu: str = "h100"
     clients: int = 2
@@ -219,9 +223,9 @@ class Options:
 
 
 def make_plan(arguments: Sequence[str], options: Options, project: Path) -> DeployPlan:
-    """The plan of a training that `lightning train ARGUMENTS` would begin in the project's folder.
+    """Return the plan of the training that `lightning train ARGUMENTS` would begin in the project's folder.
 
-    Raises `ConfigError` for arguments that a deployment cannot keep, and what `find_sources` and `estimate` raise.
+    Raises `ConfigError` for arguments that a deployment cannot keep, and the errors of `find_sources` and `estimate`.
     """
     _check(arguments, options)
     given = _parse(arguments)
@@ -267,7 +271,8 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
 
 
 def _name(module: str, project: Path, *, prefixed: bool) -> str:
-    """The agent's module; the project's folder too where that says nothing."""
+    """Return the deployment's name: the agent's module, with the project's folder before it where the module's name is a common
+    one."""
     own, folder = module.rpartition(".")[2], project.resolve().name
     if prefixed:
         return folder
@@ -275,8 +280,8 @@ def _name(module: str, project: Path, *, prefixed: bool) -> str:
 
 
 def _tag(sources: AgentSources, data: Sequence[Path], extras: Sequence[str], project: Path) -> str:
-    """A digest of what goes into the images: the agent, its libraries, the trainer's files, lightning. Of weights it has the
-    sizes and times."""
+    """Return a digest of the content of the images: the agent, its libraries, the trainer's files, lightning. Files larger than
+    `SMALL` count by size and time."""
     whole = hashlib.sha256("\n".join((__version__, sources.digest, *sources.requirements, *extras)).encode())
     for path in [inner for root in data for inner in files_below(root, project)]:
         told = (project / path).stat()
@@ -292,13 +297,13 @@ def _tag(sources: AgentSources, data: Sequence[Path], extras: Sequence[str], pro
 
 
 def _code(package: Path) -> Iterator[Path]:
-    """lightning's own code, where it is installed from a folder."""
+    """Yield the files of lightning's own code in a checkout."""
     for room in ("core", "adapters", "plugins"):
         yield from (package / room).rglob("*.py")
 
 
 def _check_kept(config: Config, given: dict[str, Any]) -> None:
-    """Raises `ConfigError` for what a container would not have."""
+    """Raise `ConfigError` for settings and files that a container would not have."""
     if config.runner.sandbox != "none":
         raise ConfigError(
             "runner.sandbox: a container is no place for bubblewrap; the clients' containers are the sandbox"
@@ -313,7 +318,7 @@ def _check_kept(config: Config, given: dict[str, Any]) -> None:
 
 
 def _trainer_secrets(config: Config, options: Options) -> tuple[str, ...]:
-    """Variables that the trainer reads by its settings, beside those that were named."""
+    """Return the variables that the trainer reads: those of its settings, and those that the user named."""
     found = {one.api_key_env for one in config.gateway.providers.values()}
     found |= {config.optimizer_model.api_key_env} if config.optimizer_model.base_url else set()
     found |= {alert.removeprefix("webhook:") for alert in config.trainer.alerts if alert.startswith("webhook:")}
@@ -322,7 +327,7 @@ def _trainer_secrets(config: Config, options: Options) -> tuple[str, ...]:
 
 
 def sweep_plans(file: Path, options: Options, project: Path) -> list[DeployPlan]:
-    """The plan of each run of a sweep's file, under the run's name. Raises `ConfigError` as `make_plan` does."""
+    """Return the plan of each run of a sweep's file, named as the run. Raises `ConfigError` as `make_plan` does."""
     runs = read_sweep(file)
     names = [checked_name(run.name) for run in runs]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -335,7 +340,7 @@ def sweep_plans(file: Path, options: Options, project: Path) -> list[DeployPlan]
 
 
 def _check(arguments: Sequence[str], options: Options) -> None:
-    """Raises `ConfigError` for what cannot stand in the files of a deployment."""
+    """Raise `ConfigError` for arguments and options that cannot be written into the files of a deployment."""
     if broken := next((text for text in arguments if not text.isprintable()), None):
         raise ConfigError(
             f"{broken!r} has a line break or a control character, which no manifest keeps: put it into a file"
@@ -349,7 +354,8 @@ def _check(arguments: Sequence[str], options: Options) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """What was given, by parameter. Raises `ConfigError` for what `lightning train` would not take, or a deployment sets."""
+    """Parse the arguments, and return the given values by parameter. Raises `ConfigError` for arguments that `lightning train`
+    would refuse or that a deployment sets."""
     app = typer.Typer()
     app.command()(train)
     try:
@@ -369,7 +375,7 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _rebuilt(given: dict[str, Any]) -> list[str]:
-    """The arguments without the agent, whose code is not where the trainer is."""
+    """Return the arguments without the agent, whose code the trainer does not have."""
     flags = {"set_": "--set", "from_run": "--from", "train_agents": "--train-agents"}
     found: list[str] = []
     for name, value in given.items():
@@ -380,7 +386,7 @@ def _rebuilt(given: dict[str, Any]) -> list[str]:
 
 
 def _runner_arguments(given: dict[str, Any]) -> list[str]:
-    """What of it is about how agents run, and so the clients'."""
+    """Return the arguments for clients: those about how agents run."""
     found = ["--config", str(given["config"])] if "config" in given else []
     for text in given.get("set_", ()):
         if str(text).startswith("runner.") and not str(text).startswith("runner.concurrency"):
@@ -395,14 +401,15 @@ def _below(project: Path, path: Path, option: str) -> Path:
 
 
 def _extras(config: Config, engine: str) -> tuple[str, ...]:
-    """The extras of lightning that the trainer needs."""
+    """Return the extras of lightning that the trainer needs."""
     trackers = {"tensorboard", "wandb", "mlflow", "trackio", "otel"} & set(names_of(config))
     engines = {"verl"} if engine == "verl" else set()
     return tuple(sorted({"torch", "vllm", "postgres", *trackers, *engines}))
 
 
 def checked_name(text: str) -> str:
-    """A name for objects of a cluster: at most 40 small letters, digits and `-`."""
+    """Return a name for objects of a cluster: at most 40 small letters, digits and `-`. Raises `ConfigError` where none can be
+    made."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
     if not name or not name[0].isalpha():
         raise ConfigError(f"{text!r} makes no name for a deployment: give one with --name, such as --name writer")

@@ -1,4 +1,4 @@
-"""`lightning deploy` and `lightning sweep`, as a plugin."""
+"""The plugin `deploy`: the commands `lightning deploy` and `lightning sweep`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.hooks import hookimpl, later
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`deploy` and `sweep`."""
+    """Register the commands `deploy` and `sweep`."""
     register(
         "deploy",
         later(

@@ -1,7 +1,7 @@
-"""The files of a target, from its plan and the templates beside this module, in a folder that people own.
+"""Makes the files of a target from its plan and the templates beside this module, in a folder that the user owns.
 
-The invariant: a template only places values. Text that a person gave reaches a file quoted for what reads it there. A file that
-somebody has edited is never overwritten, unless they say so.
+The invariant: a template only places values. A text of the user is quoted for the program that reads the file. A file that
+somebody has edited is never overwritten without `force`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "k8s": ("scripts", "docker", "k8s"),
     "sky": ("scripts", "sky"),
 }
-"""Targets, and the folders of each."""
+"""The folders of templates for each target."""
 CLUSTER = Places("postgresql://lightning@store:5432/lightning", f"http://trainer:{PORT}")
-"""Addresses in a compose project and in a namespace, where services are known by their names."""
+"""Addresses in a compose project and in a namespace, where a service's name is its host name."""
 HEALTH = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/api/v1/health', timeout=4)"
 UV = "0.11"
 SCRIPTS = ("train-or-resume", "make-tokens", "build.sh", "apply.sh")
@@ -55,7 +55,8 @@ SKY = {"h100": "H100", "h200": "H200", "a100": "A100-80GB"}
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """What SkyPilot is asked for: an infrastructure (empty: any), a spot machine, and the database that survives it."""
+    """What SkyPilot is asked for: an infrastructure (empty: any), a spot machine, and the database that outlives the
+    machine."""
 
     name: str = ""
     spot: bool = False
@@ -75,7 +76,7 @@ class Cloud:
 
 
 def render(plan: DeployPlan, target: str, folder: Path, lock: Lock, cloud: Cloud | None = None) -> dict[str, str]:
-    """The files of a target, by their path below `folder`, which is below the project's folder."""
+    """Return the files of a target by their path below `folder`, which is below the project's folder."""
     values = _values(plan, folder, cloud or Cloud())
     found: dict[str, str] = {".gitignore": "# Made by the scripts, and what only you know.\n/wheels/*.whl\n.env\n"}
     for part in TARGETS[target]:
@@ -90,8 +91,8 @@ def render(plan: DeployPlan, target: str, folder: Path, lock: Lock, cloud: Cloud
 
 
 def render_sweep(plans: Sequence[DeployPlan], name: str, folder: Path, lock: Lock, cloud: Cloud) -> dict[str, str]:
-    """The files of a SkyPilot job group: one task for each plan. They keep their rollouts in one database, where they are
-    compared. Raises `ConfigError` without one."""
+    """Return the files of a SkyPilot job group with a task for each plan. All tasks keep their rollouts in one database, where
+    they are compared. Raises `ConfigError` without a database."""
     if not cloud.store:
         raise ConfigError(
             "a sweep on several machines needs --store URL: its runs are compared in one database "
@@ -165,7 +166,7 @@ def _smallest(machines: Mapping[int, str], gpus: int) -> str:
 
 
 def _wheel() -> str:
-    """The shell line that puts lightning's wheel into the images' context."""
+    """Return the shell line that puts lightning's wheel into the context of the images."""
     kind, place = own_source()
     if kind == "wheel":
         return f'cp {shlex.quote(place)} "$wheels"'
@@ -178,26 +179,26 @@ def _estimate(plan: DeployPlan) -> str:
 
 
 def _bucket(plan: DeployPlan) -> str:
-    """A bucket's name, which is one in all the world: so it has something of this project's folder."""
+    """Return the bucket's name. Names of buckets are global, so it has a digest of the project's folder."""
     own = hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]
     return f"lightning-{plan.name}-{own}"
 
 
 def _sky_command(plan: DeployPlan, folder: Path, cloud: Cloud) -> str:
     out = f"/runs/{plan.name}" if cloud.spot else f"runs/{plan.name}"
-    rest = [out, plan.agent, *plan.train, "--out", out]  # it trains with the agents on the same machine
-    # By its interpreter: a bucket by which SkyPilot sends the project keeps no permissions.
+    rest = [out, plan.agent, *plan.train, "--out", out]  # agents run on the trainer's machine
+    # Run by `sh`: SkyPilot sends the project through a bucket, which keeps no permissions.
     line = shlex.join(["sh", f"{folder.as_posix()}/scripts/train-or-resume", *rest])
     return f'{line} --store "$LIGHTNING_STORE"' if cloud.store else line
 
 
 RECORD = ".generated.json"
-"""Digests of the files as they were generated."""
+"""Name of the file with the digests of the files as they were generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Paths by what became of them."""
+    """Paths of the files that were written, were unchanged, or were kept because the user edited them."""
 
     written: tuple[str, ...]
     unchanged: tuple[str, ...]
@@ -205,7 +206,7 @@ class Written:
 
 
 def write(files: Mapping[str, str], folder: Path, *, force: bool = False) -> Written:
-    """Write what is new or was not edited; with `force`, all of it."""
+    """Write the files that are new or that nobody has edited; with `force`, all."""
     digests: dict[str, str] = read_json(folder / RECORD) or {}
     written, unchanged, kept = [], [], []
     for name, text in files.items():
@@ -230,7 +231,7 @@ def write(files: Mapping[str, str], folder: Path, *, force: bool = False) -> Wri
 
 
 def diff(files: Mapping[str, str], folder: Path) -> Iterator[str]:
-    """The lines in which generated files differ from those in the folder: what writing them would change."""
+    """Yield a diff of the files in the folder and the generated ones: what writing would change."""
     for name, text in files.items():
         there = _read(folder / name)
         if there != text:

@@ -1,7 +1,7 @@
-"""A deployment as processes of this machine: the commands of the generated files, until a step has been trained.
+"""A deployment run as processes of this machine: the commands of the generated files, until one step was trained.
 
-The invariant: what runs is what would run in containers, with other addresses and less work. A client is killed while it
-works, and all rollouts end all the same.
+The invariant: the commands are those that would run in containers, with other addresses and less work. One client is killed
+while it works, and all rollouts must still end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lightning_deploy.deploy_plan import DeployPlan, Places
 
 LOOK_SECONDS = 0.5
 LEASE_SECONDS = 8
-"""How long a killed client's rollouts wait for another one."""
+"""Seconds until a killed client's rollouts are leased by another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Smoked:
-    """What came of it. `report` is that of `lightning train`; `under_way` is how many rollouts the client ran that was killed,
-    `trained` how many tokens the step has."""
+    """The result of a smoke run. `report` is that of `lightning train`; `under_way` is how many rollouts the killed client ran,
+    `trained` how many tokens the step had."""
 
     folder: Path
     report: dict[str, Any]
@@ -55,21 +55,21 @@ class Processes:
         self.running: dict[str, processes.Process] = {}
 
     def start(self, name: str, command: list[str], **variables: str) -> None:
-        """Start it; what it says goes to `NAME.log`."""
+        """Start a process whose output goes to `NAME.log`."""
         self.running[name] = processes.start(command, self._logs / f"{name}.log", {**self._env, **variables})
 
     def said(self, name: str) -> str:
-        """The end of what it said."""
+        """Return the end of a process's log."""
         return processes.last_words(self._logs / f"{name}.log")
 
     def check(self) -> None:
-        """Raises `DataError` for one that failed."""
+        """Raise `DataError` if a process has failed."""
         for name, process in self.running.items():
             if process.poll():
                 raise DataError(f"{name} ended with exit code {process.returncode}: {self.said(name)}")
 
     def close(self) -> None:
-        """End all."""
+        """End all processes."""
         processes.end(list(self.running.values()))
 
 
@@ -82,7 +82,8 @@ def smoke(
     host: str = "127.0.0.1",
     seconds: float = 900.0,
 ) -> Smoked:
-    """Run the plan in a new folder with the scripts of the images. Raises `DataError` when a process fails, or time is over."""
+    """Run the plan's processes in a new folder with the generated scripts, and return the result. Raises `DataError` when a
+    process fails, or after `seconds`."""
     port, server_port = _free_port(), _free_port()
     places = Places(
         store=sqlite_url((folder / "store.db").resolve()),
@@ -118,7 +119,7 @@ def smoke(
         names = [f"client-{number}" for number in range(1, plan.clients + 1)]
         client = plan.client_command(places)
         client[2:2] = ["--set", f"runner.lease_ttl={LEASE_SECONDS}"]
-        # The first one is alone until it works: so what runs when it is killed is its own.
+        # The first client starts alone, so that the rollouts that run when it is killed are its own.
         started.start(names[0], client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
         until(lambda: _under_way(places, plan) > 0, "a rollout")
         under_way = _under_way(places, plan)
@@ -140,7 +141,7 @@ def _healthy(url: str) -> bool:
 
 
 def _under_way(places: Places, plan: DeployPlan) -> int:
-    """How many rollouts a client is working on."""
+    """Return how many rollouts are running; 0 before the run begins."""
     out = Path(plan.out(places))
     if not (out / "run.json").exists():
         return 0

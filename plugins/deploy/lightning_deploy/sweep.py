@@ -1,5 +1,5 @@
-"""`lightning sweep`: the same training with several seeds and settings, and what each led to. Its file says which runs it asks
-for, each as the arguments of one `lightning train`:
+"""`lightning sweep`: repeats a training with several seeds and settings, and compares the results. Its file describes the runs,
+each as the arguments of one `lightning train`:
 
 train = "my_agent:solve --model models/tiny --tasks train.jsonl --val val.jsonl"
 seeds = [0, 1, 2]
@@ -11,9 +11,9 @@ seeds = [0, 1, 2]
 grpo = "--algorithm grpo"
 ppo = "--algorithm ppo --set engine.critic_lr=1e-4"
 
-Its queue runs so many processes at a time, each with cores and GPUs of its own. A run is done when it has a `report.json`. One
-that has a database and no report goes on (`--resume`). `sweep.json` in a run's folder has the arguments it was begun with: with
-others its numbers would be those of two different runs.
+Its queue runs several processes at a time, each with cores and GPUs of its own. A run is done when it has a `report.json`. One
+with a database and no report is resumed (`--resume`). `sweep.json` in a run's folder has the arguments it was begun with: with
+other arguments its numbers would be a mixture of two runs.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from lightning_deploy.processes import Process, end, start
 
 KEYS = frozenset({"train", "seeds", "settings", "variants"})
 OURS = ("--out", "--resume", "--dev", "-h", "--help")
-"""Arguments of `lightning train` that a sweep gives itself, or that make no run."""
+"""Arguments of `lightning train` that a sweep sets itself, or that begin no run."""
 MOST_RUNS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run. Runs of one `variant` differ in the seed alone; `name` is the run's folder below the sweep's."""
+    """One run of a sweep. Runs of one `variant` differ only in their seed; `name` is the run's folder below the sweep's
+    folder."""
 
     name: str
     variant: str
@@ -60,7 +61,8 @@ class PlannedRun:
 
 
 def read_sweep(file: Path) -> list[PlannedRun]:
-    """The runs of a file, seed by seed: a sweep that is stopped early has compared all variants. Raises `ConfigError`."""
+    """Read the runs of a file, ordered by seed, so that a sweep that is stopped early has compared all variants. Raises
+    `ConfigError`."""
     try:
         content = tomllib.loads(read_text(file, ConfigError))
     except OSError as error:
@@ -110,7 +112,7 @@ def _arguments(file: Path, key: str, value: object) -> tuple[str, ...]:
 
 
 def _variants(file: Path, content: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-    """Names and arguments of all combinations."""
+    """Return the names and arguments of all combinations of variants and settings."""
     settings, named = content.get("settings", {}), content.get("variants", {})
     if not isinstance(settings, dict) or not isinstance(named, dict):
         raise ConfigError(f"{file}: settings and variants are tables")
@@ -135,12 +137,12 @@ def _variants(file: Path, content: Mapping[str, object]) -> dict[str, tuple[str,
 
 
 def _value(value: object) -> str:
-    """As `--set` takes it: a text as it is, everything else as JSON."""
+    """Return a value as `--set` takes it: a text unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _word(value: object) -> str:
-    """What may be part of a folder's name."""
+    """Return a value as a part of a folder's name."""
     return re.sub(r"[^\w.+-]+", "_", _value(value)).strip("_")[:60] or "empty"
 
 
@@ -181,8 +183,8 @@ def sweep(
 
 
 def summed(variant: str, ended: Sequence[Ended]) -> dict[str, object]:
-    """The runs of a variant in numbers. `after` has the held-out rewards, a failed rollout counted as 0; `spread` is their
-    standard deviation over seeds, None of fewer than two."""
+    """Summarize the runs of a variant. `before` and `after` are mean held-out rewards in which a failed rollout counts as 0.
+    `spread` is the standard deviation of `after` over seeds, None for fewer than two."""
     own = [one for one in ended if one.run.variant == variant]
     done = [one.report for one in own if one.report is not None]
     before, after = ([_held_out(report, place) for report in done] for place in (0, -1))
@@ -236,7 +238,7 @@ REPORT, BEGUN, LOG, LOCK = "report.json", "sweep.json", "train.log", "sweep.lock
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one run at a time has of the machine. `gpus` as in CUDA_VISIBLE_DEVICES; empty: none are assigned."""
+    """The part of the machine for one run at a time. `gpus` is as in CUDA_VISIBLE_DEVICES; empty: none are assigned."""
 
     cores: int
     gpus: str = ""
@@ -244,7 +246,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A run of the sweep. `report` is that of `lightning train`; without one, `why` says what happened."""
+    """A run of the sweep that has ended. `report` is that of `lightning train`; None where it failed, and `why` says how."""
 
     run: PlannedRun
     report: dict[str, Any] | None
@@ -260,7 +262,8 @@ class _Working:
 
 
 def slots(at_once: int, gpus_each: int) -> list[Slot]:
-    """The machine cut into `at_once` parts; 0: as many as its GPUs are enough for, and one where there are none."""
+    """Divide the machine into `at_once` parts; 0: as many as its GPUs allow, or one without GPUs. Raises `ConfigError` for too
+    few GPUs."""
     cores, gpus = len(os.sched_getaffinity(0)), _gpus() if gpus_each else []
     if gpus_each > len(gpus):
         raise ConfigError(f"each run is to have {gpus_each} GPUs, and there are {len(gpus)}: give a smaller --gpus")
@@ -273,7 +276,7 @@ def slots(at_once: int, gpus_each: int) -> list[Slot]:
 
 
 def _gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
@@ -287,7 +290,7 @@ def _gpus() -> list[str]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold a sweep's folder. Raises `ConfigError` while another process does."""
+    """Lock a sweep's folder for the block. Raises `ConfigError` while another process has the lock."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -317,12 +320,12 @@ def _begun(run: PlannedRun) -> str:
 
 
 def _report(folder: Path, run: PlannedRun) -> dict[str, Any] | None:
-    """What a run wrote at its end; None where it has not come to it, or was killed while it wrote."""
+    """Return the report that a run wrote at its end; None where it has not ended, or was killed while it wrote."""
     return read_json(folder / run.name / REPORT)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file, or something else in it."""
+    """Read a JSON object from a file; None where the file does not exist or has something else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -331,9 +334,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def work(runs: Sequence[PlannedRun], folder: Path, places: Sequence[Slot], told: Callable[[str], None]) -> list[Ended]:
-    """Run what is not done yet; returns all runs, in the order of the file. A run that fails does not stop the others.
+    """Run the runs that are not done, and return all in the order of the file. A run that fails does not stop the others.
 
-    On an interruption the runs that go on are told to stop, and may save what they have.
+    On an interruption the running ones are told to stop, and may save their work.
     """
     waiting = [run for run in runs if _report(folder, run) is None]
     if len(waiting) < len(runs):
@@ -368,7 +371,7 @@ def _start(run: PlannedRun, folder: Path, slot: Slot) -> _Working:
 
 
 def _why(one: _Working, folder: Path) -> str:
-    """What went wrong; empty for a run that is done."""
+    """Return what went wrong with an ended run; empty for one that is done."""
     if one.process.returncode == 0 and _report(folder, one.run) is not None:
         return ""
     said = (folder / one.run.name / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -1,9 +1,9 @@
-"""What others' validators say of generated files: hadolint, docker compose, kubectl, kubernetes-validate, SkyPilot, sh. And
-what a cluster has to have before anything is applied: GPUs on one node, and a network plugin that enforces policies.
+"""Runs other tools' validators on generated files: hadolint, docker compose, kubectl, kubernetes-validate, SkyPilot, sh. Also
+checks a cluster before anything is applied: GPUs on one node, and a network plugin that enforces policies.
 
-The invariant: a validator that is not installed is a verdict of its own, which never reads like a pass. No validator needs a
-daemon, a cluster or an account. A cluster is only read (`kubectl get`), and what cannot be seen there is said, not assumed to
-be there; whether its GPUs are free is its own affair: a pod waits for them.
+The invariant: a validator that is not installed gives a verdict of its own, which never looks like a pass. No validator needs a
+daemon, a cluster or an account. A cluster is only read (`kubectl get`); what cannot be seen there is reported, not assumed.
+Whether its GPUs are free is not checked: a pod waits for them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ SKY = "import sys; from sky.utils import dag_utils; dag_utils.load_dag_from_yaml
 
 
 Overlay = Literal["plain", "aks", "eks"]
-"""Kinds of clusters, each with a folder of `k8s/overlays`."""
+"""Kinds of clusters; each has a folder in `k8s/overlays`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one validator says of one file; `absent` says that nobody looked, and `text` how to install it."""
+    """A validator's verdict on a file. `absent` means that the validator is not installed; `text` then says how to install
+    it."""
 
     validator: str
     file: str
@@ -47,7 +48,7 @@ class Verdict:
 
 
 def check(target: str, folder: Path, variables: Sequence[str] = ()) -> list[Verdict]:
-    """The verdicts on a target's files in a folder. `variables` are those that the files take from the environment."""
+    """Return the verdicts on a target's files in a folder. `variables` are those that the files take from the environment."""
     found = [_run("sh", ["sh", "-n"], folder / name, folder) for name in _scripts(folder, target)]
     if target != "sky":
         found.append(_run("hadolint", _program("hadolint"), folder / "docker" / "Dockerfile", folder))
@@ -70,7 +71,7 @@ def _check_compose(folder: Path, variables: Sequence[str]) -> Verdict:
 
 
 def _check_k8s(folder: Path) -> Iterator[Verdict]:
-    """Each overlay as kustomize builds it, and each object in that against Kubernetes' own schema."""
+    """Check each overlay as kustomize builds it, and each built object by the Kubernetes schema."""
     kubectl, validate = _program("kubectl"), _program("kubernetes-validate")
     for overlay in get_args(Overlay):
         place = folder / "k8s" / "overlays" / overlay
@@ -94,7 +95,7 @@ def _scripts(folder: Path, target: str) -> list[str]:
 
 
 def _program(name: str) -> list[str]:
-    """A program beside this interpreter, or on the PATH; empty without one."""
+    """Return the command of a program beside this interpreter or on the PATH; empty without one."""
     own = Path(sys.executable).with_name(name)
     found = str(own) if own.exists() else shutil.which(name)
     return [found] if found else []
@@ -108,7 +109,8 @@ def _compose() -> list[str]:
 
 
 def _sky() -> list[str]:
-    """SkyPilot's own reading of a task, by the interpreter that has it: this one, or that of the program `sky`."""
+    """Return the command by which SkyPilot reads a task, with the interpreter that has SkyPilot: this one, or that of the
+    program `sky`; empty without one."""
     if find_spec("sky") is not None:
         return [sys.executable, "-c", SKY]
     program = _program("sky")
@@ -117,7 +119,7 @@ def _sky() -> list[str]:
 
 
 def _run(validator: str, command: list[str], file: Path, folder: Path) -> Verdict:
-    """Run a validator on a file, which is its last argument."""
+    """Run a validator on a file, which becomes the last argument."""
     return _verdict(validator, file, folder, _output([*command, str(file)]) if command else None)
 
 
@@ -154,12 +156,12 @@ ENFORCERS = (
     "ovnkube",
     "aws-network-policy-agent",
 )
-"""Names of network plugins, or of their parts, that enforce NetworkPolicy."""
+"""Names of network plugins or their parts that enforce NetworkPolicy."""
 
 
 def check_cluster(gpus: int, *, isolated: bool = True) -> list[str]:
-    """What it found, in words. Raises `ConfigError` for a cluster in which the training could not run, or agents would not be
-    kept apart; the latter only if that is wanted (`isolated`)."""
+    """Check the cluster and return the findings as lines of text. Raises `ConfigError` for a cluster in which the training
+    could not run or, with `isolated`, where no network policies would isolate agents."""
     nodes = _get("nodes")
     counts = sorted(
         (int(node["status"].get("allocatable", {}).get("nvidia.com/gpu", 0)) for node in nodes), reverse=True
@@ -189,7 +191,7 @@ def _enforcing() -> str:
             *(one["name"] for one in containers),
             *(one.get("image", "") for one in containers),
         ]
-        # EKS' plugin may be there and told to do nothing.
+        # EKS' plugin may be there but switched off.
         turned_off = any("--enable-network-policy=false" in one.get("args", ()) for one in containers)
         for enforcer in ENFORCERS:
             if any(enforcer in name for name in names) and not turned_off:

@@ -1,1 +1,1 @@
-"""APIs that the gateway speaks besides OpenAI's chat: OpenAI's completions and Responses, and Anthropic's Messages."""
+"""APIs that the gateway offers besides OpenAI's chat: OpenAI's completions and Responses, and Anthropic's Messages."""

@@ -1,8 +1,8 @@
-"""What vLLM's chat gives a chat template, and the questions about one that vLLM's own `/v1/messages` asks when it starts,
-answered by the policy server.
+"""Find out what a policy's chat template supports, by tokenizing test prompts with the policy server. vLLM's own `/v1/messages`
+asks the same questions when it starts.
 
-The invariant: nothing is assumed of a template. Each question is asked once for a policy, with prompts that are the same but
-for what is asked about; while there is no answer, the request goes on as it is, and that is said.
+The invariant: nothing is assumed about a template. Each question is asked once for a policy, with prompts that differ only in
+the property in question. Without an answer, requests are sent unchanged, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ IN_THE_PROMPT = (
     "media_io_kwargs",
     "mm_processor_kwargs",
 )
-"""What of a chat request makes its prompt, under the names that `/tokenize` takes."""
+"""The fields of a chat request that determine its prompt; `/tokenize` takes them under the same names."""
 FOR_THE_TEMPLATE = ("reasoning_effort", "documents")
-"""What vLLM's chat gives the template as well, and `/tokenize` takes among the template's own parameters."""
+"""More fields that vLLM's chat passes to the template; `/tokenize` takes them in `chat_template_kwargs`."""
 NO_ANSWER = (*UNANSWERED, RefusalError, ValueError, KeyError, TypeError)
-"""What asking raises when there is no answer, or one that is no vLLM's."""
+"""Exceptions for a policy server that gives no answer, or one without vLLM's shape."""
 SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
 A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -49,16 +49,16 @@ MERGED = (
 )
 AS_IT_IS = "requests go on as they are (said once for each policy)"
 ASK_AGAIN = 60.0
-"""Seconds for which a policy server that could not answer is asked no more."""
+"""Seconds until a policy server that could not answer is asked again."""
 
 
 def effort_in_template(effort: object) -> dict[str, object]:
-    """What vLLM's chat gives a template for `reasoning_effort`."""
+    """Return the parameters that vLLM's chat passes to a template for a `reasoning_effort`."""
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def prompt_of(chat: Body) -> Body:
-    """What vLLM's `/tokenize` needs to make the prompt that a chat request has."""
+    """Return the request to vLLM's `/tokenize` that makes the same prompt as a chat request."""
     prompt = {name: chat[name] for name in IN_THE_PROMPT if name in chat}
     given = {name: chat[name] for name in FOR_THE_TEMPLATE if chat.get(name) is not None}
     if given:
@@ -69,7 +69,7 @@ def prompt_of(chat: Body) -> Body:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """One question about a template: what was found out, or when and how asking failed last."""
+    """One question about a template: the answer `found`, or when and how asking failed last."""
 
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     found: bool | None = None
@@ -79,27 +79,29 @@ class _Question:
 
 
 class ChatTemplate:
-    """Answers the questions. Its methods raise `RefusalError` (503) where no policy server is up.
+    """Answers questions about a policy's chat template. Its methods raise `RefusalError` (503) if no policy server is up.
 
-    Who asks meanwhile waits for the same answer. One that did not come is not waited for again for a minute.
+    Callers that ask at the same time share one answer. After a failure, a question is not asked again for `ASK_AGAIN` seconds.
     """
 
     def __init__(self) -> None:
         self._questions: dict[str, _Question] = {}
 
     async def wants_system_first(self, tokenize: Tokenize) -> bool:
-        """Whether it refuses a system message that is not the first, with tools or without."""
+        """Return whether the template refuses a system message after the first message, with or without tools; False if not
+        known."""
         return await self._once("takes a system message later on", tokenize, _takes_later_system) is False
 
     async def can_skip_thinking(self, tokenize: Tokenize) -> bool:
-        """Whether it makes another prompt where no thinking is asked for than where some is."""
+        """Return whether the template can turn thinking off: its prompt for the effort "none" differs from all others. True if
+        not known."""
         return await self._once("can do without thinking", tokenize, _heeds_none) is not False
 
     async def _once(self, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> bool | None:
-        """What `find` finds, for the first who asks; None while nobody knows."""
+        """Return the answer to a question, which the first caller finds with `find`; None if it is not known."""
         question, began = self._questions.setdefault(what, _Question()), time.monotonic()
         async with question.asking:
-            if question.refusal is not None and question.failed_at > began:  # of whoever asked while this one waited
+            if question.refusal is not None and question.failed_at > began:  # another caller failed meanwhile
                 raise question.refusal
             if question.found is None and (question.refusal or time.monotonic() - question.failed_at > ASK_AGAIN):
                 await _ask(question, what, tokenize, find)
@@ -107,7 +109,7 @@ class ChatTemplate:
 
 
 async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> None:
-    """Let `find` answer a question. Raises `RefusalError`."""
+    """Ask a question with `find`, and keep the answer or the failure. Raises `RefusalError` if no policy server is up."""
     question.refusal = None
     try:
         question.found = await find(tokenize)
@@ -118,11 +120,11 @@ async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callabl
         question.failed_at = time.monotonic()
         if not question.told:
             question.told = True
-            log.warning("nobody knows whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
+            log.warning("could not find out whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
 
 
 async def _prompt(tokenize: Tokenize, body: Body) -> list[int] | None:
-    """The prompt, or None where the template refuses it. Raises what stands in `NO_ANSWER`."""
+    """Return the tokens of a prompt, or None if the template refuses it. Raises one of `NO_ANSWER` without an answer."""
     status, payload = await tokenize(body)
     if status == 400:
         return None
@@ -152,5 +154,5 @@ _known: WeakKeyDictionary[Policy, ChatTemplate] = WeakKeyDictionary()
 
 
 def template_of(policy: Policy) -> ChatTemplate:
-    """That of a policy, with the answers that were found out."""
+    """Return the `ChatTemplate` of a policy, with the answers found so far."""
     return _known.setdefault(policy, ChatTemplate())

@@ -1,8 +1,8 @@
-"""Tools of the Responses API that the client runs and that are no functions: `custom`, `local_shell`, `shell`, `apply_patch`.
+"""Translate tools of the Responses API that the client runs and that are not functions: `custom`, `local_shell`, `shell`,
+`apply_patch`.
 
-The invariant: the model sees a function, as vLLM's chat takes it, and the client sees the item that its tool has, in answers
-as in the conversation that it sends back. A call whose arguments are not what its tool takes stays a call of a function:
-nothing is made up.
+The invariant: the model sees each as a function of vLLM's chat, and the client sees the item type of its tool, in answers and
+in the conversation that it sends back. A call whose arguments do not fit its tool stays a function call: nothing is made up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _schema(required: Sequence[str], **properties: Mapping[str, object]) -> Body
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """One of them: the function that the model sees, the `field` of the client's item that has the arguments (empty: they are
-    the field), and the arguments that there must be, with their types."""
+    """One kind of client tool: the function that the model sees, the `field` of the client's item that has the arguments, and
+    the arguments that a call must have (`needs`), with their types."""
 
     kind: str
     description: str
@@ -38,7 +38,7 @@ class ClientTool:
 
     @property
     def call(self) -> str:
-        """The type of the item that calls it."""
+        """The type of the item for a call of this tool."""
         return f"{self.kind}_tool_call" if self.kind == "custom" else f"{self.kind}_call"
 
 
@@ -80,17 +80,17 @@ KINDS = {
 CALLS = {tool.call: tool for tool in KINDS.values()}
 OUTPUTS = frozenset(f"{call}_output" for call in CALLS)
 ON_THE_CLIENT = (None, "local")
-"""Where a `shell` runs, by the type of its environment."""
+"""The types of environment in which the client itself runs a `shell`."""
 
 
 def is_of_the_client(tool: Body) -> bool:
-    """Whether the client runs a tool that is no function."""
+    """Return whether a tool of a request is one of `KINDS` that the client runs."""
     kind = tool.get("type")
     return kind in KINDS and (kind != "shell" or (tool.get("environment") or {}).get("type") in ON_THE_CLIENT)
 
 
 def function_of(tool: Body, where: str) -> Body:
-    """The function that the model sees of such a tool."""
+    """Return the function that the model sees in place of a client tool. `where` is the tool's place, for errors."""
     known = KINDS[tool["type"]]
     if known.kind != "custom":
         return {"name": known.kind, "description": known.description, "parameters": known.parameters}
@@ -101,13 +101,13 @@ def function_of(tool: Body, where: str) -> Body:
 
 
 def client_tools(asked: Body) -> dict[str, ClientTool]:
-    """Those of a request, by the name that the model calls them by."""
+    """Return the client tools of a request, by the name of the function that the model sees."""
     tools = [tool for tool in items_of(asked.get("tools") or [], "tools") if is_of_the_client(tool)]
     return {str(tool.get("name") if tool["type"] == "custom" else tool["type"]): KINDS[tool["type"]] for tool in tools}
 
 
 def item_of(tool: ClientTool, name: str, arguments: str) -> Body | None:
-    """What the client's item has of a call; None when the arguments are not what the tool takes."""
+    """Return the client's item for a call of a tool, without its ids; None if the arguments do not fit the tool."""
     try:
         said = json.loads(arguments)
     except ValueError:
@@ -126,7 +126,7 @@ def item_of(tool: ClientTool, name: str, arguments: str) -> Body | None:
 
 
 def function_call(item: Body, where: str) -> Body:
-    """A client's item as the call of a function that it was."""
+    """Return the function call that a client's item came from. Raises `RefusalError` (422) for an item of the wrong shape."""
     tool = CALLS[item["type"]]
     arguments: Body
     if tool.kind == "custom":
@@ -144,7 +144,7 @@ def function_call(item: Body, where: str) -> Body:
 
 
 def output_of(item: Body, where: str) -> Body:
-    """The result of such a call as that of a function: text as it is, all else as JSON."""
+    """Return the result of a client tool as the output of a function: text as it is, anything else as JSON."""
     output, status = item.get("output"), item.get("status")
     if not isinstance(output, str):
         only_status = output is None and isinstance(status, str)

@@ -1,7 +1,7 @@
-"""`/v1/completions`: OpenAI's older text API, as vLLM speaks it.
+"""`/v1/completions`: OpenAI's older text API, as vLLM offers it.
 
-The invariant: what the agent sees is what vLLM would have sent it. vLLM leaves the text of an echo out for those who ask for
-token ids, so it is put there again.
+The invariant: the agent gets the answer that vLLM would have sent it. vLLM leaves out the text of an echo if token ids are
+asked for, so the gateway adds it again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from lightning.gateway.http import Body
 
 @dataclass(slots=True)
 class TextPlan(Plan):
-    """A request of this API. `echo` are the texts that the choices have to begin with, where vLLM leaves them out because ids
-    were asked for."""
+    """The plan of a request of this API. `echo` has the text that the gateway puts before each choice; empty for none."""
 
     echo: list[str] = field(default_factory=list)
 
@@ -33,19 +32,19 @@ class TextPlan(Plan):
 class Completions(Dialect):
     """OpenAI completions (the older, raw text API).
 
-    Prompt ids and response ids are those of each choice itself, so that several prompts in one request (text or token ids)
-    become several transitions with their own prompts. An answer with `echo` begins with its prompt. The gateway puts that text
-    there: for those who ask for ids vLLM 0.31 leaves it out. vLLM itself is asked to echo only for an agent that wants
-    logprobs: a stream of several choices can fail in it when the logprobs of the prompt come late. Where the text is not known
-    here (a prompt of token ids, or one that vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request
-    passes through untouched and without ids of ours.
+    Each choice has its own prompt ids and response ids, so that several prompts in one request (text or token ids) become
+    several transitions. An answer with `echo` begins with its prompt. The gateway adds that text, because vLLM 0.31 leaves it
+    out when ids are asked for. vLLM itself is asked to echo only if the agent wants logprobs, because a stream of several
+    choices can fail in vLLM when the prompt's logprobs come late. An `echo` request whose text is not known here (a prompt of
+    token ids, or one that vLLM truncates), or that samples nothing (`max_tokens` 0), is passed on unchanged, without ids.
     """
 
     path = upstream = "/completions"
     id_prefix = "cmpl-"
 
     def plan(self, body: Body) -> Plan:
-        """See `Dialect`."""
+        """Check a request, and ask vLLM (in place) for ids and logprobs, unless it is an `echo` request that must pass
+        unchanged. Raises `RefusalError` (422)."""
         refuse_ignored(body)
         prompt = body.get("prompt")
         if not isinstance(prompt, str | list) or not prompt:
@@ -66,7 +65,7 @@ class Completions(Dialect):
         return plan
 
     def read(self, answer: Body, capture: Capture) -> None:
-        """See `Dialect`."""
+        """Collect ids and logprobs of each choice from a whole answer, or from one chunk of a stream."""
         for said in choices_of(answer):
             choice = capture.choice(said.get("index", 0))
             if (prompt := said.get("prompt_token_ids")) is not None and choice.prompt_ids is None:
@@ -74,24 +73,26 @@ class Completions(Dialect):
             choice.read(said, _logprobs)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`."""
+        """Add the echo's text to an answer or a chunk, and remove ids and logprobs that the agent did not ask for. Return
+        whether anything changed."""
         assert isinstance(plan, TextPlan), "this API's own"
         changed = False
         for choice in choices_of(answer):
             if plan.echo:
                 changed |= _echo(choice, plan)
             if not plan.keep_ids:
-                if not (plan.echo and plan.stream):  # a stream that echoes has them for everybody
+                if not (plan.echo and plan.stream):  # in a stream with an echo vLLM always sends them
                     changed |= take_out(choice, "prompt_token_ids")
                 changed |= take_out(choice, "token_ids")
             changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
-            # Of an echo vLLM tells the prompt's logprobs whenever logprobs are asked for.
+            # With an echo, vLLM adds the prompt's logprobs whenever logprobs are asked for.
             if not plan.keep_logprobs and plan.body.get("prompt_logprobs") is None:
                 changed |= take_out(choice, "prompt_logprobs")
         return changed
 
     def why_no_ids(self, plan: Plan, capture: Capture) -> str:
-        """See `Dialect`. Nothing is missing where nothing was to be sampled."""
+        """Return why a choice came without ids, with the cure; empty if all have theirs, or with `max_tokens` 0, where nothing
+        is sampled."""
         why = "" if plan.body.get("max_tokens") == 0 else super().why_no_ids(plan, capture)
         if why and not plan.body.get("return_token_ids"):
             return "vLLM tells no ids of an echo unless its prompt is a whole text. Send text, or leave 'echo' out"
@@ -103,7 +104,8 @@ def _is_text(prompt: str | list[object]) -> bool:
 
 
 def _echo(said: Body, plan: TextPlan) -> bool:
-    """Put the prompt's text before a whole answer's, or before the first chunk of a stream: the one with the prompt's ids."""
+    """Put the prompt's text before that of a whole answer or of a stream's first chunk, which has the prompt's ids. In later
+    chunks, shift the text offsets of the logprobs. Return whether anything changed."""
     text, holder = plan.echo[said.get("index", 0)], said.get("logprobs")
     if said.get("prompt_token_ids") is None:
         if plan.keep_logprobs and holder:
@@ -114,6 +116,6 @@ def _echo(said: Body, plan: TextPlan) -> bool:
 
 
 def _logprobs(holder: Body, count: int) -> list[float | None] | None:
-    """With echo the prompt's come first."""
+    """Return the last `count` logprobs, those of the answer: with an echo, the prompt's come before them."""
     values: list[float | None] | None = holder.get("token_logprobs")
     return None if values is None else values[-count:]

@@ -1,7 +1,7 @@
-"""How many tokens a request of the Messages API has.
+"""Count the tokens of a Messages API request.
 
-The invariant: what is counted is the prompt that the call itself would have. Nothing is sampled, so nothing is recorded but
-the refusal of a stage that answers in the policy's place.
+The invariant: the counted prompt is the one that the call itself would have. Nothing is sampled, so nothing is recorded except
+the refusal of a stage that answers in place of the policy.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ROUTE = "messages/count_tokens"
 
 
 class CountTokens:
-    """`POST /v1/messages/count_tokens`: the tokens of a prompt, by the policy server's own tokenizer and chat template, over
-    the very chat messages that `/v1/messages` would send."""
+    """`POST /v1/messages/count_tokens`: count a prompt's tokens with the policy server's tokenizer and chat template, from the
+    same chat messages that `/v1/messages` would send."""
 
     def __init__(self, parts: Parts) -> None:
         self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
@@ -45,7 +45,7 @@ class CountTokens:
         self._dialect = Messages(parts.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Never raises for what is the agent's or vLLM's fault."""
+        """Serve one request. Faults of the agent or of vLLM become error responses and raise nothing."""
         try:
             claims = self._identity.claims(scope)
             self._identity.check_over(claims)

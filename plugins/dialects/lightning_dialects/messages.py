@@ -1,13 +1,13 @@
-"""`/v1/messages`: Anthropic's Messages API, asked of vLLM as a chat completion.
+"""`/v1/messages`: Anthropic's Messages API, translated to chat completions of vLLM.
 
-The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The blocks of a
-stream, put together, are those of the whole answer; only arguments that are no JSON object differ, which a stream passes on as
-they come and a whole answer wraps, as Anthropic asks for it, in `INVALID_JSON`.
+The invariant: the prompt is the one that the same conversation would have through `/v1/chat/completions`. The blocks of a
+stream add up to those of the whole answer, except tool arguments that are not a JSON object: a stream passes them on as they
+come, and a whole answer wraps them in `INVALID_JSON`, as Anthropic asks for.
 
-Law 7: what vLLM understands goes on under the name it has there, unknown parameters as they are; what could only be ignored
-although it means something is refused with the cure. The chat messages are those of vLLM's own translation, but for a turn that
-says nothing: it stays a turn, as an empty text is. A tool's result is its text, whether it was an error or not; results come
-before what else the user says in that message; cache marks have no meaning here.
+Law 7: parameters that vLLM knows are passed on under vLLM's names, unknown ones as they are; a parameter with a meaning that
+could only be ignored is refused with the cure. The chat messages are those of vLLM's own translation, except that an empty turn
+stays a turn with an empty text. A tool's result is its text, error or not; results come before the other content of the user's
+message; cache marks are ignored.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from lightning_dialects.translated import (
 )
 
 BILLING = "x-anthropic-billing-header"
-"""Claude Code's first system block: it differs with every request, and says nothing to the model."""
+"""The beginning of Claude Code's first system block, which is dropped: it differs in every request and means nothing to the
+model."""
 
 
 def messages_of(asked: Body) -> list[Body]:
-    """`system` and `messages` of a request. Raises `RefusalError` (422) for what only Anthropic's servers can read."""
+    """Return the chat messages for `system` and `messages` of a request. Raises `RefusalError` (422) for content that only
+    Anthropic's servers can read."""
     found: list[Body] = []
     system = asked.get("system")
     if system and isinstance(system, str):
@@ -95,7 +97,7 @@ def _user(found: list[Body], blocks: list[Body], where: str) -> None:
 
 
 def _joined(parts: list[Body]) -> str | list[Body]:
-    """One text as it is, an empty one for none, else the parts."""
+    """Return the content of a message: the text if there is only one text part, an empty text for no parts, else the parts."""
     only = parts[0] if len(parts) == 1 else {}
     return only["text"] if only.get("type") == "text" else parts or ""
 
@@ -107,7 +109,7 @@ def _result(found: list[Body], block: Body, where: str) -> None:
         for number, item in enumerate(items_of(content, f"{where}.content")):
             if item.get("type") == "image":
                 images.append(_image(item))
-            elif item.get("type") == "tool_reference":  # a tool that was found, which a template that knows such shows
+            elif item.get("type") == "tool_reference":  # a found tool, which some templates show
                 tools.append({"type": "tool_reference", "name": _referred(item, f"{where}.content[{number}]")})
             else:
                 texts.append(_text(item, f"{where}.content[{number}]"))
@@ -119,7 +121,7 @@ def _result(found: list[Body], block: Body, where: str) -> None:
 
 
 def _referred(item: Body, where: str) -> str:
-    """The name of a tool; vLLM takes either field."""
+    """Return the name of a referred tool, from `tool_name` or `name`, as vLLM does."""
     return text_field({**item, "tool_name": item.get("tool_name") or item.get("name")}, "tool_name", where)
 
 
@@ -157,13 +159,13 @@ def _assistant(blocks: list[Body], where: str) -> Body:
 
 
 def goes_on(asked: list[Body], last: Body) -> bool:
-    """Whether the conversation ends with the beginning of the answer, which the model is to continue: an assistant's turn that
-    is a text, of which `last` is the chat message."""
+    """Return whether the conversation ends with an assistant's text that the model must continue. `last` is the chat message
+    of the last turn."""
     return asked[-1].get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 
 
 def with_system_first(messages: list[Body]) -> list[Body]:
-    """The messages with all that the system says at the beginning, joined as vLLM joins it."""
+    """Return the messages with all system texts joined into one first message, as vLLM joins them."""
     said = "".join(message["content"] for message in messages if message["role"] == "system")
     return [{"role": "system", "content": said}, *(message for message in messages if message["role"] != "system")]
 
@@ -172,12 +174,13 @@ RENAMED = {"stop_sequences": "stop"}
 ELSEWHERE = frozenset(
     {"messages", "system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format"}
 )
-"""Translated by a function of their own."""
+"""Parameters that functions of their own translate."""
 WITHOUT_EFFECT = frozenset(
     {"model", "metadata", "service_tier", "inference_geo", "cache_control", "speed", "diagnostics", "billing_policy"}
     | {"user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token", "context_management"}
 )
-"""They concern Anthropic's accounts, caches and other models, not the answer; context that is not edited may stay as it is."""
+"""Parameters that are dropped: they concern Anthropic's accounts, caches and other models, not the answer. `context_management`
+is checked by `_context`."""
 REFUSED = {
     "container": "is not supported: there are no containers here. Run the code in a tool of the agent.",
     "compaction": "is not supported: the gateway summarizes nothing. Let the agent ask for a summary itself.",
@@ -185,7 +188,7 @@ REFUSED = {
     "thread": "continues a conversation, and none is kept here. Send all of the messages: `tool_runner(..., thread=False)`.",
 }
 NEW_THREAD = {"type": "create"}
-"""What `tool_runner` sends first: all of the messages are there, and nothing has to be known of others."""
+"""The `thread` of a first request of `tool_runner`, which is accepted because the request has all messages."""
 EDITED = "is not supported: the policy must see the context as it is. Shorten it in the agent."
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 IN_A_TOOL = ("name", "description", "strict", "defer_loading")
@@ -196,7 +199,7 @@ NOT_IN_A_TOOL = {
 
 
 def chat_request(asked: Body) -> Body:
-    """The chat request. Raises `RefusalError` (422)."""
+    """Translate a Messages request to a chat request. Raises `RefusalError` (422) for one that cannot be translated."""
     if asked.get("thread") == NEW_THREAD:
         asked = {name: value for name, value in asked.items() if name != "thread"}
     chat = passed_on(asked, WITHOUT_EFFECT | ELSEWHERE, RENAMED, REFUSED)
@@ -213,14 +216,14 @@ def chat_request(asked: Body) -> Body:
 
 
 def _context(management: Body) -> None:
-    """Refuse edits of the context but the one that Claude Code always sends, which keeps all thinking and changes nothing."""
+    """Refuse edits of the context, except the one that Claude Code always sends, which keeps all thinking and has no effect."""
     for edit in management.get("edits") or []:
         if not (str(edit.get("type")).startswith("clear_thinking_") and edit.get("keep") in ("all", {"type": "all"})):
             raise refuse_parameter("context_management", EDITED)
 
 
 def _thinking(chat: Body, asked: Body) -> None:
-    """`output_config` and `thinking`, as vLLM reads them: adaptive thinking is the model's own affair."""
+    """Translate `output_config`, `output_format` and `thinking` as vLLM does. Adaptive thinking is left to the model."""
     config, thinking = object_field(asked, "output_config"), object_field(asked, "thinking")
     wanted = asked.get("output_format") or config.get("format")
     if wanted:
@@ -254,7 +257,7 @@ def _tools(chat: Body, asked: Body) -> None:
 
 
 def _is_hosted(tool: Body) -> bool:
-    """Whether a tool is one of Anthropic's own, which has no schema here."""
+    """Return whether a tool is one of Anthropic's own, for which no schema is known here."""
     return tool.get("type") not in {None, "custom"}
 
 
@@ -271,7 +274,7 @@ def _tool(tool: Body, where: str) -> Body:
             raise refuse_parameter(f"{where}.{name}", why)
     function = {name: tool[name] for name in IN_A_TOOL if tool.get(name) is not None}
     text_field(tool, "name", where)
-    # The order of keys is the prompt's: what is missing comes last.
+    # The prompt shows the keys in this order, so that a missing key is added last.
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     return {"type": "function", "function": {**function, "parameters": parameters}}
 
@@ -289,24 +292,25 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Messages(Translated):
-    """Anthropic's Messages API. What its requests ask of a chat template is fitted to the policy's, as vLLM's own endpoint
-    does: where that takes the system's words at the beginning only, they are put there; where it cannot be told not to think,
-    it is told to think little."""
+    """Anthropic's Messages API. Requests are fitted to the policy's chat template as vLLM's own endpoint does: if the template
+    takes system messages only at the beginning, they are moved there; if it cannot turn thinking off, low effort is asked
+    for."""
 
     path = "/messages"
     id_prefix = "msg_"
 
     def hosted_tools(self, body: Body) -> list[str]:
-        """See `Translated`."""
+        """Return the types of a request's tools that Anthropic's servers would run. Raises `RefusalError` (422)."""
         with readable():
             return [str(tool["type"]) for tool in items_of(body.get("tools") or [], "tools") if _is_hosted(tool)]
 
     def without_hosted_tools(self, body: Body) -> Body:
-        """See `Translated`."""
+        """Return the request without the tools that Anthropic's servers would run."""
         return {**body, "tools": [tool for tool in body["tools"] if not _is_hosted(tool)]}
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """See `Dialect`."""
+        """Translate a request to a chat request, and return that with the translator of its answer. Raises `RefusalError`
+        (422)."""
         body = self.runnable(body)
         most = body.get("max_tokens")
         if not isinstance(most, int) or most < 1:
@@ -315,7 +319,8 @@ class Messages(Translated):
             return chat_request(body), MessageTranslator(response_id)
 
     async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
-        """See `Dialect`."""
+        """Fit a chat request (in place) to the policy's chat template: move system messages to the beginning, or ask for low
+        effort instead of none, if the template needs it."""
         template = template_of(policy)
         later = any(message["role"] == "system" for message in body["messages"][1:])
         if later and await template.wants_system_first(tokenize):
@@ -324,11 +329,12 @@ class Messages(Translated):
             body["reasoning_effort"] = "low"
 
     def refusal(self, refusal: RefusalError) -> bytes:
-        """See `Dialect`."""
+        """Return a refusal of the gateway as this API's error object."""
         return orjson.dumps(error_object(refusal.status, str(refusal)))
 
     def upstream_refusal(self, status: int, payload: bytes) -> bytes:
-        """See `Dialect`. What is not one of vLLM's errors becomes the message as it is."""
+        """Return vLLM's refusal as this API's error object. A payload that is not one of vLLM's errors becomes the message as
+        it is."""
         try:
             message = str(orjson.loads(payload)["error"]["message"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -337,7 +343,7 @@ class Messages(Translated):
 
 
 class MessageTranslator(Translator):
-    """What the agent sees as a Message."""
+    """Translates vLLM's chat answer to a Message of this API."""
 
     def __init__(self, message_id: str) -> None:
         super().__init__(message_id)
@@ -345,7 +351,7 @@ class MessageTranslator(Translator):
         self._stop: object = None
 
     def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`."""
+        """Return the `error` event that tells the agent that a stream broke off."""
         return event(error_object(refusal.status, str(refusal)))
 
     def _read(self, answer: Body, choice: Body | None) -> None:
@@ -354,7 +360,7 @@ class MessageTranslator(Translator):
             self._stop = choice.get("stop_reason")
 
     def answer(self) -> Body:
-        """See `Translator`."""
+        """Return the Message for the whole answer, also for one that was read as a stream."""
         content = [self._block(part) for part in self._parts.all]
         return self._message(content, usage_of(self._usage)) | self._reason()
 
@@ -363,7 +369,8 @@ class MessageTranslator(Translator):
         return {**message, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _reason(self) -> Body:
-        """A stop string is vLLM's `stop_reason`; a forced tool call ends with `stop` there, yet wants a result."""
+        """Return the stop reason. vLLM gives a matched stop string as its `stop_reason`, and ends a forced tool call with
+        `stop`, which is `tool_use` here."""
         if self._finish == "stop" and isinstance(self._stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
         called = any(part.kind is Kind.TOOL for part in self._parts.all)
@@ -406,13 +413,13 @@ class MessageTranslator(Translator):
 
 
 def error_object(status: int, message: str) -> Body:
-    """An error in the shape of this API."""
+    """Return an error object in the shape of this API."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def delta_of(kind: Kind, piece: str) -> Body:
-    """A piece of a block."""
+    """Return the delta object for a piece of a block of this kind."""
     if kind is Kind.TEXT:
         return {"type": "text_delta", "text": piece}
     if kind is Kind.REASONING:
@@ -421,7 +428,8 @@ def delta_of(kind: Kind, piece: str) -> Body:
 
 
 def arguments_of(text: str) -> Body:
-    """A tool call's arguments as an object. Python's own JSON reads them, since orjson rounds integers above 64 bits."""
+    """Read a tool call's arguments as an object, or `{"INVALID_JSON": text}` if they are not one. They are read with `json`,
+    because orjson rounds integers above 64 bits."""
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -430,7 +438,7 @@ def arguments_of(text: str) -> Body:
 
 
 def usage_of(usage: Body | None) -> Body:
-    """Token counts under the names of this API, where tokens from the cache are counted by themselves."""
+    """Return token counts under the names of this API, in which tokens from the cache are not part of `input_tokens`."""
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage.get("completion_tokens") or 0}

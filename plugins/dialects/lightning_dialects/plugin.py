@@ -1,4 +1,4 @@
-"""OpenAI's older text API and its Responses API, and Anthropic's Messages API, as a plugin."""
+"""The dialects plugin: OpenAI's older text API and Responses API, and Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect]], None]) -> None:
-    """`completions`, `responses` and `messages`."""
+    """Register the dialects `completions`, `responses` and `messages`."""
     from lightning_dialects.completions import Completions
     from lightning_dialects.messages import Messages
     from lightning_dialects.responses import Responses
@@ -28,7 +28,7 @@ def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect
 
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
-    """`messages/count_tokens`."""
+    """Register the route `messages/count_tokens`."""
     from lightning_dialects.count_tokens import CountTokens
 
     register("messages/count_tokens", CountTokens)

@@ -1,7 +1,7 @@
-"""`/v1/responses`: OpenAI's Responses API, asked of vLLM as a chat completion.
+"""`/v1/responses`: OpenAI's Responses API, translated to chat completions of vLLM.
 
-The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The object in the
-last event of a stream is the one the whole answer would have been.
+The invariant: the prompt is the one that the same conversation would have through `/v1/chat/completions`. The object in the
+last event of a stream is the one that the whole answer would have been.
 """
 
 from __future__ import annotations
@@ -40,25 +40,27 @@ ECHOED: Mapping[str, object] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What a Response repeats of its request, with the defaults of the API."""
+"""The parameters of a request that a Response repeats, with the API's defaults."""
 SAMPLING = {"temperature": 1.0, "top_p": 1.0}
-"""The same, but as it went to vLLM: a token may have overridden it."""
+"""Sampling parameters that a Response repeats, with the defaults. Their values are those sent to vLLM, because the gateway's
+settings and the key may override the agent's."""
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.TOOL: "fc"}
 
 
 class Responses(Translated):
-    """OpenAI's Responses API."""
+    """OpenAI's Responses API as a dialect of the gateway."""
 
     path = "/responses"
     id_prefix = "resp_"
 
     def continues(self, body: Body) -> str | None:
-        """See `Dialect`."""
+        """Return the `previous_response_id` of a request; None without one."""
         previous = body.get("previous_response_id")
         return None if previous is None else str(previous)
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """See `Dialect`."""
+        """Translate a request to a chat request after the messages `before` it, and return that with the translator of its
+        answer. Raises `RefusalError` (422)."""
         body = self.runnable(body)
         if not body.get("input") and not (before and body.get("input") is None):
             raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
@@ -73,25 +75,26 @@ class Responses(Translated):
         return chat, ResponseTranslator(response_id, body, chat, names, said)
 
     def hosted_tools(self, body: Body) -> list[str]:
-        """See `Translated`."""
+        """Return the types of a request's tools that OpenAI's servers would run. Raises `RefusalError` (422)."""
         with readable():
             return hosted_tools(body)
 
     def without_hosted_tools(self, body: Body) -> Body:
-        """See `Translated`."""
+        """Return the request without the tools that OpenAI's servers would run."""
         return without_hosted_tools(body)
 
 
 class ToolNames(NamedTuple):
-    """What the tools are that the model knows by a name: those with a namespace, and those that are no functions."""
+    """The tools of a request that are not plain functions, by the name that the model sees: `spaces` has (namespace, name) of
+    those in a namespace, `others` the client tools."""
 
     spaces: Mapping[str, tuple[str, str]]
     others: Mapping[str, ClientTool]
 
 
 class ResponseTranslator(Translator):
-    """What the agent sees as a Response. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says
-    which tools are no plain functions; `said` is the conversation so far, without the instructions."""
+    """Translates vLLM's chat answer to a Response. `asked` is the request as the agent sent it, `chat` as it goes to vLLM;
+    `names` are the tools that are not plain functions; `said` is the conversation so far, without the instructions."""
 
     def __init__(self, response_id: str, asked: Body, chat: Body, names: ToolNames, said: Sequence[Body]) -> None:
         super().__init__(response_id)
@@ -102,17 +105,18 @@ class ResponseTranslator(Translator):
         self._piece_logprobs: list[Body] = []
 
     def end(self) -> bytes:
-        """See `Translator`."""
+        """Return the events that end a stream."""
         self._piece_logprobs = []
         return super().end()
 
     def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`. With the `error` object the OpenAI clients raise, without it they would go on in silence."""
+        """Return the event that tells the agent that a stream broke off. OpenAI's clients raise only if it has an `error`
+        object."""
         error = refusal.error
         return self._written([{**error, "type": "error", "error": error}])
 
     def conversation(self) -> list[Body] | None:
-        """See `Translator`."""
+        """Return the chat messages up to and with this answer, for later requests; None if the request had `store` false."""
         return None if self._asked.get("store") is False else messages_of(self._output(), self._said)
 
     def _read(self, answer: Body, choice: Body | None) -> None:
@@ -124,7 +128,7 @@ class ResponseTranslator(Translator):
             self._logprobs += self._piece_logprobs
 
     def answer(self) -> Body:
-        """See `Translator`."""
+        """Return the Response for the whole answer, also for one that was read as a stream."""
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def _response(self, status: str) -> Body:
@@ -150,7 +154,7 @@ class ResponseTranslator(Translator):
         return [self._item(part, self._ended(part)) for part in self._parts.all]
 
     def _ended(self, part: Part) -> str:
-        """How a part has ended: the last of an answer that was cut is incomplete."""
+        """Return the status of an ended part: "incomplete" for the last part of an answer that was cut off at its limit."""
         cut = self._finish == "length" and part is self._parts.all[-1]
         return "incomplete" if cut else "completed"
 
@@ -170,7 +174,7 @@ class ResponseTranslator(Translator):
         return {**call, "namespace": space} if space else call
 
     def _of_the_client(self, part: Part) -> Body | None:
-        """The item of a call of a tool that is no function, once it is complete."""
+        """Return the client's item for a complete call of a client tool; None for any other part."""
         tool = self._names.others.get(part.name) if part.kind is Kind.TOOL else None
         return None if tool is None else item_of(tool, part.name, part.text)
 
@@ -178,7 +182,7 @@ class ResponseTranslator(Translator):
         return f"{PREFIXES[part.kind]}_{self._id.removeprefix('resp_')}_{part.index}"
 
     def _text(self, part: Part) -> Body:
-        """All logprobs so far (as in vLLM, also those of tokens that are no text) are with the last text."""
+        """Return a text part. The last one has all logprobs so far, also those of tokens that are not text, as in vLLM."""
         texts = [item for item in self._parts.all if item.kind is Kind.TEXT]
         said = [logprob_of(entry) for entry in self._logprobs] if texts[-1] is part else []
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": said}
@@ -194,7 +198,7 @@ class ResponseTranslator(Translator):
         return [{"type": f"response.{response['status']}", "response": response}]
 
     def _written(self, said: list[Body]) -> bytes:
-        """The events, numbered over the whole stream."""
+        """Encode events, numbered over the whole stream."""
         first, self._sequence = self._sequence, self._sequence + len(said)
         return b"".join(event({**body, "sequence_number": first + number}) for number, body in enumerate(said))
 
@@ -215,7 +219,7 @@ class ResponseTranslator(Translator):
             yield {"type": "response.output_item.done", **place, "item": self._item(part, self._ended(part))}
 
     def _events_of_the_client(self, step: Step, part: Part) -> Iterator[Body]:
-        """A call of a tool that is no function is told when it has ended: only then is it known to be one."""
+        """Yield all events of a client tool's call when it has ended: only then is it known whether its arguments fit."""
         if step is not Step.CLOSE:
             return
         place, item = {"output_index": part.index}, self._item(part, self._ended(part))
@@ -257,14 +261,14 @@ class ResponseTranslator(Translator):
 
 
 def logprob_of(entry: Body) -> Body:
-    """One token's logprob; both APIs say the same, but for what vLLM adds."""
+    """Return one token's logprob with the fields of this API, without those that vLLM adds."""
     said: Body = {name: entry.get(name) for name in ("token", "logprob", "bytes")}
     top = [{name: item.get(name) for name in said} for item in entry.get("top_logprobs") or ()]
     return {**said, "top_logprobs": top}
 
 
 def usage_of(usage: Body | None) -> Body | None:
-    """Token counts under the names of this API."""
+    """Return token counts under the names of this API; None if vLLM gave none."""
     if usage is None:
         return None
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -1,9 +1,8 @@
-"""A Responses request as a chat completion request.
+"""Translate a Responses request to a chat completion request.
 
-The invariant (law 7): what vLLM understands goes on under the name it has there, unknown parameters as they are; what
-could only be ignored although it means something is refused with the cure. Items that one answer gave (reasoning, text, tool
-calls) become one assistant message again, as vLLM's own translation makes them, so that the prompt is the same as through chat
-completions.
+The invariant (law 7): parameters that vLLM knows are passed on under vLLM's names, unknown ones as they are; a parameter with a
+meaning that could only be ignored is refused with the cure. Items of one answer (reasoning, text, tool calls) become one
+assistant message again, as in vLLM's own translation, so that the prompt is the same as through chat completions.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from lightning_dialects.client_tools import (
 from lightning_dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
 
 SEPARATOR = "__"
-"""Between a namespace and a tool's name, as vLLM joins them."""
+"""The separator between a namespace and a tool's name, as in vLLM."""
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def messages_of(asked: object, before: Sequence[Body] = ()) -> list[Body]:
-    """The `input` of a request, after the messages `before` it (which are not changed).
+    """Return the messages `before` (not changed in place), followed by those for the `input` of a request.
 
     Raises `RefusalError` (422) for items that only OpenAI's own servers can read.
     """
@@ -43,7 +42,7 @@ def messages_of(asked: object, before: Sequence[Body] = ()) -> list[Body]:
 
 
 def goes_on(asked: object) -> bool:
-    """Whether the last item is an unfinished assistant message, which the model is to continue."""
+    """Return whether the last item is an unfinished assistant message, which the model must continue."""
     if not isinstance(asked, list) or not asked:
         return False
     last = asked[-1]
@@ -79,7 +78,7 @@ def _add(messages: list[Body], item: Body, where: str) -> None:
 
 
 def _say(messages: list[Body], name: str, value: str) -> None:
-    """Put it into the assistant message before it, if that has no such thing yet, else into a new one."""
+    """Set the field `name` of the last message if that is an assistant message without it; else add an assistant message."""
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and last.get(name) is None:
         last[name] = value
@@ -102,7 +101,7 @@ def _call(messages: list[Body], item: Body, where: str) -> None:
 def _think(messages: list[Body], item: Body, where: str) -> None:
     for name in ("content", "summary"):
         if item.get(name):
-            # An answer begins with its reasoning, so this is never a part of the message before it.
+            # An answer begins with its reasoning, so that this always begins a new message.
             messages.append({"role": "assistant", "reasoning": _plain(item[name], f"{where}.{name}")})
             return
     if item.get("encrypted_content"):
@@ -111,7 +110,7 @@ def _think(messages: list[Body], item: Body, where: str) -> None:
 
 
 def _plain(content: object, where: str) -> str:
-    """The text of a message that can be only text."""
+    """Return the text of content that must be text. Raises `RefusalError` (422) for any other part."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -127,7 +126,7 @@ def _plain(content: object, where: str) -> str:
 
 
 def _content(content: object, where: str) -> str | list[Body]:
-    """Content parts as vLLM's chat takes them; parts it knows under the same name in both APIs are passed on."""
+    """Translate content parts for vLLM's chat; parts with the same name in both APIs are passed on unchanged."""
     if isinstance(content, str):
         return content
     return [_part(part, f"{where}[{number}]") for number, part in enumerate(items_of(content, where))]
@@ -150,12 +149,12 @@ ELSEWHERE = frozenset(
     {"input", "instructions", "previous_response_id", "include", "top_logprobs", "text", "reasoning", "tools"}
     | {"tool_choice", "stream", "stream_options", "truncation"}
 )
-"""Translated by a function of their own."""
+"""Parameters that functions of their own translate."""
 WITHOUT_EFFECT = frozenset(
     {"model", "store", "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"}
     | {"prompt_cache_retention", "prompt_cache_options", "max_tool_calls", "access_programs", "image"}
 )
-"""They concern OpenAI's accounts, caches and built-in tools, not the answer."""
+"""Parameters that are dropped: they concern OpenAI's accounts, caches and built-in tools, not the answer."""
 REFUSED = {
     "background": "is not supported: the gateway answers while you wait. Leave it out, or use 'stream'.",
     "conversation": "is not supported: the gateway has no conversation objects. Send the whole input, or previous_response_id.",
@@ -164,12 +163,12 @@ REFUSED = {
     "context_management": "is not supported: the policy must see the context as it is. Shorten the input in the agent.",
 }
 KNOWN = frozenset({"function", "namespace"})
-"""Types of tools that the chat knows."""
+"""Types of tools that become functions of the chat, besides client tools."""
 LOGPROBS = "message.output_text.logprobs"
 
 
 def chat_request(asked: Body, messages: list[Body]) -> Body:
-    """The chat request with these messages. Raises `RefusalError` (422)."""
+    """Translate a Responses request to the chat request with these messages. Raises `RefusalError` (422)."""
     chat = passed_on(asked, WITHOUT_EFFECT | ELSEWHERE, RENAMED, REFUSED)
     chat["messages"] = messages
     ask_for_stream(chat, asked)
@@ -192,7 +191,7 @@ def _logprobs(chat: Body, asked: Body) -> None:
 
 
 def _format(chat: Body, asked: Body) -> None:
-    """`text.format` and `reasoning.effort`; `text.verbosity` and `reasoning.summary` have no counterpart in vLLM."""
+    """Translate `text.format` and `reasoning.effort`. vLLM has no counterpart of `text.verbosity` and `reasoning.summary`."""
     text, reasoning = object_field(asked, "text"), object_field(asked, "reasoning")
     wanted = text.get("format") or {}
     if wanted.get("type") == "json_schema":
@@ -205,7 +204,8 @@ def _format(chat: Body, asked: Body) -> None:
 
 
 def _tools(chat: Body, asked: Body) -> None:
-    """Function tools exactly as they were sent (`strict` too); a `tool_choice` without tools means nothing."""
+    """Translate tools and `tool_choice`. Functions are passed on exactly as sent (`strict`, too); a choice of "auto" or "none"
+    without tools is dropped."""
     tools = [tool for found, tool in _functions(asked)]
     if tools:
         chat["tools"] = tools
@@ -229,7 +229,7 @@ def _chosen(choice: Body) -> str:
 
 
 def namespaces(asked: Body) -> dict[str, tuple[str, str]]:
-    """The (namespace, name) of each tool that has one, by the name the model knows it by."""
+    """Return (namespace, name) of each tool in a namespace, by the name that the model sees."""
     return {
         tool["function"]["name"]: (space, tool["function"]["name"].removeprefix(f"{space}{SEPARATOR}"))
         for space, tool in _functions(asked)
@@ -251,13 +251,13 @@ def _functions(asked: Body) -> list[tuple[str, Body]]:
 
 
 def hosted_tools(asked: Body) -> list[str]:
-    """The types of the tools of a request that run on OpenAI's servers, in order."""
+    """Return the types of a request's tools that would run on OpenAI's servers, in order."""
     tools = items_of(asked.get("tools") or [], "tools")
     return [str(tool.get("type")) for tool in tools if not (tool.get("type") in KNOWN or is_of_the_client(tool))]
 
 
 def without_hosted_tools(asked: Body) -> Body:
-    """The request without them. A `tool_choice` of one of them is none."""
+    """Return the request without its hosted tools; a `tool_choice` of one of them is removed."""
     tools = [tool for tool in asked["tools"] if tool.get("type") in KNOWN or is_of_the_client(tool)]
     choice = asked.get("tool_choice")
     chosen = isinstance(choice, dict) and choice.get("type") in set(hosted_tools(asked))

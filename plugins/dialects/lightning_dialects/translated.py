@@ -1,9 +1,9 @@
-"""What the dialects have in common that are asked of vLLM as chat completions.
+"""The common base of the dialects that are translated to vLLM's chat completions.
 
-The invariant: vLLM's own endpoints for these APIs return no token ids, so the call goes where they are returned; the
-transition's id is the one the agent sees. A chat answer is cut into reasoning, text and tool calls, one after another: a whole
-answer, read as one delta, and a stream of the same content give the same parts, however the stream was cut; a part that was
-closed is never opened again.
+The invariant: vLLM's own endpoints for these APIs return no token ids, so that the chat endpoint is called; the transition's id
+is the one that the agent sees. A chat answer is split into a sequence of parts: reasoning, text and tool calls. A whole answer,
+read as one delta, and a stream of the same content give the same parts, however the stream was cut. A closed part is never
+opened again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Translated(Chat):
-    """Asks for a chat completion and reads ids and logprobs from it."""
+    """A dialect that asks vLLM for a chat completion and reads ids and logprobs from that."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._drops_hosted_tools = config.hosted_tools == "drop"
@@ -32,14 +32,14 @@ class Translated(Chat):
 
     @abstractmethod
     def hosted_tools(self, body: Body) -> list[str]:
-        """The types of the tools of a request that a provider's servers would run. Raises `RefusalError` (422)."""
+        """Return the types of a request's tools that a provider's servers would run. Raises `RefusalError` (422)."""
 
     @abstractmethod
     def without_hosted_tools(self, body: Body) -> Body:
-        """The request without them."""
+        """Return the request without the tools of `hosted_tools`."""
 
     def runnable(self, body: Body) -> Body:
-        """The request, without tools that nobody here can run where they are to be dropped; each type of them is said once."""
+        """Return the request, without hosted tools if `gateway.hosted_tools` is "drop"; each dropped type is logged once."""
         types = self.hosted_tools(body) if self._drops_hosted_tools else []
         if not types:
             return body
@@ -52,29 +52,31 @@ class Translated(Chat):
         return self.without_hosted_tools(body)
 
     def plan(self, body: Body) -> Plan:
-        """See `Dialect`."""
+        """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422), also for more
+        than one choice."""
         plan = super().plan(body)
         if plan.n != 1:
             raise refuse_parameter("n", "must be 1: an answer of this API is one. Send the request again instead.")
         return plan
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`. Of the rest the translation takes over only what the agent asked for."""
+        """Remove reasoning that the agent must not see, with its ids and logprobs, from an answer or a chunk; the translation
+        takes over nothing else that was not asked for. Return whether anything was removed."""
         return strip_reasoning(answer, plan)
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
-        """See `Dialect`. Such chunks translate to no event."""
+        """Return False: a chunk that vLLM sends only because ids were asked for translates to no event."""
         return False
 
 
 def event(said: Body) -> bytes:
-    """A server-sent event that is named after its type."""
+    """Encode a server-sent event whose name is its `type`."""
     return event_of(write_object(said), said["type"])
 
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
-    """Around reading a request: what is of another type than its API says is the agent's fault, a 422, whatever it is."""
+    """Turn errors while a request is read into a `RefusalError` (422), since a value of the wrong type is the agent's fault."""
     try:
         yield
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -83,8 +85,8 @@ def readable() -> Iterator[None]:
 
 
 def passed_on(asked: Body, without: frozenset[str], renamed: Mapping[str, str], refused: Mapping[str, str]) -> Body:
-    """What of a request goes on as it is, or under the name it has in vLLM. Raises `RefusalError` (422) for what is
-    `refused`."""
+    """Return the parameters of a request that are passed to vLLM, as they are or under their `renamed` name; those in `without`
+    and those that are None are dropped. Raises `RefusalError` (422) for a parameter in `refused`."""
     for name, why in refused.items():
         if asked.get(name):
             raise refuse_parameter(name, why)
@@ -94,7 +96,7 @@ def passed_on(asked: Body, without: frozenset[str], renamed: Mapping[str, str], 
 
 
 def ask_for_stream(chat: Body, asked: Body) -> None:
-    """Ask vLLM for a stream, and for the usage at its end, where the agent did. Raises `RefusalError` (422)."""
+    """Ask vLLM for a stream, with the usage at its end, if the agent asked for a stream. Raises `RefusalError` (422)."""
     stream = asked.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
@@ -103,7 +105,7 @@ def ask_for_stream(chat: Body, asked: Body) -> None:
 
 
 def object_field(asked: Body, name: str) -> Body:
-    """An object that a request may have; empty without one. Raises `RefusalError` (422)."""
+    """Return an optional object of a request; empty if missing. Raises `RefusalError` (422) for another type."""
     value = asked.get(name) or {}
     if not isinstance(value, dict):
         raise refuse_parameter(name, f"must be an object, not {type(value).__name__}.")
@@ -111,7 +113,7 @@ def object_field(asked: Body, name: str) -> Body:
 
 
 def text_field(holder: Body, name: str, where: str) -> str:
-    """A string an item must have. Raises `RefusalError` (422)."""
+    """Return a string that an item must have. Raises `RefusalError` (422) if it has none."""
     value = holder.get(name)
     if not isinstance(value, str):
         raise refuse_parameter(f"{where}.{name}", f"must be a string, not {type(value).__name__}.")
@@ -119,14 +121,14 @@ def text_field(holder: Body, name: str, where: str) -> str:
 
 
 def items_of(value: object, where: str) -> list[Body]:
-    """A list of objects. Raises `RefusalError` (422)."""
+    """Return a value that must be a list of objects. Raises `RefusalError` (422) if it is not."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise refuse_parameter(where, "must be a list of objects.")
     return value
 
 
 class Kind(Enum):
-    """What a part is."""
+    """The kinds of parts of an answer."""
 
     REASONING = auto()
     TEXT = auto()
@@ -134,7 +136,7 @@ class Kind(Enum):
 
 
 class Step(Enum):
-    """What happens to a part."""
+    """The steps of a part's life in a stream."""
 
     OPEN = auto()
     ADD = auto()
@@ -143,7 +145,8 @@ class Step(Enum):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """`index` is its place in the answer; `call_id` and `name` are a tool call's, whose text is its arguments."""
+    """A part of an answer: reasoning, text or a tool call. `index` is its place in the answer. `call_id` and `name` are those
+    of a tool call, whose text is its arguments."""
 
     kind: Kind
     index: int
@@ -153,7 +156,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The part's text so far."""
         return "".join(self.pieces)
 
 
@@ -163,7 +166,7 @@ Event = tuple[Step, Part, str]
 
 
 class Parts:
-    """The parts of one answer. Feed it the message of a whole answer, or each delta; then `close`."""
+    """Splits one answer into parts. Feed it the message of a whole answer, or each delta of a stream; then call `close`."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
@@ -173,7 +176,7 @@ class Parts:
         self._blank = ""
 
     def feed(self, said: Body) -> Iterator[Event]:
-        """The steps one delta makes. Raises `ValueError` when it goes on with a tool call that another has followed."""
+        """Yield the steps of one delta. Raises `ValueError` if it continues a tool call that has already ended."""
         if reasoning := said.get("reasoning") or said.get("reasoning_content"):
             yield from self._add(Kind.REASONING, reasoning)
         if text := said.get("content"):
@@ -182,8 +185,8 @@ class Parts:
             yield from self._tool(call.get("index", position), call)
 
     def close(self, *, at_least_one: bool = True) -> Iterator[Event]:
-        """End the part that is open; an answer without any has an empty text, and one without tool calls its white space. A
-        tool call of which vLLM streams no arguments has none, which is an object as in a whole answer."""
+        """End the open part. With `at_least_one`, an answer without parts gets an empty text, and waiting white space becomes a
+        text unless there were tool calls. A tool call for which vLLM streamed no arguments gets `{}`, as in a whole answer."""
         if at_least_one and self._blank and not self._calls:
             yield from self._add(Kind.TEXT, self._blank)
         elif at_least_one and not self.all:
@@ -196,9 +199,9 @@ class Parts:
             self._open = None
 
     def _text(self, piece: str) -> Iterator[Event]:
-        """White space waits for text to begin with it: before and between tool calls streams have it, whole answers not.
+        """Add text. White space at its beginning waits for other text, because only streams have it around tool calls.
 
-        Between two calls it would, as a part of its own, make two messages of one answer when the agent sends it back.
+        As a part of its own between two calls, it would split one answer into two messages when the agent sends it back.
         """
         if self._open is None or self._open.kind is not Kind.TEXT:
             piece, self._blank = self._blank + piece, ""
@@ -216,7 +219,8 @@ class Parts:
         yield Step.ADD, part, piece
 
     def _tool(self, number: object, call: Body) -> Iterator[Event]:
-        """Some servers give every call the number 0, so that a new one is told by its id and name as well."""
+        """Add a delta of a tool call. Some servers number every call 0, so that a new call is also recognised by its id and
+        name."""
         part, function = self._open, call.get("function") or {}
         call_id, name = call.get("id") or "", function.get("name") or ""
         goes_on = part is not None and part.kind is Kind.TOOL and number == self._call
@@ -236,17 +240,17 @@ class Parts:
 
     def _enter(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Event]:
         part = Part(kind, len(self.all), call_id, name)
-        self.all.append(part)  # before the one that is open ends: that is the last no more, and no answer was cut in it
+        self.all.append(part)  # before the open part ends: only the last part may count as cut off
         yield from self.close(at_least_one=False)
         self._open = part
         yield Step.OPEN, part, ""
 
 
 class Translator(ABC):
-    """One call: what the agent sees of vLLM's answer.
+    """Translates vLLM's answer to one call into the answer of the dialect.
 
-    The invariant: a stream, put together, says what the whole answer would have said; nothing that says the answer is
-    complete is in what `chunk` returns before the chunk with the finish reason.
+    The invariant: a stream adds up to the whole answer. Before the chunk with the finish reason, `chunk` returns nothing that
+    says that the answer is complete.
     """
 
     def __init__(self, answer_id: str) -> None:
@@ -255,7 +259,7 @@ class Translator(ABC):
         self._usage: Body | None = None
 
     def whole(self, reply: Body) -> Body:
-        """The dialect's object for a whole answer."""
+        """Return the dialect's object for a whole answer."""
         choice = reply["choices"][0]
         self._read(reply, choice)
         for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
@@ -263,7 +267,7 @@ class Translator(ABC):
         return self.answer()
 
     def chunk(self, chunk: Body) -> bytes:
-        """The dialect's events for one chunk, possibly none."""
+        """Return the dialect's events for one chunk, possibly none."""
         choices = chunk.get("choices") or []
         self._read(chunk, choices[0] if choices else None)
         said = self._beginning(chunk)
@@ -273,21 +277,21 @@ class Translator(ABC):
         return self._written(said)
 
     def end(self) -> bytes:
-        """The events that end a stream."""
+        """Return the events that end a stream."""
         said = [body for happened in self._parts.close() for body in self._events(happened)]
         return self._written([*said, *self._ending()])
 
     @abstractmethod
     def broken(self, refusal: RefusalError) -> bytes:
-        """The event that tells that a stream broke off."""
+        """Return the event that tells the agent that a stream broke off."""
 
     def conversation(self) -> list[Body] | None:
-        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
-        where none may."""
+        """Return the chat messages up to and with a complete answer, which later requests may continue by its id; None if they
+        may not."""
         return None
 
     def _read(self, answer: Body, choice: Body | None) -> None:
-        """Note what an answer or a chunk says besides its content."""
+        """Note the model, the usage and the finish reason of an answer or a chunk."""
         self._model = answer.get("model") or self._model
         self._usage = answer.get("usage") or self._usage
         if choice is not None:
@@ -295,19 +299,19 @@ class Translator(ABC):
 
     @abstractmethod
     def answer(self) -> Body:
-        """The object for a whole answer that was read; of a stream, what it adds up to."""
+        """Return the dialect's object for the whole answer, also for one that was read as a stream."""
 
     @abstractmethod
     def _beginning(self, chunk: Body) -> list[Body]:
-        """What a stream begins with; nothing from its second chunk on."""
+        """Return the events before the first chunk's; none from the second chunk on."""
 
     @abstractmethod
     def _events(self, happened: Event) -> Iterator[Body]:
-        """What is told of one step."""
+        """Yield the events for one step of a part."""
 
     @abstractmethod
     def _ending(self) -> list[Body]:
-        """What a stream ends with when all of its parts have."""
+        """Return the events that end a stream after all of its parts have ended."""
 
     def _written(self, said: list[Body]) -> bytes:
         return b"".join(map(event, said))

@@ -1,2 +1,2 @@
-"""Fine-tuning on an agent's own rollouts: those that did well are imitated (SFT), or preferred to others (DPO), or
-corrected token by token by a teacher (distillation)."""
+"""Fine-tuning on an agent's own rollouts: imitate the best ones (SFT), prefer better ones to worse (DPO), or correct each token
+by a teacher (distillation)."""

@@ -1,7 +1,7 @@
-"""Distillation on the student's own rollouts: a teacher says of each sampled token how likely it would have been.
+"""The algorithm `distill`: train on the student's own rollouts with a teacher's probability of each sampled token.
 
-The invariant: rows are a pure function of the finished groups and of the fields below. Neither rewards nor the teacher are in
-them: what the teacher says is asked while a step is computed, so an audit derives the batch without it.
+The invariant: rows depend only on the finished groups and the fields below, not on rewards or the teacher. The teacher's
+logprobs are computed while a step is trained, so that an audit derives the batch without the teacher.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Distill:
     reaches (https://thinkingmachines.ai/blog/on-policy-distillation; GKD, arXiv 2306.13649, and MiniLLM, arXiv 2306.08543).
     `lightning_finetuning.distillation_loss.DistillationLoss` has the formula.
 
-    `teacher` is a run's step (`RUN@STEP`), or a model's folder or hub name. It has the student's vocabulary; its size and
+    `teacher` is a run's step (`RUN@STEP`), or a model's folder or hub name. It must have the student's vocabulary; its size and
     architecture may differ. It takes the place of the reference model, in the engine's process.
 
-    Rewards are recorded and not used: groups whose rewards are equal teach, and `group_size` may be 1. `normalization` is as
-    of `LightningRL`, but for `constant`; so is `correction`, but for its levels of whole calls.
+    Rewards are recorded but not used, so that groups with equal rewards are trained on, and `group_size` may be 1.
+    `normalization` is as in `LightningRL`, but not `constant`; `correction` is as there, but only of the level `token`.
     """
 
     teacher: str = ""
@@ -65,20 +65,20 @@ class Distill:
 
     @property
     def name(self) -> str:
-        """The plugin name that makes this algorithm again from its fields."""
+        """The registered name from which this algorithm is made again with its fields."""
         return "distill"
 
     @property
     def loss(self) -> Loss:
-        """The policy gradient with the teacher's advantages."""
+        """The loss of distillation: a policy gradient with the teacher's advantages."""
         from lightning_finetuning.distillation_loss import DistillationLoss
 
         assert isinstance(self.correction, Correction)
         return DistillationLoss(correction=self.correction)
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of all rollouts with something to train; their advantages are 0, since the teacher's are the loss's. Raises
-        `DataError` for a reward that no store accepts."""
+        """Return the rows of all rollouts with something to train. Their advantages are 0, because the loss computes them from
+        the teacher. Raises `DataError` for a reward that no store accepts."""
         intake = Intake()
         members: list[Trajectory] = []
         for group in groups:

@@ -1,7 +1,7 @@
-"""DPO: the rollouts of a group are ranked by their returns, and pairs of them trained by preference.
+"""The algorithm `dpo`: rank the rollouts of a group by their returns, and train pairs of them by preference.
 
-The invariant: rows and pairs are a pure function of the finished groups and of the fields below; a pair's rollouts are of one
-task, and the chosen one has earned more.
+The invariant: rows and pairs depend only on the finished groups and the fields below. The rollouts of a pair are of one task,
+and the chosen one has the higher return.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Pairs = Literal["best-worst", "all"]
 class DPO:
     """Direct preference optimisation (arXiv 2305.18290) on whole rollouts, sampled anew for each step.
 
-    Of the `group_size` rollouts of a task, `pairs` takes the best with the worst, or `all` pairs whose returns differ; in
-    either case by more than `margin`. What is compared is the sum of logprobs over all trained calls of a rollout, relative
-    to the model that training began with (with `length_normalized` the mean), times `beta`; `label_smoothing` is the share of
-    pairs expected to be the wrong way round (`lightning_finetuning.preference.PreferenceLoss` has the formula). Returns are
-    what the agents returned, their `lightning.reward`s, and `tool_reward` as of `LightningRL`.
+    From the `group_size` rollouts of a task, `pairs` takes the best with the worst, or `all` pairs; the returns of a pair must
+    differ by more than `margin`. The loss compares, for each rollout, the sum of logprobs over its trained calls relative to
+    the model that training began with (the mean with `length_normalized`), times `beta`. `label_smoothing` is the share of
+    pairs expected to be the wrong way round (`lightning_finetuning.preference.PreferenceLoss` has the formula). A return is the
+    agent's reward plus its `lightning.reward`s and `tool_reward`, as in `LightningRL`.
 
-    Dropped and skipped are the same as with `LightningRL`; a group is also skipped when fewer than two of its rollouts have
-    something to train (`too_few_trainable`) and when no two of them are further apart than `margin` (`margin_too_small`).
+    Rollouts are dropped and groups skipped as in `LightningRL`. A group is also skipped if fewer than two of its rollouts have
+    something to train (`too_few_trainable`), or if no two returns differ by more than `margin` (`margin_too_small`).
     """
 
     group_size: int = 8
@@ -52,27 +52,27 @@ class DPO:
             raise ConfigError(f"unknown pairs {self.pairs!r}: use one of {', '.join(get_args(Pairs))}")
         if not 0.0 <= self.margin < float("inf"):
             raise ConfigError(f"margin={self.margin} must be a finite number that is not negative")
-        self._loss(())  # which refuses what no loss has
+        self._loss(())  # it raises `ConfigError` for values that no loss accepts
         if self.tool_reward is not None:
             check_tool_reward(self.tool_reward)
 
     @property
     def name(self) -> str:
-        """The plugin name that makes this algorithm again from its fields."""
+        """The registered name from which this algorithm is made again with its fields."""
         return "dpo"
 
     @property
     def loss(self) -> Loss:
-        """DPO's loss without any pair; each batch brings its own."""
+        """DPO's loss without pairs; each batch has a loss with its own pairs."""
         return self._loss(())
 
     def teaches(self, group: Group) -> bool:
-        """Whether a group has a pair."""
+        """Return whether a group has a pair to train on."""
         return isinstance(self._ranked(group, Intake()), list)
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of all rollouts of the step's pairs, and the loss of these pairs. Raises `DataError` for a reward that no
-        store accepts."""
+        """Return the rows of all rollouts in the step's pairs, with the loss of these pairs. Raises `DataError` for a reward
+        that no store accepts."""
         intake = Intake()
         members: list[Trajectory] = []
         advantages: list[np.ndarray] = []
@@ -93,7 +93,7 @@ class DPO:
         return intake.batch(members, advantages, loss=self._loss(tuple(pairs)))
 
     def _ranked(self, group: Group, intake: Intake) -> list[tuple[Trajectory, Trajectory]] | str:
-        """The pairs of a group, (chosen, rejected), or why there is none."""
+        """Return the pairs of a group as (chosen, rejected), or the reason why there is none."""
         whole = with_rules(intake.sound(group), self.tool_reward)
         if reason := reason_to_skip(group, whole):
             return reason
@@ -104,7 +104,7 @@ class DPO:
         return [(able.trajectories[won], able.trajectories[lost]) for won, lost in pairs] or "margin_too_small"
 
     def _pairs(self, returns: Returns) -> list[tuple[int, int]]:
-        """Places of (chosen, rejected) in the returns; of equal rollouts the first one counts."""
+        """Return the pairs as indices (chosen, rejected) in `returns`; of equal returns the first one counts."""
         if self.pairs == "best-worst":
             candidates = [(int(returns.argmax()), int(returns.argmin()))]
         else:

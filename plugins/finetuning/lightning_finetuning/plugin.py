@@ -1,4 +1,4 @@
-"""DPO, SFT and distillation, as a plugin: algorithms, and a stage that finds a run's teacher."""
+"""The finetuning plugin: the algorithms DPO, SFT and distillation, and the run stage that finds a teacher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
-    """`dpo`, `sft` and `distill`."""
+    """Register the algorithms `dpo`, `sft` and `distill`."""
     from lightning_finetuning.distill import Distill
     from lightning_finetuning.dpo import DPO
     from lightning_finetuning.sft import SFT
@@ -27,7 +27,7 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
 
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
-    """`teachers`."""
+    """Register the run stage `teachers`."""
     from lightning_finetuning.teacher import Teachers
 
     register("teachers", lambda config: Teachers())

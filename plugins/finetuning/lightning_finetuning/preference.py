@@ -1,7 +1,7 @@
-"""Direct preference optimisation over whole rollouts, taken apart into tokens.
+"""The loss of direct preference optimisation over whole rollouts, computed as a sum over tokens.
 
-The invariant: how the tokens of a pair are split over rows and micro-batches changes nothing. What belongs to the pair (how
-wrong the policy is about it) is prepared for the whole step; each token then has its own share of the gradient.
+The invariant: the result does not depend on how a pair's tokens are split over rows and micro-batches. The factor of a pair
+(how wrong the policy is about it) is prepared once for the whole step; each token then has its own share of the gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PreferenceLoss:
     `length_normalized` their mean. e is `label_smoothing`, the chance that a pair is the wrong way round (conservative DPO,
     https://ericmitchell.ai/cdpo.pdf).
 
-    The gradient of the mean over pairs is a sum over tokens of (d loss / d m(rollout)) * grad logprob_t, and the first factor
-    depends on the present policy only: `prepare` says it, divided by the token's weight. A call then has the value
-    sum_t w_t * (loss of the step + prepared_t * (logprob_t - sg[logprob_t])), so its value over a step whose weights add up
-    to 1 is DPO's loss, and its gradient DPO's gradient. The loss and the other numbers of the pairs are kept from `prepare`;
-    a copy of this object that did not prepare anything has the same gradient and reports the value 0.
+    The gradient of the mean over pairs is a sum over tokens of (d loss / d m(rollout)) * grad logprob_t. The first factor
+    depends only on the present policy: `prepare` returns it, divided by the token's weight. Calling the loss then gives
+    sum_t w_t * (loss of the step + prepared_t * (logprob_t - sg[logprob_t])), where sg stops the gradient. Over a step whose
+    weights add up to 1, its value is DPO's loss and its gradient DPO's gradient. `prepare` keeps the loss and the other numbers
+    of the pairs in this object; a copy that prepared nothing has the same gradient and reports the value 0.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()
@@ -53,8 +53,8 @@ class PreferenceLoss:
             )
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """d loss / d m of each token's rollout, over the token's weight, shape (N,). Raises `EngineError` without reference
-        logprobs or without a token of a rollout that a pair names."""
+        """Return, for each token, d loss / d m of its rollout, divided by the token's weight, shape (N,). Raises `EngineError`
+        without reference logprobs, or if a rollout of a pair has no token in the step."""
         if step.reference is None:
             raise EngineError("DPO needs the reference model's logprobs, and the engine gave none")
         names = list(dict.fromkeys(span.rollout for span in step.spans))
@@ -73,7 +73,8 @@ class PreferenceLoss:
         return token
 
     def _slope(self, chosen: Numbers, rejected: Numbers, weight: float) -> Numbers:
-        """d loss / d m(chosen) of each pair, shape (pairs,); measures the pairs on the way. `weight` is the whole step's."""
+        """Return d loss / d m(chosen) of each pair, shape (pairs,), and keep the pairs' metrics in `_measured`. `weight` is the
+        sum of the step's weights."""
         h, e, count = self.beta * (chosen - rejected), self.label_smoothing, max(1, len(chosen))
         losses = (1 - e) * np.logaddexp(0.0, -h) + e * np.logaddexp(0.0, h)
         wrong = np.exp(-np.logaddexp(0.0, h))  # sigmoid(-h)
@@ -92,8 +93,9 @@ class PreferenceLoss:
         return slope
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss and, once prepared, `dpo_loss`, `dpo_accuracy` (share of pairs that the policy ranks right, relative to
-        the reference), `dpo_margin` (mean h), `dpo_chosen` and `dpo_rejected` (beta * m: DPO's implicit rewards)."""
+        """Return the loss and, if this object prepared the step, `dpo_loss`, `dpo_accuracy` (share of pairs that the policy
+        ranks right, relative to the reference), `dpo_margin` (mean h), `dpo_chosen` and `dpo_rejected` (beta * m: DPO's
+        implicit rewards). Raises `EngineError` if the batch was not prepared."""
         if batch.prepared is None:
             raise EngineError("DPO has to be prepared for the step, and the engine did not do that")
         weight = float(batch.weights.detach().sum())

@@ -1,7 +1,7 @@
-"""SFT on one's own best rollouts: rejection sampling.
+"""The algorithm `sft`: supervised fine-tuning on the policy's own best rollouts (rejection sampling).
 
-The invariant: rows are a pure function of the finished groups and of the fields below; no rollout that was not selected by its
-return is ever imitated.
+The invariant: rows depend only on the finished groups and the fields below. Only rollouts that were selected by their return
+are imitated.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from lightning.losses.protocol import Loss, LossOutput, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class NegativeLogLikelihood:
-    """sum_t w_t * -logprob_t: supervised fine-tuning. Advantages and old logprobs play no part."""
+    """The loss of supervised fine-tuning, sum_t w_t * -logprob_t. Advantages and old logprobs are not used."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss; its weighted mean over the step is what the engine reports as `loss`."""
+        """Return the weighted sum over tokens. The engine reports its weighted mean over the step as `loss`."""
         return LossOutput(-(batch.weights * batch.logprobs).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFT:
-    """Supervised fine-tuning on the rollouts that did well (RAFT, arXiv 2304.06767; expert iteration).
+    """Supervised fine-tuning on the best rollouts (RAFT, arXiv 2304.06767; expert iteration).
 
-    Of the `group_size` rollouts of a task, those whose return is at least `threshold` (None: any), and of these the `best`
-    so many (None: all) are imitated: every trained call of theirs, at the temperature it was sampled with. Of equal rollouts
-    the first ones count. Returns and `tool_reward` are as of `LightningRL`, as is `normalization`, but for `constant`.
+    From the `group_size` rollouts of a task, those with a return of at least `threshold` (None: any) are taken, and of these
+    the `best` ones by number (None: all). Every trained call of theirs is imitated, at the temperature it was sampled with. Of
+    equal returns the first rollouts count. Returns, `tool_reward` and `normalization` are as in `LightningRL`, but
+    `normalization` cannot be `constant`.
 
-    Dropped and skipped are the same as with `LightningRL`; a group is also skipped when no rollout of it reaches the threshold
-    (`below_threshold`). With a threshold returns need not differ; without one the best of equals is no choice, and the worst
-    return of a group is never imitated, however few of its rollouts succeeded.
+    Rollouts are dropped and groups skipped as in `LightningRL`. A group is also skipped if none of its rollouts is selected
+    (`below_threshold`). With a threshold, the returns of a group may be equal. Without one, rollouts with the group's lowest
+    return are never imitated, however few rollouts succeeded.
     """
 
     group_size: int = 8
@@ -68,20 +69,20 @@ class SFT:
 
     @property
     def name(self) -> str:
-        """The plugin name that makes this algorithm again from its fields."""
+        """The registered name from which this algorithm is made again with its fields."""
         return "sft"
 
     @property
     def loss(self) -> Loss:
-        """The negative log likelihood."""
+        """The loss of supervised fine-tuning: the negative log likelihood."""
         return NegativeLogLikelihood()
 
     def teaches(self, group: Group) -> bool:
-        """Whether a rollout of a group is imitated."""
+        """Return whether at least one rollout of a group is imitated."""
         return isinstance(self._selected(group, Intake()), list)
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of the selected rollouts. Raises `DataError` for a reward that no store accepts."""
+        """Return the rows of the selected rollouts. Raises `DataError` for a reward that no store accepts."""
         intake = Intake()
         members: list[Trajectory] = []
         for group in groups:
@@ -94,7 +95,7 @@ class SFT:
         return replace(intake.batch(members, advantages, normalization=self.normalization), algorithm=self)
 
     def _selected(self, group: Group, intake: Intake) -> list[Trajectory] | str:
-        """The rollouts of a group to imitate, in its order, or why there is none."""
+        """Return the rollouts of a group to imitate, in the group's order, or the reason why there is none."""
         whole = with_rules(intake.sound(group), self.tool_reward)
         if reason := reason_to_skip(group, whole, least=2 if self.threshold is None else 1):
             return reason

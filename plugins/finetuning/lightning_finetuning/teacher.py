@@ -1,7 +1,7 @@
-"""The teacher that a run distills: found by its name, compared with the student and with the steps that it has taught.
+"""Find the teacher of a distillation run by its name, and check it against the student and the run's earlier steps.
 
-The invariant: a teacher is known by the digest of its weights. A step is taken with that one or not at all; a model whose
-tokens mean something else is refused before anything is started.
+The invariant: a teacher is identified by the digest of its weights, and no step is taken with other weights under the same
+name. A model whose tokens differ from the student's is refused before anything is started.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from lightning.store.places import split_reference, store_in
 from lightning.trainer.context import base_digest, weight_files
 from lightning.trainer.model import resolve_model
 from lightning.trainer.run_stages import API, RunStage, Start
-from lightning.trainer.teacher import TEACHER, Teacher, recorded_teacher, reference_of
-from lightning.types import StepRecord
+from lightning.trainer.teacher import TEACHER, Teacher, reference_of
+from lightning_proof.bring_forward import recorded_teacher
 from lightning_proof.fork import export_step
 
 logger = logging.getLogger(__name__)
 
 SHOWN: Final = 3
-"""Tokens that an error names at most."""
+"""Most tokens that an error names."""
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "merges.txt", "tekken.json")
-"""Files of which every tokenizer has one. Without any, `transformers` makes an empty tokenizer up."""
+"""Patterns of files, one of which every tokenizer has. Without any, `transformers` would make an empty tokenizer."""
 
 
 class Teachers(RunStage):
-    """Finds the teachers of runs."""
+    """The run stage `teachers`, which finds and checks the teacher of a run."""
 
     api = API
 
     async def teacher(self, start: Start) -> Teacher:
         """See `RunStage.teacher`.
 
-        A run's step is written below the run's folder, and kept from the first step on that it taught; before, the run that it
-        is of may have been trained anew. Raises `ConfigError` for a teacher that is not there or has no weights, and for one of
-        other tokens.
+        A teacher `RUN@STEP` is exported below this run's folder. The export is used again only after the teacher has taught a
+        step; before that it is written anew, because the teacher's run may have been trained again. Raises `ConfigError` for a
+        teacher that does not exist, has no weights, has other tokens than the student, or has changed.
         """
         name, into = await asyncio.to_thread(teacher_named, start.phases), start.folder
         records = await start.store.steps(start.run.id)
@@ -58,7 +58,7 @@ class Teachers(RunStage):
         await asyncio.to_thread(check_same_tokens, start.model, folder)
         found = Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
         await asyncio.to_thread(check_teacher, start.make_engine(start.config), found)
-        check_unchanged(found, records)
+        check_unchanged(found, taught)
         return found
 
 
@@ -67,7 +67,7 @@ async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, ke
     if at and step.isdecimal():
         known = hashlib.sha256(name.encode()).hexdigest()[:8]
         made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
-        if not (kept and (made / "config.json").is_file()):  # it is written whole or not at all
+        if not (kept and (made / "config.json").is_file()):  # an export is whole if it has this file
             try:
                 await export_step(name, into, made, config, url)
             except ConfigError as error:
@@ -82,8 +82,8 @@ async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, ke
 
 
 def teacher_named(phases: Sequence[tuple[int, Algorithm]]) -> str:
-    """The teacher that the algorithms ask for; empty for none. Raises `ConfigError` where they want several reference models,
-    of which an engine has one."""
+    """Return the name of the teacher that a run's algorithms ask for; empty for none. Raises `ConfigError` if they need more
+    than one reference model, because an engine has only one."""
     algorithms = [algorithm for _, algorithm in phases]
     names = sorted({name for algorithm in algorithms if (name := teacher_of(algorithm))})
     if len(names) > 1:
@@ -100,10 +100,10 @@ def teacher_named(phases: Sequence[tuple[int, Algorithm]]) -> str:
     return names[0] if names else ""
 
 
-def check_unchanged(teacher: Teacher, records: Sequence[StepRecord]) -> None:
-    """Raise `ConfigError` where the last step that was taken with a teacher of this name had one of other weights."""
-    taught = (found for record in reversed(records) if (found := recorded_teacher(record)) is not None)
-    before = next((found for found in taught if found.name == teacher.name), None)
+def check_unchanged(teacher: Teacher, taught: Sequence[Teacher]) -> None:
+    """Raise `ConfigError` if the last step with a teacher of this name was taken with other weights. `taught` are the teachers
+    of earlier steps, in order."""
+    before = next((found for found in reversed(taught) if found.name == teacher.name), None)
     if before is not None and before.digest != teacher.digest:
         raise ConfigError(
             f"the teacher {teacher.name} in {teacher.folder} is another model than it was (SHA-256 {teacher.digest[:12]}..., "
@@ -113,7 +113,7 @@ def check_unchanged(teacher: Teacher, records: Sequence[StepRecord]) -> None:
 
 
 def check_teacher(engine: Engine, teacher: Teacher) -> None:
-    """Refuse a teacher that the engine cannot have beside the trained model, while nothing is started. Raises `ConfigError`."""
+    """Raise `ConfigError` for a teacher that the engine cannot load beside the trained model, before anything is started."""
     reference_of(engine, teacher)
     if isinstance(engine, ChecksTeacher):
         try:
@@ -123,7 +123,8 @@ def check_teacher(engine: Engine, teacher: Teacher) -> None:
 
 
 def check_same_tokens(student: Path, teacher: Path) -> None:
-    """Refuse a teacher whose tokens are not the student's. Raises `ConfigError` naming what differs."""
+    """Raise `ConfigError` if a teacher's tokens differ from the student's, naming the first differences, or if it has logits
+    for fewer ids. Log a warning if their end-of-sequence tokens differ."""
     ours, theirs = _tokenizer(student), _tokenizer(teacher)
     own, other = ours.get_vocab(), theirs.get_vocab()
     different = sorted((index, token) for token, index in own.items() if other.get(token) != index)

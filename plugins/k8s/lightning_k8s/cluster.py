@@ -1,7 +1,7 @@
-"""The API of a Kubernetes cluster as the runner uses it: who we are, one request, one watch.
+"""The API of a Kubernetes cluster, as far as the runner uses it: authentication, requests, watches.
 
-The invariant: whatever the cluster answers, or does not, becomes a `ClusterError` that says what was being done, what the
-cluster said about it, whether asking again can help, and what a person can do.
+The invariant: every failure becomes a `ClusterError` that says what was being done, what the cluster said, whether repeating
+the request can help, and what a person can do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
 WATCH_SECONDS = 300
-"""A watch is ended by the API after so long and begun again; a dead connection is noticed `REQUEST_SECONDS` later."""
+"""The API ends a watch after this many seconds, and it is begun again; a dead connection is noticed `REQUEST_SECONDS` later."""
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CURE = "docs/runners.md has the Role that the trainer needs"
@@ -33,11 +33,12 @@ CURE = "docs/runners.md has the Role that the trainer needs"
 _ONE = {"pods": "a pod", "jobs": "a Job", "secrets": "the Secret"}
 
 Object = dict[str, Any]
-"""A Kubernetes object as the API writes it in JSON."""
+"""A Kubernetes object in the API's JSON."""
 
 
 class ClusterError(RunnerError):
-    """A request that failed. `status` is the HTTP status (0: no answer); `again` says whether the same may succeed later."""
+    """A request that failed. `status` is the HTTP status (0: no answer); `again` says whether the same request may succeed
+    later."""
 
     def __init__(self, text: str, status: int = 0, again: bool = False) -> None:
         super().__init__(text)
@@ -48,7 +49,7 @@ class ClusterError(RunnerError):
 
 
 class Cluster:
-    """A connection to the API. Make it with `connect`; `namespace` is where everything of ours goes."""
+    """A connection to the API, made by `connect`. `namespace` is where all the runner's objects are."""
 
     def __init__(self, config: KubernetesConfig, settings: Configuration, client: ApiClient, namespace: str) -> None:
         self._config, self._settings, self._client = config, settings, client
@@ -64,9 +65,9 @@ class Cluster:
         await self._client.close()
 
     async def create(self, path: str, body: Object) -> Object:
-        """Create an object in `path` (`pods`, `jobs`, `secrets`), or return the one of this name that is there already.
+        """Create an object in `path` (`pods`, `jobs`, `secrets`), or return the existing one of this name.
 
-        A Secret is made anew then: the right to read Secrets is not asked for.
+        An existing Secret is deleted and created again, because the runner does not ask for the right to read Secrets.
         """
         name = body["metadata"]["name"]
         try:
@@ -80,17 +81,18 @@ class Cluster:
         return await self._call("POST", path, f"creating {_ONE[path]}", body=body)
 
     async def get(self, path: str, name: str) -> Object:
-        """One object. Raises `ClusterError` with status 404 when there is none."""
+        """Return one object. Raises `ClusterError` with status 404 when there is none."""
         return await self._call("GET", f"{path}/{name}", f"reading {name}")
 
     async def list(self, path: str, selector: str) -> tuple[list[Object], str]:
-        """The objects with a label, and the version of the collection from which to watch on."""
+        """Return the objects with a label, and the version of the list from which to watch."""
         query = [("labelSelector", selector)]
         page = await self._call("GET", path, f"listing {path}", query=query)
         return list(page.get("items") or ()), str(page["metadata"]["resourceVersion"])
 
     async def delete(self, path: str, name: str, grace: int | None = None) -> None:
-        """Delete an object and what it owns; `grace` are the seconds its processes get. One that is gone is no error."""
+        """Delete an object and the objects it owns. `grace` is the seconds that its processes get; None: their default. An
+        object that does not exist is no error."""
         body: Object = {"propagationPolicy": "Background"}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
@@ -101,7 +103,7 @@ class Cluster:
                 raise
 
     async def watch(self, path: str, selector: str, version: str) -> AsyncIterator[tuple[str, Object]]:
-        """Changes since `version`, as `(ADDED | MODIFIED | DELETED, object)`, until the API ends the watch.
+        """Yield changes since `version`, as `(ADDED | MODIFIED | DELETED, object)`, until the API ends the watch.
 
         Raises `ClusterError` with status 410 when `version` is too old: list again.
         """
@@ -139,7 +141,8 @@ class Cluster:
         body: Object | None = None,
         query: Sequence[tuple[str, str]] = (),
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with a good status. Raises `ClusterError` for every other end, also while the body is read."""
+        """Open a request and return its response, whose status is below 400. Raises `ClusterError` for any other status and for
+        an error while the body is read."""
         group = "/apis/batch/v1" if path.partition("/")[0] == "jobs" else "/api/v1"
         place = f"{group}/namespaces/{self.namespace}/{path}"
         try:
@@ -197,7 +200,7 @@ class Cluster:
 
 
 async def connect(config: KubernetesConfig) -> Cluster:
-    """Load the credentials; nothing is asked of the cluster yet.
+    """Load the credentials and return a connection; no request is sent yet.
 
     Raises `MissingExtraError` without the extra `k8s`, `ConfigError` when no cluster can be found.
     """
@@ -212,7 +215,7 @@ async def connect(config: KubernetesConfig) -> Cluster:
 
 
 async def _authenticate(config: KubernetesConfig, settings: Configuration) -> str:
-    """Put address and credentials into `settings`; return the namespace that goes with them."""
+    """Write the cluster's address and credentials into `settings`, and return their namespace."""
     from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
 
     try:
@@ -231,13 +234,13 @@ async def _authenticate(config: KubernetesConfig, settings: Configuration) -> st
 
 
 def _check_there(file: str) -> None:
-    """Raise `FileNotFoundError` when none of the kubeconfigs is there: the loader would take that for an empty one."""
+    """Raise `FileNotFoundError` when no kubeconfig exists, which the loader would take for an empty one."""
     if not any(Path(part).is_file() for part in file.split(os.pathsep)):
         raise FileNotFoundError(f"there is no kubeconfig at {file}")
 
 
 def inside(config: KubernetesConfig) -> bool:
-    """Whether this process is in a pod whose service account is to be used."""
+    """Whether this process runs in a pod and uses the pod's service account."""
     return "KUBERNETES_SERVICE_HOST" in os.environ and not (config.kubeconfig or config.context)
 
 
@@ -251,7 +254,7 @@ def _namespace(file: str, context: str) -> str:
 
 
 def _status_of(data: bytes) -> Mapping[str, Any]:
-    """The API's `Status`, or what a proxy before it said."""
+    """Return the API's `Status` in a body, or a proxy's text as its message."""
     try:
         said = json.loads(data)
     except ValueError:

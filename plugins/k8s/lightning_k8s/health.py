@@ -1,8 +1,8 @@
-"""What a pod's status says, in words, and whether the clients in a cluster do well: what to tell, when to wait before making
-more, and when there can be none.
+"""What a pod's status means, in words; and the health of the clients in a cluster: which problems to log, when to wait before
+more are created, and when none can run.
 
-The invariant: a pod is seen by pure functions of what the API says, where a field that is absent means nothing is known. Its
-end is counted once, and only when it was the client's own; a problem is logged once for all pods that have it.
+The invariant: pure functions read a pod from the API's JSON, where an absent field means that nothing is known. A pod's end
+counts once, and only if the client itself ended; a problem is logged once for all pods that have it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _CURES = {
     "CrashLoopBackOff": "An init container of the template fails",
     "OOMKilled": "Raise runner.k8s.limits.memory, or lower runner.concurrency or raise runner.k8s.pods",
 }
-"""What to do about the reasons that the kubelet gives."""
+"""Cures for the reasons that the kubelet gives."""
 
 _HOPELESS = {"InvalidImageName", "ErrImageNeverPull"}
-"""Reasons that no waiting cures."""
+"""Reasons that waiting cannot cure."""
 
 _ELSEWHERE = {"Evicted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "Preempting", "NodeAffinity"}
-"""Reasons of a pod's end that say nothing about its client: the node was taken away."""
+"""Reasons of a pod's end that are not the client's fault: the node was taken away."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """One pod. `problem` is empty while nothing is wrong; `crashed` says that the client itself ended, or could not start."""
+    """The state of a pod. `problem` is empty while nothing is wrong. `crashed` says that the client itself ended, or could not
+    start."""
 
     name: str
     running: bool = False
@@ -56,17 +57,17 @@ class PodView:
 
     @property
     def done(self) -> bool:
-        """Whether its client ended well."""
+        """Whether the client ended without a problem."""
         return self.ended and not self.problem
 
     @property
     def living(self) -> bool:
-        """Whether it runs its client, or is going to."""
+        """Whether the pod runs its client, or is going to."""
         return not self.ended and not self.leaving
 
 
 def view(pod: Object) -> PodView:
-    """A pod as the API says it."""
+    """Return the state of a pod from the API's JSON."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     name, phase = metadata["name"], status.get("phase", "Pending")
     leaving = "deletionTimestamp" in metadata or phase == "Unknown"
@@ -97,7 +98,7 @@ def _how_it_failed(status: Mapping[str, Any]) -> str:
 
 
 def _reason(state: Mapping[str, Any]) -> str:
-    """The end of a container, or what it waits for: reason, exit code, message (the end of its log) and cure."""
+    """Return why a container ended or waits: reason, exit code, message (the end of its log) and cure."""
     reason = state.get("reason", "")
     code = f" (exit code {state['exitCode']})" if state.get("exitCode") else ""
     message = str(state.get("message") or "").strip()
@@ -119,14 +120,14 @@ def _condition(status: Mapping[str, Any], kind: str, value: str) -> Mapping[str,
 
 
 def job_ended(job: Object) -> bool:
-    """Whether a Job is over, one way or the other, or being deleted."""
+    """Whether a Job has completed, has failed, or is being deleted."""
     status = job.get("status") or {}
     over = any(_condition(status, kind, "True") for kind in ("Complete", "Failed"))
     return over or "deletionTimestamp" in job["metadata"]
 
 
 def job_problem(job: Object) -> str:
-    """Why a Job failed; empty when it did not."""
+    """Return why a Job failed; empty when it did not."""
     failed = _condition(job.get("status") or {}, "Failed", "True")
     return "" if failed is None else f"{failed.get('reason', '')}: {failed.get('message', '')}"
 
@@ -134,18 +135,18 @@ def job_problem(job: Object) -> str:
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"lightning-\S+-[0-9a-f]{8}")
-"""What the API calls a pod or a Job of ours, in whatever it says about it."""
+"""The name of a pod or Job of ours in a message of the API."""
 
 SAY_AGAIN = 600.0
-"""Seconds until a problem that goes on is told once more."""
+"""Seconds until a lasting problem is logged again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast things are looked at and tried again, in seconds.
+    """How often clients are looked at and created again, in seconds.
 
-    A client that failed after less than `settled` has crashed; after `crashes` rounds in which clients crashed and none did
-    well, there can be none. Between rounds it waits twice `pause`, then twice as long, at most `longest`.
+    A client that failed within `settled` seconds has crashed. After `crashes` rounds with crashes and without a success no
+    client can run. The first pause between rounds is twice `pause`; it then doubles, up to `longest`.
     """
 
     look: float = 5.0
@@ -156,7 +157,8 @@ class Pace:
 
 
 class Health:
-    """Told of all pods at each look. `ever_ran` says whether a client ever ran; `not_before` is when more may be made."""
+    """Judges the health of the clients from all pods, at each look. `ever_ran` says whether a client ever ran; `not_before` is
+    when more may be created."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -168,7 +170,7 @@ class Health:
         self.last_problem = "the cluster gave no reason"
 
     def look(self, pods: Sequence[PodView], now: float) -> None:
-        """Take in how the pods are. Raises `RunnerError` when there can be no client."""
+        """Note the states of the pods. Raises `RunnerError` when no client can run."""
         crashed = False
         for pod in pods:
             if pod.running:
@@ -188,7 +190,7 @@ class Health:
             self._crashed(now, any(pod.running for pod in pods))
 
     def tell(self, problem: str, now: float, whose: str = "") -> None:
-        """Log a problem; the same one of another pod only after a while."""
+        """Log a problem; the same problem of another pod is logged only after `SAY_AGAIN` seconds."""
         self.last_problem = whose + problem
         self._told = {text: at for text, at in self._told.items() if now - at < SAY_AGAIN}
         alike = _NAME.sub("", problem)
@@ -197,11 +199,11 @@ class Health:
             logger.warning("%s", self.last_problem)
 
     def pause(self, seconds: float, now: float) -> None:
-        """Make nothing for so long."""
+        """Create no clients for this many seconds."""
         self.not_before = max(self.not_before, now + seconds)
 
     def _bury(self, pod: PodView, now: float) -> bool:
-        """Whether its client crashed."""
+        """Count a pod's end, and return whether its client crashed."""
         self._buried.add(pod.name)
         if pod.done:
             self.ever_ran, self._rounds = True, 0

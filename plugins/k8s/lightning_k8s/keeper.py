@@ -1,8 +1,8 @@
-"""Keeps clients running in a cluster for one run: as many as there should be, each that died replaced, none left behind.
+"""Keeps the clients of one run in a cluster: as many as there should be, each dead one replaced, none left behind.
 
-The invariant: what should be there is compared with what is there, over and over, so that whatever was missed (an answer, an
-event, a node) is put right by the next look; nothing counts on its own memory, so how many clients are missing follows from the
-cluster (and for Jobs from the store) as they are. When keeping ends, so does everything of the run in the cluster.
+The invariant: the wanted clients are compared with the existing ones again and again, so that the next comparison repairs
+whatever was missed (an answer, an event, a node). No count is kept in memory: how many clients are missing follows from the
+cluster (and for Jobs from the store). When keeping ends, all objects of the run in the cluster are deleted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """What there is in the cluster of one kind with our label, kept up to date by list and watch: once `ready` is set,
-    `objects` is what the cluster had at the last list, with every change since in order. Each watch begins with a list, and
-    ends after minutes, so that whatever went wrong is right again by then.
+    """A copy of the cluster's objects of one kind with our label, kept up to date by list and watch. Once `ready` is set,
+    `objects` has the last list with every change since, in order. Each watch begins with a list and ends after minutes, so that
+    no error lasts longer.
 
-    Run `follow` in a task; `changed` is set whenever `objects` (by name) changed, for the reader to clear."""
+    Run `follow` in a task. `changed` is set whenever `objects` (by name) has changed; the reader clears it.
+    """
 
     def __init__(self, cluster: Cluster, path: str, selector: str, changed: asyncio.Event, pace: Pace) -> None:
         self._cluster, self._path, self._selector, self._pace = cluster, path, selector, pace
@@ -38,14 +39,15 @@ class Mirror:
         self.changed, self.ready = changed, asyncio.Event()
 
     def note(self, body: Object) -> None:
-        """An object that was just created, of which the watch may not have told yet, or have told already that it is gone."""
+        """Add an object that was just created and that the watch may not have reported yet, unless it has already reported its
+        deletion."""
         name = body["metadata"]["name"]
         if name not in self._deleted:
             self.objects.setdefault(name, body)
             self.changed.set()
 
     async def follow(self) -> None:
-        """Until cancelled. Raises `ClusterError` when the cluster refuses for good."""
+        """Keep `objects` up to date until cancelled. Raises `ClusterError` when the cluster refuses for good."""
         failures = 0
         while True:
             try:
@@ -53,7 +55,7 @@ class Mirror:
                 async for kind, body in self._cluster.watch(self._path, self._selector, version):
                     self._heed(kind, body)
                     failures = 0
-                await asyncio.sleep(self._pace.pause / 10)  # an API that ends each watch at once is not hurried
+                await asyncio.sleep(self._pace.pause / 10)  # so that an API that ends each watch at once is not flooded
             except ClusterError as error:
                 if not error.again:
                     raise
@@ -82,7 +84,7 @@ class Mirror:
 
 
 BURST = 20
-"""Clients made in one look: a cluster is not to be flooded."""
+"""The most clients that are created at one look, so that the cluster is not flooded."""
 
 
 class Pool:
@@ -95,15 +97,16 @@ class Pool:
         self._deleted: set[str] = set()
 
     async def missing(self, pods: Sequence[PodView]) -> int:
-        """See `Kind.missing`."""
+        """Return how many pods are missing, `BURST` at most."""
         return min(BURST, self._size - sum(pod.living for pod in pods))
 
     async def make(self, secret: Object) -> None:
-        """See `Kind.make`."""
+        """Create a pod."""
         self._pods.note(await self._cluster.create("pods", self._manifests.pod(secret, self._each)))
 
     async def tidy(self, pods: Sequence[PodView]) -> None:
-        """Delete pods that have ended, and what a node that came back, or a lost answer, made too many."""
+        """Delete pods that have ended, and pods beyond the wanted number, as after a lost answer or when a lost node comes
+        back."""
         self._deleted &= {pod.name for pod in pods}
         living = sorted((pod for pod in pods if pod.living), key=lambda pod: not pod.running)
         over = [pod for pod in pods if pod.ended and not pod.leaving] + living[self._size :]
@@ -114,9 +117,9 @@ class Pool:
 
 
 class Jobs:
-    """A Job for each rollout that is neither done nor given up, at most `runner.concurrency` at once.
+    """Clients as Jobs: one for each rollout that is pending or running, at most `runner.concurrency` at once.
 
-    A Job leases what it runs, as every client does, so it is not made for a certain rollout; the lease's worker names the pod.
+    A Job leases its rollout, as every client does, so it is not made for a certain rollout; the lease's worker names the pod.
     """
 
     def __init__(self, cluster: Cluster, manifests: Manifests, jobs: Mirror) -> None:
@@ -125,27 +128,27 @@ class Jobs:
         self._told: set[str] = set()
 
     async def missing(self, pods: Sequence[PodView]) -> int:
-        """See `Kind.missing`."""
+        """Return how many Jobs are missing, `BURST` at most."""
         living = sum(not job_ended(job) for job in self._jobs.objects.values())
         return max(0, min(BURST, await self._unfinished() - living))
 
     async def make(self, secret: Object) -> None:
-        """See `Kind.make`."""
+        """Create a Job."""
         self._jobs.note(await self._cluster.create("jobs", self._manifests.job(secret)))
 
     async def tidy(self, pods: Sequence[PodView]) -> None:
-        """Nothing is deleted: the cluster removes a Job some time after its end. Tell of those that failed without a pod."""
+        """Log the Jobs that failed without a pod. None is deleted: the cluster does that some time after a Job's end."""
         self._told &= self._jobs.objects.keys()
         for name, job in self._jobs.objects.items():
             problem = job_problem(job)
             if (
                 problem and name not in self._told and "BackoffLimitExceeded" not in problem
-            ):  # of that one its pod tells
+            ):  # then its pod's problem is logged
                 self._told.add(name)
                 logger.warning("the Job %s failed: %s", name, problem)
 
     async def _unfinished(self) -> int:
-        """Rollouts of the run that wait or run, counted up to the limit."""
+        """Return how many rollouts of the run are pending or running, counted up to the limit."""
         site, found = self._manifests.site, set[str]()  # by id: one may be leased between the two questions
         for status in (Status.PENDING, Status.RUNNING):
             page = await site.store.list_rollouts(site.run, status=status, limit=self._limit)
@@ -156,28 +159,28 @@ class Jobs:
 T = TypeVar("T")
 
 KINDS = ("jobs", "pods")
-"""What there may be of a run in the cluster besides its Secret, in the order it is deleted."""
+"""Kinds of a run's objects in the cluster besides its Secret, in the order in which they are deleted."""
 
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for the cluster to take the deletions."""
+"""Seconds that the end of a run waits for the cluster to accept the deletions."""
 
 
 class Kind(Protocol):
-    """How clients come to be: pods of a pool, or Jobs."""
+    """How clients are created: as pods of a pool, or as Jobs."""
 
     async def missing(self, pods: Sequence[PodView]) -> int:
-        """How many clients should be made now."""
+        """Return how many clients should be created now; 0 or less for none."""
 
     async def make(self, secret: Object) -> None:
-        """Make one, which belongs to the run's Secret."""
+        """Create one client, which the run's Secret owns."""
 
     async def tidy(self, pods: Sequence[PodView]) -> None:
-        """Delete what has served its time, or is too much."""
+        """Delete clients that have ended or are too many."""
 
 
 class Keeper:
-    """One run's clients in one cluster. `mirrors` are what is looked at, the pods first; `changed` is set by whatever makes
-    another look worth while."""
+    """Keeps one run's clients in one cluster. `mirrors` show what exists, the pods first. `changed` is set when another look is
+    useful."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class Keeper:
         self._wanted: float | None = None
 
     async def run(self, owner: Object | None) -> None:
-        """Until cancelled. Raises `RunnerError` when there can be no client; everything is deleted in either case."""
+        """Keep clients until cancelled. Raises `RunnerError` when no client can run. All objects are deleted in either case."""
         self._began = _now()
         try:
             await self._insist(self._clear)
@@ -210,7 +213,7 @@ class Keeper:
                 self._changed.clear()
         finally:
             ending = asyncio.create_task(self._end())
-            while not ending.done():  # it takes seconds, and who cancels twice would leave pods behind
+            while not ending.done():  # it takes seconds, and a second cancellation must not leave pods behind
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({ending})
             ending.result()
@@ -238,7 +241,7 @@ class Keeper:
             )
 
     async def _put_right(self, pods: Sequence[PodView], secret: Object) -> None:
-        """Delete what is too much, make what is missing. Raises `ClusterError`."""
+        """Delete clients that are too many, and create missing ones. Raises `ClusterError`."""
         await self._kind.tidy(pods)
         if _now() < self._health.not_before:
             return
@@ -254,7 +257,7 @@ class Keeper:
         return task
 
     async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The answer, asked for again until `runner.k8s.start_timeout` while the cluster may yet give it."""
+        """Return the answer to a request, which is repeated until `runner.k8s.start_timeout` while it may still succeed."""
         pause = self._pace.pause
         while True:
             try:
@@ -267,7 +270,7 @@ class Keeper:
             pause = min(pause * 2, self._pace.longest)
 
     async def _clear(self) -> None:
-        """Delete everything of the run: what an earlier trainer left behind, or what was made here."""
+        """Delete all objects of the run, including those of an earlier trainer."""
         await self._cluster.delete("secrets", self._manifests.secret_name)
         for path in KINDS:
             found, _ = await self._cluster.list(path, self._manifests.selector)

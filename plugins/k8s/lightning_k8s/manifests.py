@@ -1,7 +1,7 @@
-"""The objects that the runner puts into the cluster: a Secret with the clients' token, pods, Jobs.
+"""The objects that the runner creates in the cluster: a Secret with the clients' token, pods, Jobs.
 
-The invariant: everything of one run carries its label and belongs to its Secret, so that the cluster removes all of it when
-the Secret goes; what a template says stays, except where it would make the container another than the client of this run.
+The invariant: every object of a run has its label and is owned by its Secret, so that the cluster deletes all when the Secret
+is deleted. A template's values stay, unless the container would then not be a client of this run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTAINER = "runner"
 RUN_LABEL = "lightning/run"
 TOKEN_KEY = "token"  # noqa: S105 — a name, not a secret
 OURS = frozenset({"concurrency", "max_attempts", "prompts", "ray", "k8s"})
-"""Settings of `runner` that a client does not take over from the trainer: it has its share, or needs none of them."""
+"""Settings of `runner` that clients do not get from the trainer: a client has its own share of them, or does not need them."""
 
 _LABELS = {
     "app.kubernetes.io/name": "lightning",
@@ -37,9 +37,9 @@ _LABELS = {
 
 
 def label_of(site: Site) -> str:
-    """The value of the label of a run's objects: at most 63 letters, digits, `-`, `.`.
+    """Return the value of the label of a run's objects: at most 63 letters, digits, `-`, `.`.
 
-    Runs of one name on two servers differ; so do those of two databases, which one namespace may well serve.
+    It differs for runs of one name on two servers, also of two databases, since one namespace may serve both.
     """
     plain = re.sub(r"[^a-z0-9.-]+", "-", site.run.lower()).strip("-.")[:40].strip("-.")
     whole = f"{site.run}\n{site.server}"
@@ -48,12 +48,12 @@ def label_of(site: Site) -> str:
 
 
 def name_for(site: Site, part: str = "") -> str:
-    """A name for an object of a run, at most 63 characters: a fresh one, or that of its one `part`."""
+    """Return a name for an object of a run, at most 63 characters: a new random one, or with `part` always the same."""
     return f"lightning-{label_of(site)[-36:].lstrip('-.')}-{part or secrets.token_hex(4)}".replace(".", "-")
 
 
 def read_template(path: str) -> Object:
-    """The pod in a YAML file; empty without a path. Raises `ConfigError` for anything that is no pod."""
+    """Read the pod in a YAML file; empty without a path. Raises `ConfigError` for a file that has no pod."""
     import yaml  # type: ignore[import-untyped]
 
     if not path:
@@ -76,9 +76,9 @@ def read_template(path: str) -> Object:
 
 @dataclass(frozen=True, slots=True)
 class Manifests:
-    """Makes the objects of one run. `agent` is `module:name` in the image; `concurrency` is of one client.
+    """Makes the objects of one run. `agent` is `module:name` in the image.
 
-    Raises `ConfigError` when settings and template together make no pod.
+    Raises `ConfigError` when settings and template together do not make a pod.
     """
 
     site: Site
@@ -98,21 +98,22 @@ class Manifests:
 
     @property
     def grace(self) -> int:
-        """Seconds a client has from SIGTERM to its end: to drain, and to give its leases back."""
+        """Seconds from SIGTERM until a client is killed: it drains, and gives its leases back."""
         return int(self.config.drain) + 15
 
     @property
     def selector(self) -> str:
-        """What finds the objects of this run."""
+        """The label selector for the objects of this run."""
         return f"{RUN_LABEL}={label_of(self.site)}"
 
     @property
     def secret_name(self) -> str:
-        """The run's Secret has the same name every time, so that what an earlier trainer left behind is found by it."""
+        """The name of the run's Secret. It never changes, so that a later trainer finds what an earlier one left behind."""
         return name_for(self.site, "token")
 
     def secret(self, owner: Object | None) -> Object:
-        """The clients' token, and the owner of everything else; `owner` is the trainer's pod when it runs in one."""
+        """Return the Secret with the clients' token, which owns all other objects. `owner` is the trainer's pod when it runs in
+        one."""
         token = base64.b64encode(self.site.token.encode()).decode()
         return {
             "apiVersion": "v1",
@@ -123,15 +124,16 @@ class Manifests:
         }
 
     def pod(self, secret: Object, concurrency: int) -> Object:
-        """A pod of the pool: a client that works until it is told to end."""
+        """Return a pod of the pool: a client that runs `concurrency` agents until it is told to end."""
         body = self._pod(secret, ["--concurrency", str(concurrency)])
         metadata = self._metadata(name_for(self.site), secret, body["metadata"])
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body["spec"]}
 
     def job(self, secret: Object) -> Object:
-        """A Job whose client takes one rollout. What failed is not tried again here: leases do that.
+        """Return a Job whose client runs one rollout. A failed Job is not repeated by the cluster, since its rollout is leased
+        again.
 
-        It waits a little longer for a rollout than a lease lasts: one whose client has died can be leased again only then.
+        It waits for a rollout a little longer than a lease lasts, because the rollout of a dead client can be leased only then.
         """
         idle = self.config.lease_ttl + 30
         body = self._pod(secret, ["--concurrency", "1", "--rollouts", "1", "--idle", f"{idle:g}"])
@@ -158,10 +160,10 @@ class Manifests:
         k8s = self.config.k8s
         given = self.template.get("spec") or {}
         spec: Object = {
-            "automountServiceAccountToken": False,  # agents have no business with the cluster
+            "automountServiceAccountToken": False,  # agents need no access to the cluster
             "enableServiceLinks": False,
             **given,
-            "restartPolicy": "Never",  # the keeper replaces pods, so that their last words are read
+            "restartPolicy": "Never",  # the keeper replaces pods, after it has read how they ended
             "terminationGracePeriodSeconds": self.grace,
         }
         if k8s.service_account:
@@ -179,7 +181,7 @@ class Manifests:
         return {"metadata": self._marks(self.template.get("metadata") or {}), "spec": spec}
 
     def _marks(self, given: Mapping[str, Any]) -> Object:
-        """The labels and annotations that are given, and those of the run."""
+        """Return the given labels and annotations with those of the run."""
         return {
             "labels": {**(given.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)},
             "annotations": {**(given.get("annotations") or {}), "lightning/run-id": self.site.run},
@@ -191,7 +193,7 @@ class Manifests:
         return named if named is not None or not containers else cast("Mapping[str, Any]", containers[0])
 
     def _container(self) -> Object:
-        """The client's container without its command and environment."""
+        """Return the client's container, without its command and environment."""
         k8s = self.config.k8s
         given = self._given_container() or {}
         container: Object = {
@@ -212,7 +214,7 @@ class Manifests:
         return ["lightning", "runner", "--server", self.site.server, "--run", self.site.run, *arguments, self.agent]
 
     def _env(self, secret: Object, container: Object) -> list[Object]:
-        """The template's variables, then the settings' and ours, each name once."""
+        """Return the environment: the template's variables, then those of the settings and the runner's own, each name once."""
         runner = self.config.model_dump(mode="json")
         ours: dict[str, Object] = {name: {"value": value} for name, value in self.config.k8s.env.items()}
         for name in sorted(runner.keys() - OURS):

@@ -1,4 +1,4 @@
-"""Agents in pods of a Kubernetes cluster, as a plugin."""
+"""The plugin `k8s`: agents in pods of a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`k8s`."""
+    """Register the runner `k8s`."""
     register("k8s", kubernetes_runner)
 
 
 def kubernetes_runner(agent: Agent, config: Config) -> Runner:
-    """Pods that are clients of the run's server; see `lightning_k8s`."""
+    """Make the runner whose agents run in pods, as clients of the run's server."""
     from lightning_k8s.runner import KubernetesRunner
 
     return KubernetesRunner(agent, config.runner)

@@ -1,6 +1,6 @@
-"""The runner called `k8s`: agents run in pods, which lease their work from the run's server as any client does.
+"""The runner `k8s`: agents run in pods, which lease their work from the run's server as any client does.
 
-The invariant: no agent runs in this process; what runs in the cluster ends with `attend`.
+The invariant: no agent runs in this process; everything in the cluster is deleted when `attend` ends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightning_k8s.manifests import Manifests, read_template
 
 
 class KubernetesRunner:
-    """A pool of runner pods, or a Job for each rollout (`runner.k8s.mode`). See docs/runners.md for what it needs.
+    """Runs agents in a pool of pods, or in a Job for each rollout (`runner.k8s.mode`). docs/runners.md says what it needs.
 
     Raises `ConfigError` for settings that make no pod, `RunnerError` for an agent that a pod could not import or call.
     """
 
     concurrency = 0
-    """No agent runs in this process."""
+    """Zero: no agent runs in this process."""
 
     def __init__(self, agent: Agent, config: RunnerConfig, pace: Pace | None = None) -> None:
         self._config, self._pace = config, pace or Pace()
@@ -42,19 +42,19 @@ class KubernetesRunner:
         self._cluster: Cluster | None = None
 
     async def start(self) -> None:
-        """Read the template and connect. Raises `ConfigError` or `MissingExtraError`. Idempotent."""
+        """Load the cluster's credentials. Raises `ConfigError` or `MissingExtraError`. Idempotent."""
         if self._cluster is None:
             self._cluster = await connect(self._config.k8s)
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
-        """Never called, since nothing is leased for a runner without room. Raises `RunnerError`."""
+        """Raise `RunnerError`: this process leases nothing, so it is never called."""
         raise RunnerError("the runner k8s runs no agent in this process: its pods lease their work themselves")
 
     async def attend(self, site: Site) -> None:
-        """Keep clients running until this is cancelled, then delete everything of the run in the cluster.
+        """Keep clients running until cancelled, then delete all objects of the run in the cluster.
 
-        Raises `ConfigError` when pods could not reach the server or make no sense, `RunnerError` when there can be no client:
-        the cluster refuses, no pod runs within `runner.k8s.start_timeout`, or each ends as soon as it starts.
+        Raises `ConfigError` when pods could not reach the server or the settings make no pod; `RunnerError` when no client can
+        run: the cluster refuses, no pod runs within `runner.k8s.start_timeout`, or each ends as soon as it starts.
         """
         if self._cluster is None:
             raise RunnerError("the runner k8s has not been started: await runner.start() first")
@@ -85,7 +85,7 @@ class KubernetesRunner:
 
 
 def reference_to(agent: Agent) -> str:
-    """The agent as `module:name`. Raises `RunnerError` when an import elsewhere would not find this very object."""
+    """Return the agent as `module:name`. Raises `RunnerError` when importing that name does not give this very object."""
     module, name = getattr(agent, "__module__", ""), getattr(agent, "__qualname__", "")
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         if module != "__main__" and resolve_name(f"{module}:{name}") is agent:
@@ -97,7 +97,7 @@ def reference_to(agent: Agent) -> str:
 
 
 def check_reachable(server: str) -> None:
-    """Raise `ConfigError` for a server's URL that leads a pod to itself."""
+    """Raise `ConfigError` for a server's URL that leads a pod to the pod itself."""
     for url in server.split(","):
         if leads_to_itself(url.strip()):
             raise ConfigError(
@@ -107,7 +107,8 @@ def check_reachable(server: str) -> None:
 
 
 async def _own_pod(cluster: Cluster, config: KubernetesConfig) -> Object | None:
-    """The pod that the trainer runs in, so that what it starts goes with it; None outside, or where it may not be read."""
+    """Return the trainer's own pod, so that the run's objects are deleted with it; None outside a pod, or where it may not be
+    read."""
     if not inside(config):
         return None
     try:
@@ -118,7 +119,8 @@ async def _own_pod(cluster: Cluster, config: KubernetesConfig) -> Object | None:
 
 
 async def _wake(site: Site, changed: asyncio.Event) -> None:
-    """Look again as soon as rollouts are created, or end. Should the store fail, there is still the look every few seconds."""
+    """Make the keeper look again as soon as rollouts are created or end. If the store fails, it still looks every few
+    seconds."""
     async with site.store.watch(site.run) as watch:
         while True:
             if await watch.wait(60.0):

@@ -1,5 +1,5 @@
-"""The capacity planner: what a training run would take on other machines, simulated from what a recorded run took.
+"""The capacity planner: simulates a training run on other machines, from the measured times of a recorded run.
 
-The invariant: nothing here measures. A number is a recorded one, a formula whose source is named, an assumption that is
-listed with the result, or follows from these by the simulation; and every result says that it is one.
+The invariant: nothing here measures. A number is recorded, or comes from a formula whose source is named, or is an assumption
+that is listed with the result, or follows from these by the simulation. Every result says that it is simulated.
 """

@@ -1,9 +1,9 @@
-"""Costs from a recorded run: how long things took there, taken apart by what else went on at the time.
+"""Costs from a recorded run: its measured times, separated from what else went on at the time.
 
-The invariant: what was shared is taken out of what was measured. A call's seconds become seconds of the server for each
-token, sequence and prompt; an agent's become work, which takes the longer the more agents work at once, and waiting, which
-does not. Played back on the simulation, the costs give the recorded times again as far as this picture of the run is right:
-`lightning plan` says how far.
+The invariant: the effect of sharing is removed from the measured times. A call's seconds become server seconds for each token,
+sequence and prompt. An agent's seconds become work, which takes longer the more agents work at once, and waiting, which does
+not. Simulating the recorded run with these costs repeats its times as far as this model is right; `lightning plan` prints how
+well it does.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from lightning_planner.recorded import Recorded, RecordedCall, RecordedGroup
 
 Floats = npt.NDArray[np.float64]
 ROUNDS = 8
-"""How often the share of work in what agents do is found from the load that it makes."""
+"""How often the share of work in the agents' time is computed from the load that this work makes."""
 STRETCH = 16
-"""Ends of intervals that are looked at together, and"""
+"""The number of interval ends in one stretch, and"""
 STRETCHES = 8
-"""how many such stretches it takes to say anything."""
+"""the least number of such stretches for a conclusion."""
 DIFFERENT = 1.2
-"""So many times the tokens of the smallest step has the largest, if training is to have a cost of its own besides tokens."""
+"""The largest step must have this many times the tokens of the smallest, for a fixed cost of training to be fitted."""
 CLEARLY = 0.8
-"""A limit is believed in when it leaves no more than this share of the error that there is without one."""
+"""A limit is accepted if the error with it is at most this share of the error without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a run says of its costs. `teams` are its groups as work, in the order they began, `steady` those that began after
-    the first step, in which processes start. `fit` is the share of the variance of calls' durations that the costs explain."""
+    """The costs of a recorded run. `teams` are its groups as work, in the order they began; `steady` are those that began after
+    the first step, in which processes start. `fit` is the share of the variance of the calls' durations that the costs
+    explain."""
 
     costs: Costs
     teams: tuple[Team, ...]
@@ -45,12 +46,12 @@ class Calibration:
 
 
 def calibrate(recorded: Recorded) -> Calibration:
-    """Costs of a recorded run, and its groups as work.
+    """Compute the costs of a recorded run, and its groups as work.
 
-    The agents' machines are taken for one that does a second of agents' work in a second (`Sharing.agents` is 1), unless
-    nothing that agents do takes longer the more of them work.
+    The agents' machines are taken for one machine that does one second of agents' work per second (`Sharing.agents` is 1),
+    unless agents did not slow each other down.
 
-    Raises `DataError` for a run without a call that has tokens.
+    Raises `DataError` for a run without a call that has response tokens.
     """
     rollouts = [rollout for rollout in recorded.rollouts if rollout.calls]
     calls = [call for rollout in rollouts for call in rollout.calls]
@@ -89,12 +90,13 @@ def _team(group: RecordedGroup, work: dict[int, tuple[float, float]]) -> Team:
 
 
 class _Load:
-    """How many agents worked at every moment of a run, and so how fast: m of them at 1 / m each, one alone at full speed.
+    """The number of agents that worked at each moment of a run, and so their speed: 1 / m for each of m agents, full speed for
+    one.
 
-    Where it shows that agents were in each other's way (`_is_limited`), what an agent does between two calls is work; after a
-    call that ran tools it is as much work as elsewhere, and what it took longer is waiting for them. Else all is waiting.
-    `rests` are the times from the end of a rollout's last call to its own end, `between` those from there to the beginning of
-    the next rollout on its place; these are work, too.
+    Where agents slowed each other down (`_is_limited`), the time between two calls is work. After a call that ran tools it is
+    as much work as elsewhere, and the rest is waiting for the tools. Otherwise all of it is waiting. `rests` are the times from
+    the end of a rollout's last call to the rollout's end; `between` are those from there to the next rollout on the same place,
+    which are work, too.
     """
 
     def __init__(
@@ -119,23 +121,23 @@ class _Load:
 
     @property
     def dispatch(self) -> float:
-        """Mean work between two rollouts on a place."""
+        """Mean work between two rollouts on a place, in seconds; 0 where none was recorded."""
         return float(self._done[self._agents :].mean()) if len(self._done) > self._agents else 0.0
 
     def work(self) -> list[tuple[float, float]]:
-        """`(wait, work)` before each call and then after each rollout's last one, in seconds."""
+        """Return `(wait, work)` in seconds before each call, and then after each rollout's last call."""
         waits = self._lasting * (1.0 - self._shares)
         work = self._done * self._shares
         return list(zip(waits[: self._agents].tolist(), work[: self._agents].tolist(), strict=True))
 
     def _work_at_present(self) -> Floats:
-        """What would be done in each interval, if all of it were work, at the speeds that the shares make."""
+        """Return the work done in each interval if all of it were work, at the speeds that follow from the present shares."""
         times, counts = _counts(self._start, self._end, self._shares)
         done = _cumulative(times, 1.0 / np.maximum(counts, 1.0))
         return _between(times, done, self._start, self._end)
 
     def _share_out(self) -> None:
-        """Find the share of work in what followed tools, at the speeds that the shares so far make."""
+        """Compute the share of work in the time after tools, at the speeds that follow from the present shares."""
         others = ~self._tools[: self._calls]
         each = float(self._done[: self._calls][others].mean()) if others.any() else float(self._done.mean())
         done, lasting = self._done[self._tools], self._lasting[self._tools]
@@ -145,10 +147,10 @@ class _Load:
 
 
 def _is_limited(start: Floats, end: Floats) -> bool:
-    """Whether intervals do not end the faster the more of them are open.
+    """Whether agents slow each other down: whether intervals do not end faster when more of them are open.
 
-    With a open ones the next end is max((wait + work) / a, work) away, on the average; that is fitted to stretches of
-    `STRETCH` ends each, and there is a limit if the fit is clearly worse without the work.
+    With a open intervals the mean time to the next end is max((wait + work) / a, work). This is fitted to stretches of
+    `STRETCH` ends each. There is a limit if the fit without work is clearly worse.
     """
     if not len(start):
         return False
@@ -174,26 +176,28 @@ def _columns(rows: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
 
 
 def _counts(starts: Floats, ends: Floats, weights: Floats) -> tuple[Floats, Floats]:
-    """The moments at which intervals begin or end, and the weight of those that are open between each two of them."""
+    """Return the moments at which intervals begin or end, and the total weight of the open intervals between each two
+    moments."""
     times, places = np.unique(np.concatenate([starts, ends]), return_inverse=True)
     change = np.bincount(places, weights=np.concatenate([weights, -weights]))
     return times, np.maximum(np.cumsum(change)[:-1], 0.0)
 
 
 def _cumulative(times: Floats, values: Floats) -> Floats:
-    """The integral of a step function up to each moment."""
+    """Return the integral of a step function up to each moment."""
     total: Floats = np.concatenate([[0.0], np.cumsum(values * np.diff(times))])
     return total
 
 
 def _between(times: Floats, cumulative: Floats, start: Floats, end: Floats) -> Floats:
-    """What an integral grows by in intervals."""
+    """Return the growth of an integral over each interval."""
     grown: Floats = np.interp(end, times, cumulative) - np.interp(start, times, cumulative)
     return grown
 
 
 def _server(calls: Sequence[RecordedCall]) -> tuple[ServerCosts, float]:
-    """A server's costs by least squares: a call's seconds are its own and those of what the server did meanwhile."""
+    """Fit a server's costs by least squares, from each call's own tokens and the server's other work during the call. Return
+    the costs and the share of variance that they explain."""
     started, ended = _columns([(call.started, call.ended) for call in calls])
     responses, own = _columns([(call.response, call.fresh) for call in calls])
     seconds = ended - started
@@ -223,7 +227,7 @@ def _server(calls: Sequence[RecordedCall]) -> tuple[ServerCosts, float]:
 
 
 def _fit(table: Floats, values: Floats) -> Floats:
-    """Least squares with no coefficient below 0: what would be is left out, the worst first."""
+    """Fit by least squares without negative coefficients: the most negative one is set to 0, until none is left."""
     scale = np.maximum(np.abs(table).max(axis=0), 1e-300)
     found, left = np.zeros(table.shape[1]), list(range(table.shape[1]))
     while left:
@@ -241,13 +245,13 @@ def _trainer(recorded: Recorded) -> TrainerCosts:
         one for one in recorded.steps if one.rows and "train" in one.seconds
     ]
     rows = np.array([step.rows for step in trained], np.float64)
-    # Steps of much the same size do not tell what comes with each step from what comes with each token.
+    # Steps of similar size cannot separate the cost of a step from that of its tokens.
     fixed = float(len(rows) > 0 and rows.max() > DIFFERENT * rows.min())
     table = np.stack([np.full_like(rows, fixed), rows], axis=1)
     step, row_token = _fit(table, np.array([one.seconds["train"] for one in trained])) if trained else (0.0, 0.0)
     every = recorded.schedule.checkpoint_every
     checkpoints = [one.seconds.get("checkpoint", 0.0) for one in steady if one.step % every == 0]
-    # Processes start and graphs are compiled in the first step; where sampling goes on meanwhile the next one gains by it.
+    # Processes start and graphs are compiled in the first step; if sampling goes on meanwhile, the next step profits.
     begins = recorded.steps[0] if len(recorded.steps) > 1 else None
     first = begins.seconds.get("train", 0.0) - step - row_token * begins.rows if begins and begins.rows else 0.0
     updates = [one.seconds.get("update", 0.0) for one in steady]
@@ -263,7 +267,7 @@ def _trainer(recorded: Recorded) -> TrainerCosts:
 
 
 def _turn(recorded: Recorded) -> float:
-    """What a step in turns takes beside its rollouts: the median over the steps without the first one."""
+    """Return the seconds of a step in turns besides its rollouts: the median over the steps without the first."""
     rollouts = _spans(recorded)
     beside = [
         step.seconds["rollout"] - max(end for _, end in times) + min(start for start, _ in times)
@@ -274,7 +278,7 @@ def _turn(recorded: Recorded) -> float:
 
 
 def _spans(recorded: Recorded) -> dict[int, list[tuple[float, float]]]:
-    """When the rollouts of each step in turns began and ended."""
+    """Return the start and end of the rollouts of each step; empty for a run that does not sample in turns."""
     found: dict[int, list[tuple[float, float]]] = {}
     for group in recorded.groups if not recorded.schedule.max_staleness else ():
         found.setdefault(group.step, []).extend((one.start, one.end) for one in group.rollouts if one.calls)
@@ -282,8 +286,9 @@ def _spans(recorded: Recorded) -> dict[int, list[tuple[float, float]]]:
 
 
 def _between_rollouts(recorded: Recorded) -> list[tuple[float, float]]:
-    """The times from the end of a rollout to the beginning of the next one on its place, of steps in turns that had more
-    rollouts than places. Where sampling goes on all the time a place may be empty because nothing may begin: none."""
+    """Return the times from the end of a rollout to the beginning of the next one on its place, for steps in turns with more
+    rollouts than places. Empty where sampling goes on all the time, since a place may then be empty because no group may
+    begin."""
     places = recorded.schedule.concurrency
     by_step = _spans(recorded)
     first = min(by_step, default=0)

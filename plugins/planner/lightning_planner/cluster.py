@@ -1,7 +1,8 @@
-"""GPUs to plan for: what their data sheets say, how they are divided, and what is assumed of how well they are used.
+"""GPUs to plan for: their data sheets, how they are divided between training and serving, and assumptions on how well they are
+used.
 
-The invariant: peak numbers are the manufacturer's, dense and without sparsity; every share of a peak is an assumption that
-has a name, can be set, and is printed with the plan.
+The invariant: peak numbers are the manufacturer's, dense and without sparsity. Every share of a peak is an assumption with a
+name, can be set, and is printed with the plan.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from lightning.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: bytes of memory, bfloat16 operations, bytes of memory traffic and of links to its neighbours (one way) a
-    second."""
+    """One GPU: `memory` in bytes; per second, bfloat16 operations, bytes of memory traffic, and bytes over links to its
+    neighbours (one way)."""
 
     name: str
     memory: float
@@ -38,7 +39,7 @@ _OWN = {"memory": ("memory", 1e9), "tflops": ("flops", 1e12), "bandwidth": ("ban
 
 
 def find_gpu(text: str) -> Gpu:
-    """A preset by its name, or `memory=48,tflops=362,bandwidth=0.864[,link=32]` in GB, TFLOP/s, TB/s and GB/s.
+    """Return a GPU: a preset by its name, or `memory=48,tflops=362,bandwidth=0.864[,link=32]` in GB, TFLOP/s, TB/s and GB/s.
 
     Raises `ConfigError` for anything else.
     """
@@ -68,7 +69,7 @@ def _assumed(value: float, why: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What a plan for GPUs assumes, since nothing here measured it."""
+    """The assumptions of a plan for GPUs, on which nothing was measured. Each field's metadata has the reason."""
 
     train_mfu: float = _assumed(
         0.35, "share of peak operations in training; arXiv 2407.21783 reached 0.38 to 0.43 on H100"
@@ -84,12 +85,13 @@ class Assumptions:
     overhead: float = _assumed(3e9, "bytes of CUDA contexts, NCCL and fragmentation on a GPU")
 
     def listed(self) -> list[tuple[str, float, str]]:
-        """Name, value and reason of each."""
+        """Return the name, value and reason of each assumption."""
         return [(one.name, getattr(self, one.name), one.metadata["why"]) for one in dataclasses.fields(self)]
 
 
 def assume(given: Sequence[str]) -> Assumptions:
-    """Assumptions with some replaced (`train_mfu=0.4`). Raises `ConfigError` for an unknown name or a number below 0."""
+    """Return the assumptions with some replaced (`train_mfu=0.4`). Raises `ConfigError` for an unknown name or a number that is
+    not above 0."""
     names = [one.name for one in dataclasses.fields(Assumptions)]
     values: dict[str, float] = {}
     for text in given:
@@ -109,10 +111,10 @@ def assume(given: Sequence[str]) -> Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`gpus` of a kind, `serving` of which only serve; with 0 all of them train, and some serve as well.
+    """A cluster of `gpus` GPUs of one kind. `serving` of them only serve; with 0 all train, and some also serve.
 
-    A run has one policy server. It takes `tensor_parallel` GPUs, with 0 all that serve. Raises `ConfigError` for a division
-    that leaves somebody without, and for one that would need another number of policy servers.
+    A run has one policy server. It takes `tensor_parallel` GPUs; 0: all that serve. Raises `ConfigError` for a division that
+    leaves no GPU for training, and for one that needs another number of policy servers.
     """
 
     gpu: Gpu
@@ -139,21 +141,21 @@ class Cluster:
 
     @property
     def shared(self) -> bool:
-        """Whether the policy server's GPUs train, too."""
+        """Whether the policy server's GPUs also train."""
         return self.serving == 0
 
     @property
     def training(self) -> int:
-        """GPUs that train."""
+        """The number of GPUs that train."""
         return self.gpus - self.serving
 
     @property
     def server_gpus(self) -> int:
-        """GPUs of the policy server."""
+        """The number of GPUs of the policy server."""
         return self.tensor_parallel or self.serving or self.gpus
 
     @property
     def exchange(self) -> float:
-        """Bytes a second that each training GPU exchanges with the others."""
+        """Bytes per second that each training GPU can exchange with the others."""
         inside = self.training <= self.assumptions.gpus_per_machine
         return self.gpu.link if inside else min(self.gpu.link, self.assumptions.network)

@@ -1,6 +1,6 @@
-"""`lightning plan`: what a run would take on other machines, or with other settings.
+"""`lightning plan`: simulates a run on other machines, or with other settings.
 
-The invariant: it only reads, and everything it says begins with saying that it is a simulation.
+The invariant: it only reads, and all its output begins by saying that it is a simulation.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def plan(
 
 
 def _check(model: str, gpus: int, bounds: Sequence[int], factors: Sequence[float]) -> None:
-    """Raises `ConfigError` for options that cannot be meant."""
+    """Raise `ConfigError` for impossible options."""
     if min(factors) <= 0:
         raise ConfigError("--token-scale and --agents are factors above 0")
     if negative := [bound for bound in bounds if bound < 0]:

@@ -1,8 +1,8 @@
-"""What the simulation runs on, wherever it is from: what things cost, and what agents do, as far as time is concerned.
+"""The inputs of the simulation, from a record or from formulas: the costs, and the work of agents as far as it takes time.
 
-The invariant: every cost says its unit; a cost of 0 means that the thing takes no time, never that it is unknown. A rollout's
-calls depend on one another as they did when it was recorded: each begins so long after the end of the one that it followed. How
-long a call takes is what the simulation finds out.
+The invariant: every cost has a unit; a cost of 0 means that the thing takes no time, never that it is unknown. A rollout's
+calls depend on one another as in the record: each begins a certain time after the end of the call that it followed. The
+simulation finds out how long a call takes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ServerCosts:
-    """One policy server. With n sequences in its batch every one of them gets a token each `token + n * token_per_call` s.
+    """The costs of one policy server. With n sequences in its batch each of them gets a token every `token + n *
+    token_per_call` s.
 
-    A call that arrives takes `request + fresh * prompt_token` s in which nothing is decoded (`fresh` are the prompt's tokens
-    that the prefix cache does not have), and `latency` s beside the server: network, gateway, client. No more than
-    `max_calls` are in the batch, and no more than `kv_tokens` of prompts and responses; others wait in line.
+    A new call stops decoding for `request + fresh * prompt_token` s (`fresh` are the prompt's tokens that the prefix cache does
+    not have), and takes `latency` s outside the server: network, gateway, client. The batch has at most `max_calls` calls and
+    `kv_tokens` tokens of prompts and responses; further calls wait.
     """
 
     token: float
@@ -34,9 +35,9 @@ class ServerCosts:
 
 @dataclass(frozen=True, slots=True)
 class TrainerCosts:
-    """Seconds of a step's training (`step + rows * row_token`, for `rows` tokens in its rows; that of the first step takes
-    `first` more), of a checkpoint, of the update of the policy server: for `export` of them the trainer writes the weights and
-    calls go on, in the others they stand still."""
+    """The trainer's costs in seconds. Training a step with `rows` tokens in its rows takes `step + rows * row_token`, the first
+    step `first` more. A checkpoint takes `checkpoint`. An update of the policy server takes `update`; during the first `export`
+    of these seconds the trainer writes the weights and calls go on, then they stand still."""
 
     step: float
     row_token: float
@@ -48,9 +49,9 @@ class TrainerCosts:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares what. Agents compute on machines that do `agents` seconds of their work in a second, all of them together, and
-    none faster than alone. The trainer's thread is one more on these machines where `trainer_with_agents`. With `one_device`
-    policy server and trainer have the same GPUs, each at half speed while both work."""
+    """What the agents, the trainer and the policy server share. All agents together do at most `agents` seconds of work in a
+    second, and each at most one. With `trainer_with_agents` the trainer's thread is one more on the agents' machines. With
+    `one_device` policy server and trainer have the same GPUs, and each runs at half speed while both work."""
 
     agents: float = math.inf
     trainer_with_agents: bool = False
@@ -59,8 +60,8 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All of them. `dispatch` is the agents' machines' work between two rollouts on a place, in seconds; `turn` what a step in
-    turns takes beside its rollouts, in seconds: they are created and read back."""
+    """All costs. `dispatch` is the work of the agents' machines between two rollouts on a place, in seconds. `turn` is the time
+    of a step in turns besides its rollouts, in seconds: creating them and reading them back."""
 
     server: ServerCosts
     trainer: TrainerCosts
@@ -71,7 +72,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The settings of the loop that is simulated, by their names in the configuration, and `steps` to simulate."""
+    """The settings of the simulated loop, by their names in the configuration, and the number of `steps` to simulate."""
 
     tasks_per_step: int
     group_size: int
@@ -85,11 +86,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A model call: it follows the call with the index `after` (-1: the rollout's beginning) by `wait` seconds in which the
-    agent needs nothing (its tools work elsewhere) and then `work` core-seconds in which it computes.
+    """A model call. It follows the call with the index `after` (-1: the rollout's beginning). Before it the agent first waits
+    `wait` seconds (its tools work elsewhere), and then computes for `work` core-seconds.
 
-    `prompt` and `response` are tokens; `fresh` are those of the prompt that no call before had; `tools` is how many tools
-    the agent ran before it.
+    `prompt` and `response` are numbers of tokens; `fresh` are the prompt's tokens that no earlier call had. `tools` is how many
+    tools the agent ran before the call.
     """
 
     after: int
@@ -103,8 +104,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One rollout. `rows` are the tokens of the training rows it becomes, 0 when it is not trained on. After its last call it
-    waits and works so many seconds more, as before a call."""
+    """One rollout. `rows` are the tokens of its training rows, 0 when it is not trained on. After its last call it waits and
+    works for `wait` and `work` more seconds, as before a call."""
 
     calls: tuple[Call, ...]
     rows: int
@@ -114,7 +115,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The rollouts of one group; `teaches` when a step was trained on it (all rewards equal teach nothing)."""
+    """The rollouts of one group. `teaches` is true when a step was trained on it (equal rewards teach nothing)."""
 
     agents: tuple[Agent, ...]
     teaches: bool = True
@@ -122,15 +123,15 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How the work to be planned for differs from the recorded: every tool takes `tool_scale` times as long and then
-    `tool_seconds` more, and all numbers of tokens are multiplied by `token_scale`."""
+    """How the planned work differs from the recorded work: every tool takes `tool_scale` times as long plus `tool_seconds`, and
+    all numbers of tokens are multiplied by `token_scale`."""
 
     tool_seconds: float = 0.0
     tool_scale: float = 1.0
     token_scale: float = 1.0
 
     def apply(self, team: Team) -> Team:
-        """The group as it would be."""
+        """Return the group with these changes."""
         return replace(team, agents=tuple(self._agent(agent) for agent in team.agents))
 
     def _agent(self, agent: Agent) -> Agent:
@@ -147,8 +148,8 @@ class Changes:
 
 
 def draw(teams: Sequence[Team], size: int, seed: int) -> Iterator[Team]:
-    """Groups of `size` without end: each time a recorded one at random with its own rollouts, drawn again where its size is
-    another, so that what is alike in a group stays together."""
+    """Yield groups of `size` without end. Each is a random recorded group with all its rollouts; if it has another size, its
+    rollouts are drawn with replacement, so that a group's rollouts stay alike."""
     random = np.random.default_rng(seed)
     while True:
         team = teams[int(random.integers(len(teams)))]

@@ -1,7 +1,7 @@
-"""A plan: the recorded run played back, then the run that is planned, by the same simulation.
+"""A plan: the recorded run, and then the planned run, simulated by the same code.
 
-The invariant: a plan never comes without how well the simulation repeats the run that it was calibrated on, and without the
-list of what it assumes; both say of themselves that they are simulated.
+The invariant: a plan always shows how well the simulation repeats the run that it was calibrated on, and the list of its
+assumptions. Both say that they are simulated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from lightning_planner.shape import Shape
 from lightning_planner.simulation import Phases, Simulated, simulate
 
 LABEL = "simulation: no number of a plan was measured"
-"""Stands on everything that a plan prints or writes."""
+"""Label of everything that a plan prints or writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to plan for. Without a `cluster` (and the model's `shape`): the machine of the recorded run, on which agents'
-    machines do `agents` times as much; with one they do so beside it. `seed` draws the groups."""
+    """What to plan for. Without a `cluster` (and the model's `shape`) it is the recorded run's machine. The agents' machines do
+    `agents` times the recorded work in a second; with a cluster they are other machines than its GPUs. `seed` draws the
+    groups."""
 
     schedule: Schedule
     config: Config
@@ -42,8 +43,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The recorded run and its simulation, without the first step. `calls` is the share of the variance of the calls'
-    durations that the calibrated costs explain."""
+    """The seconds of the recorded run and of its simulation, without the first step. `calls` is the share of the variance of
+    the calls' durations that the calibrated costs explain."""
 
     recorded: Phases
     simulated: Phases
@@ -51,15 +52,15 @@ class Replay:
 
     @property
     def error(self) -> float:
-        """How much longer a simulated step is than a recorded one, as a share of it."""
+        """How much longer a simulated step is than a recorded one, as a share of the recorded one."""
         return self.simulated.total / self.recorded.total - 1.0 if self.recorded.total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a simulation says of a target. `tokens_per_second` are trained response tokens; staleness is in steps, over the
-    trained tokens; `server_busy`, `places_busy`, `trainer_busy` are shares of the time, `batch` calls decoded at once.
-    `memory` is empty without a cluster."""
+    """The simulated numbers of a target. `tokens_per_second` are trained response tokens. Staleness is in steps, over the
+    trained tokens. `server_busy`, `places_busy` and `trainer_busy` are shares of the time; `batch` is the mean number of calls
+    decoded at once. `memory` is empty without a cluster."""
 
     schedule: Schedule
     costs: Costs
@@ -76,8 +77,8 @@ class Plan:
 
 
 def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> Plan:
-    """Simulate a target with a calibrated run's work. Raises `ConfigError` for a model that its cluster has no room for, and
-    for an engine that cannot be planned."""
+    """Simulate a target with the work of a calibrated run. Raises `ConfigError` for a model that leaves vLLM no room for a KV
+    cache, and for an engine that cannot be planned; other lacks of memory are notes of the plan."""
     teams = [target.changes.apply(team) for team in calibration.steady]
     memories: Sequence[Memory] = ()
     if target.shape is not None and target.cluster is not None:
@@ -108,9 +109,9 @@ def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> P
 
 
 def replay(recorded: Recorded, calibration: Calibration) -> Replay:
-    """Simulate the recorded run itself: the same groups in the same order, in as many steps."""
+    """Simulate the recorded run itself: the same groups in the same order, and as many steps."""
     schedule = replace(recorded.schedule, steps=len(recorded.steps))
-    # Where sampling goes on all the time, more groups begin than committed steps took.
+    # If sampling goes on all the time, more groups begin than the committed steps took.
     teams = chain(calibration.teams, draw(calibration.steady, schedule.group_size, 0))
     simulated = simulate(schedule, calibration.costs, teams)
     means = {phase: statistics.fmean(step.seconds.get(phase, 0.0) for step in recorded.steady) for phase in PHASES}
@@ -118,7 +119,7 @@ def replay(recorded: Recorded, calibration: Calibration) -> Replay:
 
 
 def calibrated(recorded: Recorded) -> tuple[Calibration, Replay]:
-    """Costs of a recorded run, and how well they repeat it. Raises as `calibrate` does."""
+    """Compute the costs of a recorded run, and simulate the run with them. Raises as `calibrate` does."""
     calibration = calibrate(recorded)
     return calibration, replay(recorded, calibration)
 
@@ -138,7 +139,7 @@ def _costs(
             "agents were not in each other's way when they were recorded: that holds for any number of them here"
         )
     if shape is None or cluster is None:
-        # In a run that sampled all the time, training was recorded as slow as agents beside it made it.
+        # If sampling went on all the time, the recorded training times already include the agents' load.
         alone = recorded.schedule.max_staleness == 0
         sharing = Sharing(agents=power, trainer_with_agents=math.isfinite(power) and alone)
         if recorded.schedule.max_staleness == 0 < target.schedule.max_staleness:

@@ -1,4 +1,4 @@
-"""`lightning plan`, as a plugin."""
+"""The plugin `planner`: the command `lightning plan`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from lightning.hooks import hookimpl, later
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`plan`."""
+    """Register the command `plan`."""
     register("plan", later("lightning_planner.command:plan", "Simulate a run on other machines from a recorded one."))

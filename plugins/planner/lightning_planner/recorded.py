@@ -1,8 +1,8 @@
-"""What a recorded run took, read from its store.
+"""The times of a recorded run, read from its store.
 
-The invariant: only what the store holds is used, so a run can be planned from at any time, on any machine that reaches it.
-Which call followed which is decided by the recorded times: a call follows the one that ended last before it began. No
-rollout is taken to have begun before the step that it was made for.
+The invariant: only what the store holds is used, so a run can be planned from at any time, on any machine that reaches the
+store. Which call followed which is decided by the recorded times: a call follows the one that ended last before it began. No
+rollout begins before the step that it was made for.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition, by_
 from lightning_planner.costs import Schedule
 
 CHUNK = 256
-"""Rollouts whose calls are read at once."""
+"""How many rollouts' calls are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call with its times (Unix seconds). `ready` is when the call that it follows (`after`) had ended, or when the rollout
-    began; from then to `started` the agent was at work. `tools` is how many tools it had to run then."""
+    """A call with its times (Unix seconds). `ready` is when the call that it follows (`after`) ended, or when the rollout
+    began; from then to `started` the agent worked. `tools` is how many tools the agent had to run in that time."""
 
     after: int
     ready: float
@@ -46,8 +46,8 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """A rollout that ended, with its calls; from the last one's end to `end` its agent was at work. `rows` are the tokens of
-    the training rows it became."""
+    """An ended rollout with its calls; from the last call's end to `end` the agent worked. `rows` are the tokens of its
+    training rows."""
 
     calls: tuple[RecordedCall, ...]
     start: float
@@ -57,7 +57,7 @@ class RecordedRollout:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group that step `step` looked at; `teaches` when the step was trained on it."""
+    """A group that the sampling of step `step` has seen. `teaches` is true when the step was trained on it."""
 
     step: int
     rollouts: tuple[RecordedRollout, ...]
@@ -66,8 +66,8 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest. `held` are the
-    seconds of the update in which calls stood still: all of them where that is not recorded."""
+    """Wall seconds of a step by phase, and the tokens of its rows. `staleness` is the mean and the largest. `held` are the
+    seconds of the update in which calls stood still; infinity, so all of them, where that is not recorded."""
 
     step: int
     seconds: Mapping[str, float]
@@ -77,7 +77,7 @@ class RecordedStep:
 
     @property
     def total(self) -> float:
-        """All phases, without an evaluation."""
+        """The seconds of all phases, without an evaluation."""
         return sum(self.seconds.values())
 
 
@@ -86,7 +86,7 @@ PHASES = ("rollout", "train", "checkpoint", "update")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One run. `schedule` is the loop as it was set."""
+    """A recorded run. `schedule` has the settings of its loop."""
 
     run: str
     model: str
@@ -97,17 +97,17 @@ class Recorded:
 
     @property
     def rollouts(self) -> Iterator[RecordedRollout]:
-        """All of them."""
+        """All rollouts of all groups."""
         return (rollout for group in self.groups for rollout in group.rollouts)
 
     @property
     def steady(self) -> Sequence[RecordedStep]:
-        """The steps without the first one, in which processes start, if there are others."""
+        """The steps without the first one, in which processes start; all where there is only one."""
         return self.steps[1:] or self.steps
 
 
 async def read_run(store: Store, run: str) -> Recorded:
-    """Read a run. Raises `DataError` for one that has no committed step, or whose calls were pruned."""
+    """Read a run from its store. Raises `DataError` for one without a committed step, or whose calls were pruned."""
     stored = await store.get_run(run)
     records = await store.steps(run)
     if stored is None or not records:
@@ -136,8 +136,8 @@ async def read_run(store: Store, run: str) -> Recorded:
 
 
 def forward_passes(recorded: Recorded) -> int | None:
-    """Forward passes over each trained row before its gradient's, as the recorded algorithm makes them: of the reference model,
-    of the policy for a loss of whole steps (`StepLoss`), and of a critic. None where the record does not tell."""
+    """Return the recorded algorithm's forward passes over each trained row before the gradient's own pass: of the reference
+    model, of the policy for a loss of whole steps (`StepLoss`), and of a critic. None where the record does not show them."""
     algorithm = _table(recorded.config.get("algorithm"))
     name, arguments = algorithm.get("name"), _table(algorithm.get("arguments"))
     if name == "dpo":
@@ -157,11 +157,11 @@ def forward_passes(recorded: Recorded) -> int | None:
 
 
 def _within_steps(groups: Sequence[RecordedGroup], steps: Sequence[RecordedStep]) -> tuple[RecordedGroup, ...]:
-    """The groups of a run in turns, none of whose rollouts begins before its step.
+    """Return the groups of a run in turns, changed so that no rollout begins before its step.
 
-    How long an agent ran is stored, not when: what it did after its last call is first taken to come before its first one. A
-    step ends no earlier than its last call, which shows where that would be before the step, while the engine trained, so
-    that agents would seem to do work that there was no time for. So much comes after the last call.
+    The store has how long an agent ran, not when. At first all its time outside calls is taken to lie before its first call. A
+    step ends no earlier than its last call, and its length is known; so a rollout may seem to begin before its step, while the
+    engine trained. That part of its time is moved behind its last call.
     """
     ends = dict.fromkeys((group.step for group in groups), -math.inf)
     for group in groups:
@@ -174,9 +174,10 @@ def _within_steps(groups: Sequence[RecordedGroup], steps: Sequence[RecordedStep]
 
 
 def _not_before(rollout: RecordedRollout, began: float) -> RecordedRollout:
-    """The rollout, as long as it was, begun at that moment if it seems to have begun earlier.
+    """Return the rollout with the same length, begun at `began` if it seems to begin earlier.
 
-    One that called before it is of an interrupted step, whose seconds are those after the interruption: it stays as it is.
+    A rollout that made a call before `began` is of an interrupted step, whose recorded seconds are those after the
+    interruption: it is not changed.
     """
     if not rollout.calls or rollout.start >= began or rollout.calls[0].started < began:
         return rollout
@@ -191,12 +192,12 @@ def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> Recorde
 
 
 def recorded_config(config: Mapping[str, Json]) -> Config:
-    """The settings of a run's record; what this release does not have is left out."""
+    """Return the settings in a run's record, without those that this release does not have."""
     return settings_of_record(_table(config.get("config")))[0]
 
 
 def schedule_of(config: Config, *, group_size: int, dynamic_sampling: bool, steps: int = 20) -> Schedule:
-    """The loop as settings say, and as an algorithm samples."""
+    """Return the settings of the loop, with the group size and the sampling of the algorithm."""
     trainer = config.trainer
     return Schedule(
         tasks_per_step=trainer.tasks_per_step,
@@ -215,12 +216,12 @@ def _table(value: Json) -> Mapping[str, Json]:
 
 
 def strings(value: Json) -> list[str]:
-    """The items of a list as texts; none where it is no list."""
+    """Return the items of a list as texts; empty for anything else."""
     return [str(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else []
 
 
 class _Reader:
-    """Reads the calls of rollouts; what of them was trained, and by which step, is in the records."""
+    """Reads the calls of rollouts. The steps' records say which rollouts were trained, and in which step."""
 
     def __init__(self, store: Store, records: Sequence[StepRecord], agents: Sequence[str]) -> None:
         self._store, self._agents = store, agents
@@ -229,7 +230,7 @@ class _Reader:
         self._first: TokenIds | None = None
 
     async def groups(self, rollouts: Sequence[Rollout]) -> tuple[RecordedGroup, ...]:
-        """The groups that a step looked at, in the order they began."""
+        """Return the groups that a step looked at, in the order they began."""
         taken = by_key((one for one in rollouts if one.group in self._step_of), lambda rollout: rollout.group)
         flat = [rollout for members in taken.values() for rollout in members]
         read: dict[str, RecordedRollout] = {}
@@ -272,7 +273,8 @@ class _Reader:
         return RecordedRollout(tuple(calls), start, end, self._rows(rollout, ok))
 
     def _known(self, call: Transition, before: Sequence[Transition]) -> int:
-        """Tokens of the prompt that a prefix cache has: of the rollout's calls before, or of the rollout before."""
+        """Return how many of the prompt's tokens a prefix cache has, from the rollout's earlier calls or from the rollout
+        before."""
         seen = [pack(other.prompt_ids + other.response_ids) for other in before]
         if self._first is not None:
             seen.append(pack(self._first))

@@ -1,4 +1,4 @@
-"""Memory and speed of GPUs that nothing was measured on: formulas, each with where it is from.
+"""Memory and speed of GPUs on which nothing was measured: formulas, each with its source.
 
 The invariant: memory is in bytes for one GPU, at the moment of the step that needs most of it; nothing that is shared by
 ranks is counted whole on each, and nothing that every rank needs whole is divided. Every term of a cost is operations or bytes
@@ -33,7 +33,8 @@ from lightning_planner.shape import Shape
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and a float32."""
 CHUNK = 1 << 28
-"""The torch engine's table of logits (`lightning.engines.torch.logprobs`), which becomes log p and their gradient in place."""
+"""Bytes of the torch engine's table of logits (`lightning.engines.torch.logprobs`), which becomes log p and their gradient in
+place."""
 
 COUNTED = frozenset(
     {
@@ -49,7 +50,7 @@ COUNTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One use of memory on one GPU, in bytes, and what it is computed from."""
+    """One use of memory on one GPU, in bytes; `how` says what it is computed from."""
 
     name: str
     bytes: float
@@ -58,7 +59,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The uses on a GPU of one kind (`training`, `serving`, or both) of its `available` bytes."""
+    """The uses of memory on a GPU with one `role` (`training`, `serving`, or both), which has `available` bytes."""
 
     role: str
     items: tuple[Item, ...]
@@ -66,17 +67,17 @@ class Memory:
 
     @property
     def used(self) -> float:
-        """Bytes of all of it."""
+        """The sum of all uses, in bytes."""
         return sum(item.bytes for item in self.items)
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether all uses fit into the available memory."""
         return self.used <= self.available
 
 
 def memory(shape: Shape, cluster: Cluster, engine: EngineConfig, share: float) -> list[Memory]:
-    """The memory of each kind of GPU in the cluster; `share` is `policy_server.gpu_memory_utilization`.
+    """Return the memory of each kind of GPU in the cluster. `share` is `policy_server.gpu_memory_utilization`.
 
     Raises `ConfigError` for an engine whose memory cannot be counted.
     """
@@ -92,7 +93,7 @@ def memory(shape: Shape, cluster: Cluster, engine: EngineConfig, share: float) -
 
 
 def uncounted(engine: EngineConfig, ranks: int) -> list[str]:
-    """What a plan for so many training GPUs has to say about settings of the engine that it does not count."""
+    """Return notes on the engine's settings that a plan for this many training GPUs does not count."""
     notes = []
     if ranks > 1:
         names = [f"engine.verl.sharding.{name}" for name in engine.verl.sharding if name not in COUNTED]
@@ -112,7 +113,7 @@ def uncounted(engine: EngineConfig, ranks: int) -> list[str]:
 
 
 def serving_items(shape: Shape, cluster: Cluster, share: float) -> list[Item]:
-    """What vLLM takes of each GPU: its share, whatever it needs; the KV cache is what the rest leaves."""
+    """Return vLLM's uses of memory on each GPU: always its whole share, of which the KV cache gets the rest."""
     over = f" / {cluster.server_gpus}" if cluster.server_gpus > 1 else ""
     whole, weights = share * cluster.gpu.memory, HALF * shape.parameters / cluster.server_gpus
     tokens = max(0.0, kv_tokens(shape, cluster, share))
@@ -126,9 +127,9 @@ def serving_items(shape: Shape, cluster: Cluster, share: float) -> list[Item]:
 
 
 def training_items(shape: Shape, ranks: int, engine: EngineConfig) -> list[Item]:
-    """What training takes on each of so many GPUs: the torch engine's on one, verl's FSDP2's on more.
+    """Return training's uses of memory on each of `ranks` GPUs: those of the torch engine on one, of verl's FSDP2 on more.
 
-    Raises `ConfigError` for Megatron, and for an option of verl's that says nothing.
+    Raises `ConfigError` for Megatron, and for an invalid option of verl.
     """
     size = FULL if engine.dtype == "float32" else HALF
     tokens, checkpointing = engine.tokens_per_microbatch, engine.gradient_checkpointing
@@ -143,7 +144,7 @@ def training_items(shape: Shape, ranks: int, engine: EngineConfig) -> list[Item]
 
 
 def _alone(shape: Shape, engine: EngineConfig, size: int) -> list[Item]:
-    """The state of the torch engine, which computes in numbers of `size` bytes."""
+    """Return the weights, gradients and moments of the torch engine, which computes in numbers of `size` bytes."""
     parameters = shape.parameters
     if engine.lora is not None:
         learned = shape.adapters(engine.lora.rank)
@@ -157,7 +158,7 @@ def _alone(shape: Shape, engine: EngineConfig, size: int) -> list[Item]:
 
 
 def _sharded(shape: Shape, ranks: int, engine: EngineConfig, size: int) -> list[Item]:
-    """The state of verl's FSDP2, which computes in numbers of `size` bytes."""
+    """Return the weights, gradients and moments of verl's FSDP2, which computes in numbers of `size` bytes."""
     if engine.verl.strategy == "megatron":
         raise ConfigError(
             "engine.verl.strategy = megatron cuts the model in other ways than a plan can count: plan for FSDP2 with "
@@ -180,7 +181,8 @@ def _sharded(shape: Shape, ranks: int, engine: EngineConfig, size: int) -> list[
 
 
 def _learned(learned: int, kept: int, over: int = 1, *, whole: bool = False) -> list[Item]:
-    """Gradients and moments of learned weights that are kept in so many bytes, over so many ranks; gradients may be whole."""
+    """Return gradients and moments of `learned` weights, kept in `kept` bytes each and divided by `over` ranks; with `whole`
+    each rank has all gradients."""
     by = f" / {over}" if over > 1 else ""
     gradients = Item("gradients", kept * learned / over, f"{kept} bytes x {learned:.3g}{by}")
     if whole:
@@ -190,7 +192,7 @@ def _learned(learned: int, kept: int, over: int = 1, *, whole: bool = False) -> 
 
 
 def _kept(dtype: object) -> int:
-    """Bytes of a weight that verl keeps; the names are those that it takes."""
+    """Return the bytes in which verl keeps a weight, by its name of the dtype. Raises `ConfigError` for an unknown name."""
     if dtype in (None, 32, "32", "fp32", "float32"):
         return FULL
     if dtype in (16, "16", "fp16", "float16", "bf16", "bfloat16"):
@@ -199,14 +201,14 @@ def _kept(dtype: object) -> int:
 
 
 def layer_activations(shape: Shape, *, master: bool, size: int = HALF) -> int:
-    """Bytes that one layer keeps for each token until the backward pass, computed in numbers of `size` bytes under flash
+    """Return the bytes per token that one layer keeps for the backward pass, computed in numbers of `size` bytes with flash
     attention.
 
     `master` says that weights are float32 and computed in bfloat16 under autocast, as the torch engine does on one GPU: the
-    hidden states between layers are then float32, and what goes into each matrix is a copy of its own. The numbers are those
-    of the tensors that autograd saves in transformers' Llama and Qwen3 (which also normalises each head).
+    hidden states between layers are then float32, and the input of each matrix is a separate copy. The numbers are those of the
+    tensors that autograd saves in transformers' Llama and Qwen3 (which also normalises each head).
     """
-    # Two norms keep their input and its normalised copy; q, k, v, gate and up what they are given.
+    # Two norms keep their input and its normalised copy; q, k, v, gate and up keep their input.
     hidden = (2 * (FULL + FULL) + 5 * size if master else 2 * (FULL + size + size)) * shape.hidden
     # Queries and keys as they are attended, values, attention's output, and the log of each head's sum.
     attention = 2 * size * (shape.queries + shape.keys) + FULL * shape.heads
@@ -231,7 +233,8 @@ def _activations(shape: Shape, tokens: int, size: int, *, checkpointing: bool, m
 
 
 def _verl_logits(shape: Shape, engine: EngineConfig) -> Item:
-    """The logits in float32, their gradient, and what the entropy keeps: its probabilities, or at least 2 bytes less."""
+    """Return verl's use for logits: they and their gradient in float32, and what the entropy keeps, its probabilities or at
+    least 2 bytes less."""
     each = 3 * FULL - (HALF if engine.verl.sharding.get("entropy_checkpointing") else 0)
     tokens = engine.tokens_per_microbatch
     return Item(
@@ -240,8 +243,8 @@ def _verl_logits(shape: Shape, engine: EngineConfig) -> Item:
 
 
 def kv_tokens(shape: Shape, cluster: Cluster, share: float, max_tokens: int = 8192) -> float:
-    """Tokens that one policy server's KV cache holds: vLLM's share of its GPUs, without the weights and the activations of
-    `max_tokens` in one iteration (logits included)."""
+    """Return the tokens that the policy server's KV cache holds: vLLM's share of its GPUs, without the weights and the
+    activations of `max_tokens` in one iteration (logits included). Negative where nothing is left."""
     whole = share * cluster.gpu.memory * cluster.server_gpus
     passing = (
         HALF * max_tokens * (2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.used * shape.intermediate)
@@ -252,21 +255,22 @@ def kv_tokens(shape: Shape, cluster: Cluster, share: float, max_tokens: int = 81
 
 
 def _kv_bytes(shape: Shape, cluster: Cluster) -> float:
-    """Bytes of a token's keys and values, on all GPUs of the policy server: where there are more than key heads, some heads
-    are kept more than once."""
+    """Return the bytes of a token's keys and values on all GPUs of the policy server. With more GPUs than key heads some heads
+    are stored more than once."""
     return HALF * shape.kv_elements * max(1.0, cluster.server_gpus / shape.kv_heads)
 
 
 STATE = 3 * FULL
-"""Bytes of a checkpoint for each learned parameter: the weight and two moments in float32."""
+"""Bytes of a checkpoint for each trained parameter: the weight and two moments in float32."""
 TRAFFIC = 7 * FULL
-"""Bytes that AdamW reads and writes for each parameter: gradient, weight and two moments, the last three both ways."""
+"""Bytes that AdamW reads and writes for each parameter: the gradient is read; weight and two moments are read and written."""
 
 
 def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -> ServerCosts:
-    """A policy server's costs at a mean `context` of tokens in a sequence.
+    """Return a policy server's costs at a mean `context` of tokens in a sequence.
 
-    Raises `ConfigError` when the model does not fit into vLLM's share of the memory, or its heads cannot be divided.
+    Raises `ConfigError` when the model does not fit into vLLM's share of the memory, or its heads cannot be divided among the
+    GPUs.
     """
     gpu, assumed, together = cluster.gpu, cluster.assumptions, cluster.server_gpus
     _check_heads(shape, cluster)
@@ -290,7 +294,8 @@ def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -
 
 
 def _check_heads(shape: Shape, cluster: Cluster) -> None:
-    """Raises `ConfigError` where vLLM would: each GPU of a server has as many heads, and each key head is whole."""
+    """Raise `ConfigError` where vLLM would refuse: all GPUs of a server must have equally many heads, and no key head may be
+    split."""
     able = [
         number
         for number in range(1, min(shape.heads, cluster.gpus if cluster.shared else cluster.gpus - 1) + 1)
@@ -310,7 +315,8 @@ def _option(cluster: Cluster) -> str:
 def trainer_costs(
     shape: Shape, cluster: Cluster, engine: EngineConfig, length: float, forward_passes: int = 0
 ) -> TrainerCosts:
-    """Training's costs for rows of a mean `length` of tokens, each of which has `forward_passes` before its own pass."""
+    """Return training's costs for rows of a mean `length` of tokens, each of which has `forward_passes` before its gradient's
+    own pass."""
     gpu, assumed, ranks = cluster.gpu, cluster.assumptions, cluster.training
     passes = (4.0 if engine.gradient_checkpointing else 3.0) + forward_passes
     operations = passes * (2.0 * shape.computed + 2.0 * shape.layers * shape.queries * length)

@@ -1,8 +1,7 @@
-"""What a model's `config.json` says of its size: parameters, bytes of its KV cache, floating point operations.
+"""The size of a model from its `config.json`: parameters, bytes of its KV cache, floating point operations.
 
-The invariant: counts are exact for decoders of the Llama kind (attention with or without grouped heads, a gated
-feed-forward, dense or a mixture of experts); a configuration that lacks what is needed to count, or is of another kind, is
-refused, not guessed.
+The invariant: counts are exact for decoders of the Llama kind (attention with or without grouped heads, a gated feed-forward,
+dense or a mixture of experts). A configuration that is of another kind or lacks a needed value is refused, not guessed.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""The models of the recipes, as their `config.json` on the hub has them, so that a plan for them needs no network."""
+"""The models of the recipes, with the values of their `config.json` on the hub, so that planning for them needs no network."""
 COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose parameters the formulas count."""
 OTHER = (
     "n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank", "mlp_only_layers",
     "vision_config", "audio_config",
 )  # fmt: skip
-"""Keys that a configuration has for parts that the formulas do not know."""
+"""Keys of a configuration for parts that the formulas do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder. `intermediate` is the width of one feed-forward, of which a layer has `experts` and a token uses `used`."""
+    """The shape of a decoder. `intermediate` is the width of one feed-forward; a layer has `experts` of them, and a token uses
+    `used`."""
 
     name: str
     hidden: int
@@ -59,17 +59,17 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Width of all heads together."""
+        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of all key heads together; that of the values is the same."""
+        """Width of all key heads together, and of all value heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and so of an output layer of its own."""
+        """Parameters of the embedding; an output layer that is not tied has as many."""
         return self.vocabulary * self.hidden
 
     @property
@@ -79,22 +79,24 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Parameters of the whole model."""
         return self.layers * self.layer + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
     def computed(self) -> int:
-        """Parameters of the matrices that a token is multiplied with: its experts and the output layer, no embedding."""
+        """Parameters of the matrices that a token is multiplied with: its experts and the output layer, without the
+        embedding."""
         own = self._attention + self.used * self._feed_forward + self._router
         return self.layers * own + self.embedding
 
     @property
     def kv_elements(self) -> int:
-        """Numbers that the KV cache keeps for a token."""
+        """Numbers that the KV cache stores for a token."""
         return 2 * self.layers * self.keys
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA adapters of a rank on all linear layers but the output layer: rank (in + out) for each."""
+        """Return the parameters of LoRA adapters of this rank on all linear layers except the output layer: rank (in + out) for
+        each."""
         attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
         return self.layers * rank * (attention + self.experts * 3 * (self.hidden + self.intermediate))
 
@@ -114,9 +116,9 @@ class Shape:
 
 
 def read_shape(model: str) -> Shape:
-    """The shape of a model: a folder, a `config.json`, or a name on the hub, of which only that file is read.
+    """Read the shape of a model: a folder, a `config.json`, or a name on the hub, from which only that file is fetched.
 
-    Raises `ConfigError` for a model that is not there, or whose configuration does not say what is needed.
+    Raises `ConfigError` for a model that does not exist, or whose configuration lacks a needed value.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -133,7 +135,8 @@ def read_shape(model: str) -> Shape:
 
 
 def shape_of(name: str, values: Mapping[str, Any]) -> Shape:
-    """The shape that a configuration describes. Raises `ConfigError` naming what it lacks, or what cannot be counted."""
+    """Return the shape that a configuration describes. Raises `ConfigError` that names missing values, or parts that cannot be
+    counted."""
     _check_kind(name, values)
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in needed if not isinstance(values.get(key), int)]
@@ -162,7 +165,7 @@ def shape_of(name: str, values: Mapping[str, Any]) -> Shape:
 
 
 def _check_kind(name: str, values: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a model that the formulas would count wrongly."""
+    """Raise `ConfigError` for a model that the formulas would count wrongly."""
     kind = values.get("model_type")
     cure = "plan for a model of one of these kinds that is as large"
     if kind not in COUNTED:

@@ -1,15 +1,15 @@
-"""A run, simulated on discrete events: the policy server and the agents, and the training loop above them, which says which
-groups begin, which a step takes, and how long everybody waits.
+"""A discrete-event simulation of a run: the policy server, the agents, and the training loop, which decides which groups begin,
+which a step takes, and how long each part waits.
 
-The invariant: what decides is what decides in a run. In turns, a step's groups run to their end, then the engine trains; with
-`max_staleness` above 0 the same `Pacer` as in a run says which groups may begin and which a step takes. A group begins only
+The invariant: decisions are made as in a real run. In turns, a step's groups run to their end, then the engine trains. With
+`max_staleness` above 0 the same `Pacer` as in a run decides which groups may begin and which a step takes. A group begins only
 when a place is free. Evaluations are left out.
 
-Work is conserved. A job of so many units on a clock ends when the clock has run exactly as far, however often its rate changed
-meanwhile; so a change of rate costs nothing for the jobs that it concerns. What takes part shares as `Sharing` says, at every
-moment: rates are set anew whenever somebody begins or ends to work. A call is admitted in the order in which it came to the
-server, and holds its place there to its end. Jobs that share something at the same speed (sequences in one batch, threads on
-the same cores) share one `Clock`: it runs in units of work for each of them, and they end in the order of where they end on it.
+Work is conserved. A job of some units on a clock ends when the clock has run exactly that far, however often its rate changed
+meanwhile, so that a change of rate costs nothing. Resources are shared as `Sharing` says at every moment: rates are set again
+whenever a part begins or ends to work. The server admits calls in the order in which they came, and a call keeps its place to
+its end. Jobs that share something at the same speed (sequences in one batch, threads on the same cores) share one `Clock`: it
+counts units of work of each job, and jobs end in the order of their ends on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """Units of work done so far by each job on it. `rate` is in units per second and may be changed at any moment."""
+    """Counts the units of work that each of its jobs has done so far. `rate` is in units per second and may change at any
+    moment."""
 
     __slots__ = ("_jobs", "_numbers", "done", "rate")
 
@@ -43,48 +44,48 @@ class Clock:
         return len(self._jobs)
 
     def begin(self, units: float, action: Action) -> None:
-        """Call `action` when so many units are done from now on."""
+        """Begin a job: call `action` when this many more units are done."""
         heapq.heappush(self._jobs, (self.done + units, next(self._numbers), action))
 
     def seconds(self) -> float:
-        """Until the next job ends at the present rate; infinite when none will."""
+        """Return the seconds until the next job ends at the present rate; infinity when none will end."""
         if not self._jobs or self.rate <= 0.0:
             return math.inf
         return max(0.0, (self._jobs[0][0] - self.done) / self.rate)
 
     def run(self, seconds: float) -> None:
-        """Let time go by."""
+        """Advance by this many seconds."""
         self.done += seconds * self.rate
 
     def end(self) -> Action:
-        """Take the next job from the clock, which is where it ends now; returns what is to be called."""
+        """Advance to the end of the next job, remove it, and return its action."""
         units, _, action = heapq.heappop(self._jobs)
         self.done = units
         return action
 
 
 class Kernel:
-    """Time, in seconds, and everything that happens in it. No randomness: the same jobs give the same times."""
+    """The simulated time, in seconds, with its clocks and events. Nothing is random: the same jobs give the same times."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._waits = Clock(1.0)
         self._clocks = [self._waits]
         self.before: Callable[[float], None] = lambda seconds: None
-        """Called with the seconds that are about to go by, while everything is as it was in them."""
+        """Called with the seconds that are about to pass, before anything changes."""
 
     def clock(self) -> Clock:
-        """A new clock, which stands still until it has a rate."""
+        """Add a clock, whose rate is 0 at first."""
         clock = Clock()
         self._clocks.append(clock)
         return clock
 
     def after(self, seconds: float, action: Action) -> None:
-        """Call `action` when so many seconds have gone by."""
+        """Call `action` after this many seconds."""
         self._waits.begin(seconds, action)
 
     def step(self) -> bool:
-        """Go to the next event and let it happen; False when none is left."""
+        """Advance to the next event and run its action. Return False when no event is left."""
         seconds, chosen = math.inf, self._waits
         for clock in self._clocks:
             left = clock.seconds()
@@ -102,12 +103,12 @@ class Kernel:
 
 
 LEAST = 1e-12
-"""Seconds that a token takes at least, so that a server that costs nothing has a rate."""
+"""The least seconds of a token, so that a server without costs has a finite rate."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A call that came to a server, and what is to be called when it ends and, before, when its first token is due."""
+    """A call at the server, with the actions for its first token (`begun`) and its end (`ended`)."""
 
     call: Call
     begun: Action
@@ -115,7 +116,7 @@ class _Waiting:
 
 
 class Server:
-    """The policy server. `speed` is its share of what it runs on; `paused` while it gets new weights."""
+    """The policy server. `speed` is its share of its device; it is `paused` while it gets new weights."""
 
     def __init__(self, kernel: Kernel, costs: ServerCosts) -> None:
         self._costs = costs
@@ -126,21 +127,21 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Whether it computes, or would if it were not paused."""
+        """Whether the server computes, or would if it were not paused."""
         return bool(len(self._prompts) or len(self._tokens))
 
     @property
     def batch(self) -> int:
-        """Sequences that are being decoded."""
+        """The number of sequences that are being decoded."""
         return len(self._tokens)
 
     def submit(self, call: Call, begun: Action, ended: Action) -> None:
-        """A call comes: `begun` is called before its first token, `ended` after its last."""
+        """Take a call: `begun` is called before its first token, `ended` after its last."""
         self._line.append(_Waiting(call, begun, ended))
         self._admit()
 
     def retune(self) -> None:
-        """Set the rates anew: somebody began or ended."""
+        """Set the rates again, after a job began or ended."""
         on = 0.0 if self.paused else self.speed
         self._prompts.rate = on
         every = self._costs.token + self._costs.token_per_call * len(self._tokens)
@@ -155,7 +156,7 @@ class Server:
                 return
             self._line.popleft()
             self._calls, self._held = self._calls + 1, self._held + size
-            # Prompts are computed one after the other: each ends on its clock after all that came before it.
+            # Prompts are computed one after the other: each ends on the clock after all earlier ones.
             end = max(self._stall, self._prompts.done) + costs.request + costs.prompt_token * waiting.call.fresh
             self._stall = end
             self._prompts.begin(end - self._prompts.done, lambda waiting=waiting: self._decode(waiting))  # type: ignore[misc]
@@ -172,7 +173,8 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A rollout on its way. `versions` are the policy's, one for each call in the order they began, with its tokens."""
+    """A rollout under way, with `left` calls to end. `versions` has, for each call in the order they began, the policy's
+    version and the response's tokens."""
 
     agent: Agent
     finished: Action
@@ -181,8 +183,8 @@ class Running:
 
 
 class Floor:
-    """Where rollouts happen: cores for the agents, and the policy server. `training` says whether the trainer computes,
-    `rollouts` how many are under way."""
+    """The place of rollouts: cores for the agents, and the policy server. `training` is the clock of the trainer's work;
+    `rollouts` is how many are under way."""
 
     def __init__(self, kernel: Kernel, costs: Costs, version: Callable[[], int]) -> None:
         self._kernel, self._costs, self._version = kernel, costs, version
@@ -207,11 +209,11 @@ class Floor:
             self._kernel.after(0.0, ended)
 
     def dispatch(self, action: Action) -> None:
-        """What the agents' machines do between two rollouts; then `action` is called."""
+        """Do the work of the agents' machines between two rollouts, then call `action`."""
         self._thinking.begin(self._costs.dispatch, action)
 
     def retune(self) -> None:
-        """Set all rates anew. To be called after every event."""
+        """Set all rates again. Call it after every event."""
         sharing, training = self._costs.sharing, bool(len(self.training))
         threads = len(self._thinking) + (training and sharing.trainer_with_agents)
         alone = min(1.0, sharing.agents / threads) if threads else 1.0
@@ -223,7 +225,7 @@ class Floor:
         self.server.retune()
 
     def _follow(self, running: Running, index: int) -> None:
-        """Begin what waited for a call."""
+        """Begin the calls that follow the call with this index."""
         for place, call in enumerate(running.agent.calls):
             if call.after == index:
                 self._kernel.after(call.wait, lambda place=place: self._think(running, place))  # type: ignore[misc]
@@ -252,7 +254,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The seconds of a step by phase: `rollout` is how long the trainer waited for groups."""
+    """The seconds of a step by phase; `rollout` is how long the trainer waited for groups."""
 
     rollout: float
     train: float
@@ -261,14 +263,14 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The seconds of the whole step."""
         return self.rollout + self.train + self.checkpoint + self.update
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Phases):
-    """One simulated step. Staleness is that of the trained tokens, in optimizer steps, counted from the version that sampled
-    the first token of their call."""
+    """One simulated step. Staleness is that of the trained tokens, in optimizer steps, from the version that sampled the first
+    token of their call."""
 
     rows: int
     tokens: int
@@ -278,9 +280,10 @@ class Step(Phases):
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a simulation. Shares are of the time after the first step, which begins with nothing under way:
-    `server_busy` that of the policy server, `batch` the sequences that it decodes at once while it is busy, `places_busy`
-    the share of `concurrency` that runs a rollout, `trainer_busy` training, checkpoints and updates."""
+    """The result of a simulation. Shares are of the time after the first step, which begins with nothing under way:
+    `server_busy` is that of the policy server, `places_busy` the mean share of `concurrency` that runs a rollout,
+    `trainer_busy` that of training, checkpoints and updates. `batch` is the mean number of sequences that the server decodes
+    while it is busy."""
 
     steps: tuple[Step, ...]
     server_busy: float
@@ -290,16 +293,16 @@ class Simulated:
 
     @property
     def steady(self) -> Sequence[Step]:
-        """The steps without the first one, if there are others."""
+        """The steps without the first one; all where there is only one."""
         return self.steps[1:] or self.steps
 
     def mean(self, of: Callable[[Step], float]) -> float:
-        """The mean of a number over the steady steps."""
+        """Return the mean of a number over the steady steps."""
         return sum(map(of, self.steady)) / len(self.steady)
 
 
 def simulate(schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> Simulated:
-    """Take `schedule.steps` steps on the groups that `teams` gives; it must give enough of them.
+    """Simulate `schedule.steps` steps on the groups of `teams`, which must give enough.
 
     Raises `ValueError` for a schedule without a step.
     """
@@ -312,7 +315,7 @@ def simulate(schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> Simulat
 
 @dataclass(slots=True)
 class _Meter:
-    """Adds up, over time, what is busy."""
+    """Adds up how long, and how much, each part is busy."""
 
     seconds: float = 0.0
     server: float = 0.0
@@ -333,7 +336,7 @@ class _Meter:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group that has begun; `ran` are its rollouts that have ended."""
+    """A group that has begun; `ran` are its ended rollouts."""
 
     team: Team
     ran: list[Running] = field(default_factory=list)
@@ -344,7 +347,7 @@ class _Group:
 
 
 class _Loop(ABC):
-    """What both ways of sampling have in common: places for rollouts, a trainer, a policy with a version."""
+    """The parts that both ways of sampling share: places for rollouts, a trainer, a policy with a version."""
 
     def __init__(self, schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> None:
         self.schedule, self.costs, self.teams = schedule, costs, teams
@@ -357,20 +360,20 @@ class _Loop(ABC):
 
     @abstractmethod
     def collect(self, step: int) -> list[_Group]:
-        """Wait for the groups of a step, which are then taken."""
+        """Wait for the groups of a step, take them, and return them."""
 
     def served(self) -> None:  # noqa: B027 — nothing to do for those who sample in turns
-        """The policy has a new version."""
+        """Called when the policy has a new version."""
 
     def refill(self) -> bool:
-        """Let a group begin because a place is free; whether one did."""
+        """Begin a group because a place is free; return whether one began."""
         return False
 
     def ended(self, group: _Group) -> None:  # noqa: B027 — as above
-        """All rollouts of a group have ended."""
+        """Called when all rollouts of a group have ended."""
 
     def step(self, step: int) -> Step:
-        """Wait for groups, train, write a checkpoint, update the server."""
+        """Simulate a step: wait for groups, train, write a checkpoint, update the server."""
         if step == 2:
             self.meter = _Meter()
         began = self.kernel.now
@@ -403,20 +406,20 @@ class _Loop(ABC):
         return Step(waited, train, checkpoint, update, rows, tokens, mean, oldest)
 
     def open(self, team: Team) -> _Group:
-        """Let the rollouts of a group wait for places."""
+        """Add a group, whose rollouts wait for places, and return it."""
         group = _Group(team)
         self._waiting.extend((agent, group) for agent in team.agents)
         return group
 
     def fill(self) -> None:
-        """Give free places to rollouts that wait, or to a new group's."""
+        """Start waiting rollouts, or those of a new group, on the free places."""
         while self._free and (self._waiting or self.refill()):
             agent, group = self._waiting.popleft()
             self._free -= 1
             self.floor.start(agent, lambda running, group=group: self._ended(running, group))  # type: ignore[misc]
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Let time go by until something is so."""
+        """Advance the time until `done` returns true."""
         while not done():
             self.floor.retune()
             moved = self.kernel.step()
@@ -433,7 +436,7 @@ class _Loop(ABC):
         self.fill()
 
     def _train(self, work: float) -> float:
-        """Let the trainer's thread do so many seconds of work; returns how long that took."""
+        """Do this many seconds of work on the trainer's thread; return how long that took."""
         began, over = self.kernel.now, [False]
         self.floor.training.begin(work, lambda: over.__setitem__(0, True))
         self.until(lambda: over[0])
@@ -457,10 +460,10 @@ class _Loop(ABC):
 
 
 class _Turns(_Loop):
-    """Samples and trains in turns."""
+    """The loop that samples and trains in turns."""
 
     def collect(self, step: int) -> list[_Group]:
-        """See `_Loop.collect`: with dynamic sampling in waves, until enough of them teach."""
+        """Run the groups of a step to their end; with dynamic sampling in waves, until enough of them teach."""
         schedule, taken = self.schedule, list[_Group]()
         for _ in range(schedule.max_waves if schedule.dynamic_sampling else 1):
             wave = [self.open(next(self.teams)) for _ in range(schedule.tasks_per_step)]
@@ -474,7 +477,7 @@ class _Turns(_Loop):
 
 
 class _Pipeline(_Loop):
-    """Samples all the time."""
+    """The loop that samples all the time, also while it trains."""
 
     def __init__(self, schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> None:
         super().__init__(schedule, costs, teams)
@@ -484,7 +487,7 @@ class _Pipeline(_Loop):
         self.fill()
 
     def collect(self, step: int) -> list[_Group]:
-        """See `_Loop.collect`."""
+        """Wait until the `Pacer` picks the groups of a step; groups that teach nothing are returned besides them."""
         dropped: list[_Group] = []
         left = (self.schedule.max_waves - 1) * self.schedule.tasks_per_step if self.schedule.dynamic_sampling else 0
         picked: list[str] = []
@@ -502,13 +505,13 @@ class _Pipeline(_Loop):
         return [*dropped, *(self._groups.pop(group) for group in picked)]
 
     def served(self) -> None:
-        """See `_Loop.served`: there is room for the groups of another step."""
+        """Advance the `Pacer`, and begin the groups of another step."""
         self._pacer.advance(self.version)
         self._news = True
         self.fill()
 
     def refill(self) -> bool:
-        """See `_Loop.refill`: as long as the bound on staleness has room."""
+        """Begin a group if the bound on staleness allows; return whether one began."""
         if not self._pacer.room:
             return False
         name = str(self._begun)
@@ -518,13 +521,13 @@ class _Pipeline(_Loop):
         return True
 
     def ended(self, group: _Group) -> None:
-        """See `_Loop.ended`."""
+        """Tell the `Pacer` that a group has ended."""
         name = next(name for name, known in self._groups.items() if known is group)
         self._pacer.finish(name)
         self._news = True
 
     def _drop_useless(self, dropped: list[_Group], most: int) -> None:
-        """Take finished groups that teach nothing without counting them."""
+        """Take finished groups that teach nothing, `most` in all, without counting them for the step."""
         for open_group in self._pacer.open_groups:
             if len(dropped) >= most:
                 return

@@ -44,7 +44,7 @@ class Listener:
         """Hear no more."""
         if self._task is not None:
             await end(self._task)
-        self._bell.ring_all()
+        self._bell.ring()
 
     async def _listen(self) -> None:
         while True:
@@ -55,7 +55,7 @@ class Listener:
                 connection.add_termination_listener(lambda _, lost=lost: lost.set())
                 await connection.add_listener(channel(self._settings), self._heard)
                 self._ready.set()
-                self._bell.ring_all()
+                self._bell.ring()
                 await self._stay(connection, lost)
             except Exception as error:  # noqa: BLE001 — whatever it is, watches are woken and it is tried again
                 self._error = error
@@ -65,7 +65,7 @@ class Listener:
             if self._ready.is_set():
                 self._ready.clear()
                 self._lost()
-                self._bell.ring_all()
+                self._bell.ring()
             await asyncio.sleep(RETRY)
 
     async def _stay(self, connection: Any, lost: asyncio.Event) -> None:

@@ -90,7 +90,7 @@ def _hash(text: str) -> str:
 
 @lru_cache(maxsize=512)
 def _numbered(sql: str) -> str:
-    """`?` as `$1`, `$2`, ...: the texts of `lightning.store.sql` have no other question marks."""
+    """`?` as `$1`, `$2`, ...: the statements of a store have no other question marks."""
     first, *rest = sql.split("?")
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
 

@@ -1,7 +1,8 @@
 """The connections of one process to the database, and what is done when an operation fails on one.
 
 The invariant: an operation takes effect once. What clashed with another transaction is run again; what lost its connection is
-run again on a new one; and where nobody knows whether it was committed, the operation's `again` finds out first.
+run again on a new one; and where nobody knows whether it was committed, it is run again as an operation that finds out first
+(`AGAIN`), or that may be done twice.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from lightning.errors import StoreError
 from lightning.store.codec import ParentCache
-from lightning.store.relational.transaction import Again, Operation
+from lightning.store.relational import operations
+from lightning.store.relational.transaction import Operation, Transaction
+from lightning.types import Lease
 from lightning_db.parents_view import ParentsView
 
 from lightning_postgres import failures
@@ -29,6 +33,30 @@ CLASHES: Final = 20
 """How often an operation is run again because another transaction was in its way."""
 FIRST_DELAY, LAST_DELAY = 0.02, 2.0
 """Seconds before the second attempt to reach a server that is away, and between the later ones at most."""
+
+
+async def _or_lost(transaction: Transaction, lost: int, again: Operation[int]) -> int:
+    """After a try that found so many new and whose end nobody heard of: if none is new now, it was committed."""
+    return await again(transaction) or lost
+
+
+async def _lease_again(transaction: Transaction, lost: list[Lease], again: Operation[list[Lease]]) -> list[Lease]:
+    """After a try that would have given these leases and whose end nobody heard of: those, if it was committed."""
+    for held in sorted(lost, key=lambda held: held.rollout.id):
+        # Waits for the earlier try, should it still be on its way.
+        await operations.standing(transaction, held.rollout.id, held=True)
+        if await transaction.one(_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
+            return lost
+    return await again(transaction)
+
+
+_TAKEN: Final = "SELECT 1 FROM rollouts WHERE id = ? AND attempt = ? AND worker = ? AND lease_until = ?"
+AGAIN: Final[Mapping[Callable[..., Any], Callable[..., Coroutine[Any, Any, Any]]]] = {
+    operations.create_rollouts: _or_lost,
+    operations.append: _or_lost,
+    operations.lease: _lease_again,
+}
+"""What is run in the place of a function whose result was lost, where to run it again would not be the same."""
 
 
 class _Doubt(Exception, Generic[T]):  # noqa: N818 — not a failure of its own: it carries one
@@ -48,19 +76,17 @@ class Connections:
         self._slots = asyncio.Semaphore(settings.pool)
         self._parents = ParentCache[int]()
 
-    async def write(self, operation: Operation[T], again: Again[T] | None) -> T:
+    async def write(self, operation: Operation[T]) -> T:
         """Run an operation and commit it. Raises what the operation raises, else an error of `lightning.errors`."""
-        doubt: _Doubt[T] | None = None
+        run = operation
         patience = Patience(self._settings)
         while True:
-            run = operation
-            if doubt is not None and again is not None:
-                run = _again(again, doubt.result)
             try:
                 async with self._connection(patience) as connection:
                     return await self._transact(connection, run)
             except _Doubt as unknown:
-                doubt = unknown
+                if isinstance(operation, partial) and operation.func in AGAIN:
+                    run = partial(AGAIN[operation.func], lost=unknown.result, again=operation)
                 await patience.wait(unknown.__cause__ or unknown)
             except Exception as error:  # noqa: BLE001 — `patience` raises what cannot be helped
                 await patience.wait(error)
@@ -167,10 +193,6 @@ async def _begun(connection: Any, begin: str) -> AsyncIterator[None]:
         if _is_usable(connection, error):
             await connection.execute("ROLLBACK")
         raise
-
-
-def _again(again: Again[T], result: T) -> Operation[T]:
-    return lambda transaction: again(transaction, result)
 
 
 def _is_usable(connection: Any, error: BaseException) -> bool:

@@ -8,6 +8,7 @@ A copy is an SQLite store, since both databases have the same tables: every comm
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -148,8 +149,13 @@ async def _make_groups(transaction: Transaction, groups: Mapping[str, SqlPart], 
         await make_tables(transaction, name, part.tables, where)
 
 
+_TABLE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+TABLE\s+(\w+)", re.IGNORECASE)
+
+
 def _tables_of(groups: Mapping[str, SqlPart]) -> list[str]:
-    return [table for part in groups.values() for table in part.names()]
+    """The tables of each group, those first that were made first."""
+    statements = (statement for part in groups.values() for step in part.tables for statement in step)
+    return list(dict.fromkeys(found[1] for each in statements if (found := _TABLE.match(each))))
 
 
 def _new_sqlite(path: Path) -> sqlite3.Connection:

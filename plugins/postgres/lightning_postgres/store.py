@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from lightning.store.operation import Operation as StoreOperation
 from lightning.store.relational.store import RelationalStore
-from lightning.store.relational.transaction import Again, Operation
+from lightning.store.relational.transaction import Operation
 from lightning.store.threads import Bell, check_process, closed_error
 from lightning_db.loop_thread import LoopThread
 
@@ -117,15 +119,19 @@ class PostgresStore(RelationalStore):
         with self._bell.listening(watched(run), event):
             yield EventWatch(event, self._open_session)
 
-    async def _write(
-        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
-    ) -> T:
+    async def call(self, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
+        """The answer to a commit may get lost: a call that its caller did not name gets a name. Not so a lease, see `AGAIN`."""
+        if arguments.get("once") == "" and operation.name != "lease":
+            arguments = {**arguments, "once": uuid.uuid4().hex}
+        return await super().call(operation, arguments)
+
+    async def _write(self, operation: Operation[T], *, first: Callable[[], object] | None = None) -> T:
         session = self._open_session()
 
         async def work() -> T:
             if first is not None:
                 first()
-            return await session.connections.write(operation, again)
+            return await session.connections.write(operation)
 
         result = await self._submit(session, work)
         self._has_written = True

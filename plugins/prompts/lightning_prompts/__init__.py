@@ -1,4 +1,4 @@
-"""Prompt algorithms: rewards in, a better template out; no weights, no engine."""
+"""Prompt algorithms, which use rewards to find a better prompt template. They train no weights and need no engine."""
 
 from __future__ import annotations
 

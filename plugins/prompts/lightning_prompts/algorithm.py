@@ -1,6 +1,6 @@
-"""What a prompt algorithm is: the fields that its loop reads, and the search that it brings.
+"""The protocol of prompt algorithms: the fields that their loop reads, and the default start of that loop.
 
-The invariant: an algorithm never sees weights, and what it learns from the world comes through the bench.
+The invariant: an algorithm never sees weights, and gets all results through the bench.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class PromptAlgorithm(Protocol):
-    """Finds a better prompt template for one component of an agent. Derive from it: it brings the loop (`search`)."""
+    """Finds a better prompt template for one component of an agent. Derive from this class to inherit the loop (`search`)."""
 
     @property
     def name(self) -> str:
-        """The registered name whose factory makes this algorithm again from its fields."""
+        """The registered name from which this algorithm is made again with its fields."""
 
     @property
     def component(self) -> str:
@@ -34,25 +34,26 @@ class PromptAlgorithm(Protocol):
 
     @property
     def prompt(self) -> str | None:
-        """The template to start from; None means what the component has now: by `runner.prompts`, or its own."""
+        """The template to start from; None means the component's present one, from `runner.prompts` or the agent's code."""
 
     @property
     def alias(self) -> str:
-        """The alias that makes a prompt live."""
+        """The alias that is pointed to the best prompt at the end."""
 
     @property
     def max_rollouts(self) -> int | None:
-        """Rollouts that the whole run may make."""
+        """Most rollouts of the whole run; None means no bound."""
 
     @property
     def optimizer_model(self) -> OptimizerModel | None:
-        """The model that writes; None means that of the settings (`optimizer_model`), or else the policy."""
+        """The model that edits prompts; None means that of the setting `optimizer_model`, or else the policy."""
 
     async def tune(self, bench: Bench) -> Resource:
-        """The best prompt that was found, which may be the one it started from."""
+        """Search with the bench, and return the best prompt found, which may be the starting one."""
 
     def check(self, val: Sequence[Task]) -> None:
-        """Raise `DataError` without held-out tasks, `ConfigError` when the budget is too small for anything but them."""
+        """Raise `DataError` without held-out tasks, and `ConfigError` if `max_rollouts` allows no more than the two held-out
+        evaluations at the beginning and the end."""
         if not val:
             raise DataError(
                 "prompts are chosen by their reward on held-out tasks, and there are none: give fit() some in `val`"
@@ -72,7 +73,8 @@ class PromptAlgorithm(Protocol):
         trackers: Trackers,
         began: float,
     ) -> None:
-        """See `lightning_prompts.loop.tune`."""
+        """Run the algorithm in the loop of prompt algorithms (`lightning_prompts.loop.tune`), and point its alias to the best
+        prompt."""
         from lightning_prompts.loop import tune
 
         await tune(stack, self, train, val, reporter, trackers, began)

@@ -1,12 +1,13 @@
 """APO: automatic prompt optimisation by textual gradients, beam search and a bandit.
 
-The invariant: a prompt goes live only when it earned more on the held-out tasks than the one it came from; a candidate that
-the agent's code could not fill in is never run; whatever the optimiser model answers, the search goes on without it. The search
-decides by what the bench tells it and by the seed alone, so one that is begun again after a kill takes the same way.
+The invariant: the prompt that goes live is the one with the highest held-out reward, the earlier one among equals. A candidate
+that the agent's code could not fill in is never run. An unusable answer of the optimiser model only drops a candidate. The
+search depends only on the bench's results and the seed, so that a search that is started again after a kill repeats its steps.
 
-ProTeGi, arXiv 2305.03495; and what Agent Lightning's own APO does (arXiv 2508.03680). In each round every prompt of the beam is
-run on a few training tasks; a model criticises it by what happened and edits it, several times; a bandit finds the best of old
-and new with few rollouts; the new beam is run on the held-out tasks. Left out of ProTeGi: paraphrases of each edit.
+The method is ProTeGi (arXiv 2305.03495), as in Agent Lightning's own APO (arXiv 2508.03680). In each round every prompt of the
+beam is run on a few training tasks; a model criticises it by the results and edits it, several times; a bandit finds the best
+of the old and new prompts with few rollouts; the new beam is run on the held-out tasks. ProTeGi's paraphrases of each edit are
+left out.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ class APO(PromptAlgorithm):
     """Tunes the prompt template of one component of an agent; the weights stay as they are.
 
     `component` is the name of a `lightning.component(name, prompt=...)`; empty means the only one. The search begins with
-    `prompt`, or else with what the agent has now, and keeps the best `beam_width` prompts over `rounds` rounds. In each it
-    runs them on `minibatch` tasks and edits each `branch_factor` times, by what `shown` of these rollouts say. The best are
-    selected by `selection`, "ucb" or "successive_rejects", with at most `selection_rollouts` rollouts a round; `exploration`
-    weighs UCB's bonus. `max_rollouts` bounds the whole run, held-out evaluations included. The best prompt becomes `alias`.
+    `prompt`, or else with the agent's present one, and keeps the best `beam_width` prompts over `rounds` rounds. In each round
+    it runs them on `minibatch` tasks and edits each `branch_factor` times, on the basis of `shown` of these rollouts. The best
+    are selected by `selection`, "ucb" or "successive_rejects", with at most `selection_rollouts` rollouts a round;
+    `exploration` is the factor of UCB's bonus. `max_rollouts` bounds the whole run, held-out evaluations included. At the end
+    `alias` is pointed to the best prompt.
 
     `optimizer` is the model that criticises and edits, at any OpenAI-compatible endpoint: `{"model": ..., "base_url": ...}`
-    or an `OptimizerModel`; its key is in the environment (`api_key_env`, OPENAI_API_KEY). Without one it is the model of the
-    setting `optimizer_model`, and without that the policy writes.
+    or an `OptimizerModel`; its key is in the environment (`api_key_env`, OPENAI_API_KEY). None means the model of the setting
+    `optimizer_model`, or else the policy.
 
-    Candidates are dropped, and counted by reason, when the optimiser model did not answer (`no_answer`), gave no template
-    (`no_prompt`), or one that cannot stand in for the old one (`empty`, `unchanged`, `too_long` beyond `longest_prompt`
+    Candidates are dropped, and counted by reason: no answer of the optimiser model (`no_answer`), no template in it
+    (`no_prompt`), a template that cannot replace the old one (`empty`, `unchanged`, `too_long` beyond `longest_prompt`
     characters, `lost_placeholder`, `invented_placeholder`, `not_a_template`), or one that was tried before (`duplicate`).
     """
 
@@ -84,19 +86,19 @@ class APO(PromptAlgorithm):
 
     @property
     def name(self) -> str:
-        """The plugin name that makes this algorithm again from its fields."""
+        """The registered name from which this algorithm is made again with its fields."""
         return "apo"
 
     @property
     def optimizer_model(self) -> OptimizerModel | None:
-        """The model that writes; None means that of the settings, or else the policy."""
+        """The model that criticises and edits; None means that of the setting `optimizer_model`, or else the policy."""
         return self.optimizer if isinstance(self.optimizer, OptimizerModel) else None
 
     async def tune(self, bench: Bench) -> Resource:
-        """The best prompt that was found, which may be the one it started from.
+        """Search, and return the best prompt found, which may be the starting one.
 
-        Raises `RunnerError` when no rollout of the starting prompt is scored, `OptimizerError` when the optimiser model
-        answered nothing in a whole round.
+        Raises `RunnerError` if no rollout of the starting prompt is scored, `OptimizerError` if the optimiser model answered
+        nothing in a whole round.
         """
         return await Search(self, bench).execute()
 
@@ -115,12 +117,12 @@ def _model(given: Mapping[str, str | float | int | None]) -> OptimizerModel:
 logger = logging.getLogger(__name__)
 
 LONGEST_CRITICISM = 2000
-"""Characters of a criticism that are kept with the candidate it led to."""
+"""Most characters of a criticism that are kept with its candidate."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """What one question for an edit gave: a template, or the reason why there is none."""
+    """The result of one edit: a template, or the reason why there is none (the name of a refusal, and the error's text)."""
 
     parent: int
     text: str = ""
@@ -130,7 +132,7 @@ class _Draft:
 
 
 class Search:
-    """One run of APO. `_prompts` has every prompt in the order of its discovery, the starting one first."""
+    """One search of APO. `_prompts` has every prompt by version, in the order of discovery, the starting one first."""
 
     def __init__(self, apo: APO, bench: Bench) -> None:
         self._apo, self._bench = apo, bench
@@ -140,7 +142,7 @@ class Search:
         self._ended = 0
 
     async def execute(self) -> Resource:
-        """See `APO.tune`."""
+        """Search, and return the best prompt found. Raises as `APO.tune` does."""
         start = self._bench.start.version
         spent = await self._evaluate([start], 0)
         if spent is not None:
@@ -165,7 +167,8 @@ class Search:
         return self._prompts[self._best()]
 
     async def _round(self, number: int, beam: Sequence[int]) -> list[int]:
-        """Criticise and edit the beam, select the new one, run it on the held-out tasks."""
+        """Do one round: run the beam, criticise and edit it, select the new beam, and run that on the held-out tasks. Return
+        the new beam. Raises `BudgetSpentError` after the report if the budget ended in the round."""
         self._earned, self._ended = [], 0
         seen = await self._run(
             beam, self._tasks(f"{number}/criticised", self._apo.minibatch), f"{number}/criticised", number
@@ -204,7 +207,7 @@ class Search:
     async def _run(
         self, versions: Sequence[int], tasks: Sequence[Task], key: str, number: int
     ) -> dict[int, list[Rollout]]:
-        """Run prompts on training tasks and note what they earned; one held-out evaluation stays affordable."""
+        """Run prompts on training tasks and note their rewards. The budget for one held-out evaluation is kept in reserve."""
         trials = [Trial(version, tasks, key, "train", number) for version in versions]
         found = dict(zip(versions, await self._bench.run(trials, reserve=len(self._bench.val)), strict=True))
         for version, rollouts in found.items():
@@ -214,8 +217,8 @@ class Search:
         return found
 
     async def _evaluate(self, versions: Sequence[int], number: int) -> BudgetSpentError | None:
-        """Run those prompts on the held-out tasks that have not been, all at once, or the best ones if not all fit into the
-        budget; then the error that says so is returned."""
+        """Run the prompts without held-out results on the held-out tasks, all at once. If the budget is too small for all, run
+        as many as fit, the first ones, and return the error."""
         fresh = [version for version in versions if not self._held_out.count(version)]
         if not fresh:
             return None
@@ -239,7 +242,8 @@ class Search:
     async def _expand(
         self, number: int, beam: Sequence[int], seen: Mapping[int, Sequence[Rollout]]
     ) -> tuple[list[int], Counter[str]]:
-        """The new candidates of a round, and how many drafts were refused for which reason."""
+        """Return the new candidates of a round, and the number of refused drafts by reason. A round that was remembered is not
+        made again."""
         kept = await self._bench.recall(f"round/{number}")
         if isinstance(kept, Mapping):
             known = kept["candidates"]
@@ -286,7 +290,7 @@ class Search:
         return drafts
 
     async def _draft(self, number: int, parent: int, branch: int, rollouts: Sequence[Rollout]) -> _Draft:
-        """One criticism of a prompt and the edit against it."""
+        """Ask for one criticism of a prompt and for an edit that cures it."""
         key, bench = f"{number}/{parent}/{branch}", self._bench
         counted = [rollout for rollout in rollouts if rollout.fault is not Fault.INFRASTRUCTURE]
         chosen = shown(counted, self._apo.shown, Random(f"{bench.seed}/{key}"))  # noqa: S311 — a sample, not a secret
@@ -307,7 +311,7 @@ class Search:
         return _Draft(parent, edited, criticism[:LONGEST_CRITICISM], reason)
 
     def _tasks(self, what: str, count: int) -> list[Task]:
-        """Some training tasks, each as often as any other."""
+        """Sample `count` training tasks with a seed that follows from `what`. No task repeats before all others were taken."""
         random = Random(f"{self._bench.seed}/{what}")  # noqa: S311 — a sample, not a secret
         tasks: list[Task] = []
         while len(tasks) < count:
@@ -335,7 +339,7 @@ class Search:
 
 
 def _note(scores: Scores, version: int, rollouts: Sequence[Rollout]) -> None:
-    """What the infrastructure lost is nobody's doing and does not count."""
+    """Add the results of a prompt's rollouts to `scores`. Rollouts that infrastructure lost do not count."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     failures = sum(rollout.reward is None and rollout.fault is not Fault.INFRASTRUCTURE for rollout in rollouts)
     scores.add(version, rewards, failures)

@@ -1,9 +1,9 @@
-"""What the optimiser model is asked: first what is wrong with a prompt, then for a better one.
+"""The questions to the optimiser model: first what is wrong with a prompt, then for a better prompt.
 
-The invariant: the questions are a pure function of the prompt and the rollouts shown, so that a resumed run asks the same.
+The invariant: the questions depend only on the prompt and the shown rollouts, so that a resumed run asks the same questions.
 
-ProTeGi, arXiv 2305.03495, figure 2: the textual gradient is a criticism of the prompt by the rollouts it failed, and the edit
-moves against it. Rollouts that went well are shown too, so that an edit does not lose what works.
+In ProTeGi (arXiv 2305.03495, figure 2) the textual gradient is a criticism of the prompt, written from rollouts that failed
+with it, and the edit moves against it. Here, a good rollout is shown, too, so that an edit does not lose what works.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from lightning.types import Json, Rollout
 from lightning_prompts.templates import fields
 
 LONGEST_VALUE = 1000
-"""Characters of a task's input, and of what the grader expects."""
+"""Most characters of a task's input, and of its expected answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A finished rollout with its transcript."""
+    """A finished rollout with its transcript, to show to the optimiser model."""
 
     rollout: Rollout
     transcript: str
 
 
 def shown(rollouts: Sequence[Rollout], count: int, random: Random) -> list[Rollout]:
-    """Which rollouts a criticism is written from: a sample of those that failed or earned less than the best, lowest first,
-    and in the last place one of the best where there is room."""
+    """Choose `count` rollouts for a criticism: a sample of those that failed or earned less than the best, lowest first, and
+    last one of the best if `count` allows it. If all are equally good, a sample of these."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     best = max((rollout.reward or 0.0 for rollout in scored), default=0.0)
     well = [rollout for rollout in scored if rollout.reward == best]
@@ -46,7 +46,7 @@ def shown(rollouts: Sequence[Rollout], count: int, random: Random) -> list[Rollo
 
 
 def ask_for_criticism(component: str, prompt: str, examples: Sequence[Example]) -> Messages:
-    """The textual gradient."""
+    """Return the question for a criticism of a prompt, the textual gradient."""
     text = f"""\
 An AI agent has a component called {component!r} that works with this prompt template:
 
@@ -65,7 +65,7 @@ says badly, and of what would hold for other tasks of this kind; do not propose 
 
 
 def ask_for_edit(component: str, prompt: str, criticism: str, examples: Sequence[Example]) -> Messages:
-    """The edit against the gradient."""
+    """Return the question for a better prompt that cures the faults in a criticism."""
     names = [f"{{{name}}}" for name in (fields(prompt) or ())]
     keep = (
         f"The agent's code fills in the fields {', '.join(names)}: each must occur in the new template, written exactly so, no "

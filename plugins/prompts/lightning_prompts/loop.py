@@ -1,8 +1,8 @@
-"""The loop of prompt algorithms: the same agent, runner, gateway, rewards and store, and no engine.
+"""The loop of prompt algorithms, with the agent, runner, gateway, rewards and store of a training but without an engine.
 
-The invariant: rollouts, candidates and the optimiser model's answers are in the store before the algorithm hears of them, and
-their names follow from what the algorithm asks for; so a run that was killed anywhere goes through the same states again
-without running or asking twice, and the best prompt goes live by one move of an alias.
+The invariant: rollouts, candidates and the optimiser model's answers are stored before the algorithm gets them, under names
+that follow from its requests. So a run that was killed at any point repeats its states without running or asking anything
+twice. The best prompt goes live by moving one alias.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINAL = "final"
-"""The key of the trial that measures the best prompt once more, on fresh rollouts, after it was chosen."""
+"""The key of the trial that measures the chosen prompt once more, on new rollouts."""
 
 
 def optimizer_in(config: Config) -> OptimizerModel | None:
-    """The optimiser model of the settings, or None when they name none. Raises `ConfigError` for one that cannot be meant."""
+    """Return the optimiser model of the settings; None if they name none. Raises `ConfigError` for settings that are not
+    valid."""
     section = config.optimizer_model
     section.check()
     return None if section == OptimizerModelConfig() else OptimizerModel(**section.model_dump())
@@ -62,12 +63,13 @@ async def tune(
     trackers: Trackers,
     began: float,
 ) -> Resource:
-    """Run the algorithm to its end (again, from where it stopped) and make its best prompt live; returns that.
+    """Run the algorithm to its end (a resumed run continues where it stopped), point its alias to the best prompt, and return
+    that.
 
-    `began` is when the run's start began, by `time.monotonic`. Raises `PolicyServerError` for an attached server that serves
-    nothing, `ConfigError` when the budget ends before the algorithm has a prompt.
+    `began` is the `time.monotonic` at which the run's start began. Raises `PolicyServerError` for an attached server that was
+    left in the middle of an update, `ConfigError` if the budget ends before the algorithm has a prompt.
     """
-    if stack.policy.version < 0:  # no update will come that lets its calls go on
+    if stack.policy.version < 0:  # no update will come that ends its waiting
         raise PolicyServerError(
             f"the policy server at {stack.policy.url} was left in the middle of an update and serves nothing: start it anew,"
             " or resume the training that was updating it"
@@ -92,7 +94,7 @@ async def tune(
     await bench.measure(best)
     if (
         await bench.recall("live") != best.version
-    ):  # else a finished run is resumed, and somebody may have moved the alias
+    ):  # equal after the resume of a finished run, whose alias somebody may have moved
         await set_alias(stack.store, best.name, algorithm.alias, best.version)
         await bench.remember("live", best.version)
     file = await asyncio.to_thread(_write, stack.folder, component, str(best.content))
@@ -101,12 +103,11 @@ async def tune(
 
 
 def component_of(algorithm: PromptAlgorithm) -> str:
-    """The component that is tuned. Raises `ConfigError` when none is named and there is not just one with a prompt."""
+    """Return the name of the component to tune. Raises `ConfigError` if the algorithm names none and the agent's module does
+    not make exactly one component with a prompt."""
     known = sorted(declared_prompts())
     if algorithm.component:
-        if (
-            known and algorithm.component not in known
-        ):  # it may be made inside the agent, where nobody sees it before it runs
+        if known and algorithm.component not in known:  # it may be made inside the agent, which has not run yet
             logger.warning(
                 "%s tunes the component %r, and the agent's module makes %s: check the name unless the agent makes it later",
                 algorithm.name,
@@ -155,8 +156,8 @@ def _write(folder: Path, component: str, text: str) -> Path:
 
 
 def inside(root: Path, name: str) -> Path:
-    """`root/name`. Raises `DataError` for a name that is absolute or empty, climbs (`..`), holds a NUL, or passes through a
-    symbolic link below the root."""
+    """Return the path `root/name`. Raises `DataError` for a name that is empty or absolute, has `..`, a NUL or a backslash, or
+    leads through a symbolic link below the root."""
     parts = Path(name).parts
     climbs = not parts or ".." in parts or Path(name).is_absolute() or "\0" in name or "\\" in name
     if climbs:
@@ -170,9 +171,10 @@ def inside(root: Path, name: str) -> Path:
 
 
 class PromptBench:
-    """The bench of one run. `made` counts the rollouts that the run has in the store, `told` are the metrics there by step.
+    """The bench of one run. `made` counts the rollouts that the run has in the store, `told` has its stored metrics by step.
 
-    Until it runs or asks something new it goes over what the run has done before, which has been timed and told.
+    A resumed run first repeats its earlier requests, whose results are stored. Until the first new rollout or question,
+    nothing is timed, and no stored metric is logged again.
     """
 
     def __init__(
@@ -199,7 +201,8 @@ class PromptBench:
         self._last_step = 0
 
     async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
-        """See `Bench.run`. Raises `RunnerError` when the infrastructure failed under every rollout."""
+        """Run the trials, and return the finished rollouts of each. Raises `BudgetSpentError` as `Bench.run` does, and
+        `RunnerError` if infrastructure lost every rollout."""
         if not trials:
             return []
         return await self._run(trials, reserved=len(self.val) + reserve)
@@ -231,7 +234,7 @@ class PromptBench:
         return found
 
     async def _planned(self, trial: Trial) -> list[Rollout]:
-        """The rollouts of a trial; new ones when those before were all lost to the infrastructure."""
+        """Return the rollouts of a trial, with new ids if all earlier ones were lost to the infrastructure."""
         generation = 0
         while True:
             rollouts = self._rollouts(trial, generation)
@@ -268,7 +271,7 @@ class PromptBench:
         self._trackers.finished(rollout)
 
     async def ask(self, key: str, messages: Messages) -> str:
-        """See `Bench.ask`."""
+        """Return the optimiser model's answer to a question, or the stored one if this `key` was asked before."""
         known = await self.recall(f"ask/{key}")
         if isinstance(known, str):
             return known
@@ -278,34 +281,35 @@ class PromptBench:
         return answer
 
     async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
-        """See `Bench.keep`."""
+        """Store a text as a version of the prompt, and return that version."""
         made: dict[str, Json] = {"made_by": self._algorithm.name, "run": self._stack.run.id, **metadata}
         return await put_resource(self._stack.store, Resource(self.start.name, text, metadata=made))
 
     async def get(self, version: int) -> Resource:
-        """See `Bench.get`."""
+        """Return a stored version of the prompt."""
         return await find(self._stack.store, parse_reference(f"{self.start.name}@{version}"))
 
     async def transcript(self, rollout: Rollout) -> str:
-        """See `Bench.transcript`."""
+        """Return the model calls and tool runs of a rollout as text."""
         return await self._transcripts.of(rollout)
 
     async def recall(self, key: str) -> Json:
-        """See `Bench.recall`."""
+        """Return the value that was remembered under a key; None if there is none."""
         return await self._stack.store.get_state(self._stack.run.id, f"{self._algorithm.name}/{key}")
 
     async def remember(self, key: str, value: Json) -> None:
-        """See `Bench.remember`."""
+        """Keep a small value with the run, under a key."""
         await self._stack.store.put_state(self._stack.run.id, f"{self._algorithm.name}/{key}", value)
 
     async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
-        """See `Bench.report`."""
+        """Log the metrics of a step with the seconds spent on it, and print a line. Metrics that are stored already are not
+        logged again."""
         self._last_step = max(self._last_step, step)
         self._stack.advanced()
         told = self._told.get(step, {})
-        if not self._again or not metrics.keys() <= told.keys():  # or killed between the work and its report
+        if not self._again or not metrics.keys() <= told.keys():  # the latter: killed before it was reported
             spent = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
-            # A step is reported more than once: when the winner is measured, and when it goes on with a larger budget.
+            # A step may be reported again: when the best prompt is measured, and when a run continues with a larger budget.
             values = {**metrics, **{name: told.get(name, 0.0) + seconds for name, seconds in spent.items()}}
             self._seconds, self._told[step] = {}, {**told, **values}
             await self._stack.store.log_metrics(self._stack.run.id, step, values)
@@ -313,11 +317,12 @@ class PromptBench:
         self._reporter.say(line)
 
     async def measure(self, best: Resource) -> None:
-        """Run the chosen prompt on the held-out tasks once more: what it was chosen by was the luckiest of several."""
+        """Run the chosen prompt on the held-out tasks once more and report that, because the reward that it was chosen by is
+        the highest of several and thus too optimistic."""
         trial = Trial(best.version, self.val, FINAL, VAL, max(self._last_step, 1))
         try:
             ((*rollouts,),) = await self._run([trial], reserved=0)
-        except BudgetSpentError as spent:  # what was kept aside for it went to rollouts that the infrastructure lost
+        except BudgetSpentError as spent:  # its reserve was used for rollouts that infrastructure lost
             self._reporter.say(f"version {best.version} is not measured again: {spent}")
             return
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]

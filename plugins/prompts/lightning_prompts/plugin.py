@@ -1,4 +1,4 @@
-"""Prompt optimisation, as a plugin."""
+"""The prompts plugin: prompt optimisation with APO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm | SearchAlgorithm]], None]) -> None:
-    """`apo`."""
+    """Register the algorithm `apo`."""
     from lightning_prompts.apo import APO
 
     register("apo", APO)

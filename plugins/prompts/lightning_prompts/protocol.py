@@ -1,7 +1,7 @@
-"""What tunes prompts: an algorithm that never sees weights, and the bench that runs the agent for it.
+"""The bench of prompt algorithms, which runs the agent and asks the optimiser model for them, and its nouns.
 
-The invariant: everything an algorithm learns from the world comes through the bench and is kept there before it is told, so
-that an algorithm which is started again with the same seed goes through the same states and pays for nothing twice.
+The invariant: an algorithm gets all results through the bench, which stores each result before returning it. So an algorithm
+that is started again with the same seed repeats its states and pays for nothing twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class BudgetSpentError(Exception):
-    """The rollouts asked for are more than the run may still make. Algorithms catch it and end with what they have."""
+    """The run may not make as many more rollouts as were asked for. Algorithms catch this and return their best prompt so
+    far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The agent with one version of the prompt on some tasks. `key` tells trials of one version apart: the same trial is
-    run once, however often it is asked for. `split` and `step` are those of its rollouts."""
+    """A request to run the agent with one version of the prompt on some tasks. Trials of one version with the same `key` are
+    the same trial, which is run only once. `split` and `step` are those of its rollouts."""
 
     version: int
     tasks: Sequence[Task]
@@ -35,15 +36,16 @@ class Trial:
 
 
 class Bench(Protocol):
-    """What an algorithm works with. Errors of the store, the runner and the policy server propagate."""
+    """The interface through which a prompt algorithm runs rollouts, asks the optimiser model and keeps prompts. Errors of the
+    store, the runner and the policy server propagate."""
 
     @property
     def seed(self) -> int:
-        """Seeds every choice of the algorithm."""
+        """The seed for every random choice of the algorithm."""
 
     @property
     def train(self) -> Sequence[Task]:
-        """Tasks to learn from."""
+        """The tasks whose rollouts criticisms are written from."""
 
     @property
     def val(self) -> Sequence[Task]:
@@ -51,35 +53,36 @@ class Bench(Protocol):
 
     @property
     def start(self) -> Resource:
-        """The prompt that the component has now."""
+        """The prompt from which the search starts."""
 
     async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
-        """The finished rollouts of each trial, in the order of its tasks.
+        """Run the trials, and return the finished rollouts of each, in the order of its tasks.
 
-        Raises `BudgetSpentError`, before any is made, when that many and `reserve` more do not fit into the budget. What the
-        last measurement needs is kept aside in any case.
+        Raises `BudgetSpentError`, before any rollout is made, if the new rollouts and `reserve` more do not fit into the
+        budget. The rollouts for the final measurement are always reserved as well.
         """
 
     async def ask(self, key: str, messages: Messages) -> str:
-        """The optimiser model's answer; asked once for each key. Raises `OptimizerError` when there is none."""
+        """Return the optimiser model's answer, which is asked only once for each key. Raises `OptimizerError` without an
+        answer."""
 
     async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
-        """The text as a version of the prompt."""
+        """Store a text as a version of the prompt, and return that version."""
 
     async def get(self, version: int) -> Resource:
-        """A version of the prompt."""
+        """Return a stored version of the prompt."""
 
     async def transcript(self, rollout: Rollout) -> str:
-        """What was said and done in a rollout, as text; what a rollout does not tell is left out."""
+        """Return the model calls and tool runs of a rollout as text; parts that are not recorded are left out."""
 
     async def recall(self, key: str) -> Json:
-        """What was remembered under a key, or None."""
+        """Return the value that was remembered under a key; None if there is none."""
 
     async def remember(self, key: str, value: Json) -> None:
-        """Keep a small value with the run."""
+        """Keep a small value with the run, under a key."""
 
     async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
-        """Tell whoever watches how it goes."""
+        """Log the metrics of a step, and print a line about it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""Which of several prompts are best, found with few rollouts: bandits over prompts.
+"""Bandits that find the best of several prompts with few rollouts.
 
-The invariant: a selection never asks for more rollouts than its budget; with the same rewards it makes the same choices, and
-of equal prompts the one that came first wins.
+The invariant: a selection never asks for more rollouts than its budget. With the same rewards it makes the same choices, and of
+equal prompts the first one wins.
 
-ProTeGi, arXiv 2305.03495, section 3.2: UCB (its algorithm 3) and successive rejects (its algorithm 4, after Audibert and
-Bubeck 2010). Other than there, several arms are drawn at once, on the same tasks, so that rollouts run side by side; UCB's
-bonus is scaled by the spread of the rewards seen, which need not lie between 0 and 1.
+The methods are those of ProTeGi (arXiv 2305.03495, section 3.2): UCB (its algorithm 3) and successive rejects (its algorithm 4,
+after Audibert and Bubeck 2010). Unlike there, several arms are drawn at once, on the same tasks, so that rollouts run in
+parallel, and UCB's bonus is scaled by the range of the rewards seen, which need not lie between 0 and 1.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Method = Literal["ucb", "successive_rejects"]
 
 @dataclass
 class Scores:
-    """The rewards each prompt has earned, by version, and how often the agent failed with it.
+    """The rewards of each prompt, by version, and the number of rollouts in which the agent failed with it.
 
-    A failure has no reward (it is neither 0 nor anything else); in a comparison it counts as the worst reward that any
-    prompt was seen to earn, so that a prompt which breaks the agent on hard tasks does not win by the easy ones.
+    A failure has no reward. In a comparison it counts as the worst reward of any prompt so far, so that a prompt that makes the
+    agent fail on hard tasks does not win by the easy ones.
     """
 
     rewards: dict[int, list[float]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)
 
     def add(self, version: int, rewards: Sequence[float], failures: int) -> None:
-        """Note some rollouts."""
+        """Add the results of some rollouts of a prompt."""
         self.rewards.setdefault(version, []).extend(rewards)
         self.failures[version] = self.failures.get(version, 0) + failures
 
     def count(self, version: int) -> int:
-        """Rollouts that count for a prompt."""
+        """The number of rollouts that count for a prompt, failures included."""
         return len(self.rewards.get(version, ())) + self.failures.get(version, 0)
 
     def range(self) -> tuple[float, float]:
@@ -44,7 +44,7 @@ class Scores:
         return (min(seen), max(seen)) if seen else (0.0, 0.0)
 
     def value(self, version: int) -> float | None:
-        """The mean of a prompt, failures as said above; None when nothing is known of it."""
+        """The mean reward of a prompt, failures as the worst reward; None without a rollout."""
         count = self.count(version)
         if not count:
             return None
@@ -52,14 +52,14 @@ class Scores:
         return (math.fsum(self.rewards.get(version, ())) + worst * self.failures.get(version, 0)) / count
 
     def ranked(self, versions: Sequence[int]) -> list[int]:
-        """Best first; equal ones in their order, unknown ones last."""
+        """Sort prompts by value, the best first; equal ones keep their order, those without a rollout come last."""
         values = {version: self.value(version) for version in versions}
         return sorted(versions, key=lambda version: (values[version] is None, -(values[version] or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Run each of these prompts on the same `tasks` tasks."""
+    """A request to run each of these prompts on the same tasks, `tasks` in number."""
 
     versions: tuple[int, ...]
     tasks: int
@@ -69,7 +69,7 @@ class Draw:
 class Selection:
     """The selection of `keep` prompts out of `versions` with at most `budget` rollouts.
 
-    Ask for a draw, run it, add what it gave to `scores`, ask for the next; then `best` has the prompts, best first.
+    Take a draw from `draws`, run it, add its results to `scores`, and take the next; at the end `best` returns the prompts.
     """
 
     method: Method
@@ -84,7 +84,7 @@ class Selection:
         self._left = list(self.versions)
 
     def draws(self) -> Iterator[Draw]:
-        """The draws, one after the other; none when there is nothing to choose."""
+        """Yield the draws, one after the other; none if there are no more than `keep` prompts."""
         if len(self.versions) > self.keep:
             yield from self._ucb() if self.method == "ucb" else self._successive_rejects()
 
@@ -93,8 +93,8 @@ class Selection:
         return self.scores.ranked(self._left)[: self.keep]
 
     def _ucb(self) -> Iterator[Draw]:
-        """Each time the `keep` prompts of highest mean + exploration * spread * sqrt(ln t / n), where n counts a prompt's
-        rollouts and t all of them; prompts that never ran go first."""
+        """Yield draws by UCB: each time the `keep` prompts with the highest mean + exploration * range * sqrt(ln t / n), where
+        n counts a prompt's rollouts and t all rollouts. Prompts that never ran go first."""
         minibatch = max(1, min(self.minibatch, self.budget // len(self.versions)))
         left = self.budget
         while left >= minibatch:
@@ -114,8 +114,9 @@ class Selection:
         return bounds
 
     def _successive_rejects(self) -> Iterator[Draw]:
-        """Of K prompts: in phase k = 1 ... K - `keep` all that are left have n_k rollouts of this selection each, n_k =
-        ceil((budget - K) / (log K (K + 1 - k))) with log K = 1/2 + sum 1/i over i = 2 ... K, and the worst is dropped."""
+        """Yield draws by successive rejects of K prompts: in phase k = 1 ... K - `keep`, every prompt that is left gets up to
+        n_k rollouts of this selection in total, n_k = ceil((budget - K) / (L (K + 1 - k))) with L = 1/2 + sum of 1/i over
+        i = 2 ... K. Then the worst is dropped."""
         total, remaining, done = len(self._left), self.budget, 0
         log_bar = 0.5 + sum(1 / i for i in range(2, total + 1))
         for phase in range(1, total - self.keep + 1):

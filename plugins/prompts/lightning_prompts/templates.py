@@ -1,6 +1,6 @@
-"""What a prompt template demands of its edits: the fields that the agent fills in must survive, and no other may appear.
+"""Check edits of a prompt template: the fields that the agent fills in must stay, and no other field may appear.
 
-The invariant: a template that passes `refusal` can be filled in by the code that fills in the one it was made from.
+The invariant: code that fills in a template can also fill in an edit of it that `refusal` accepts.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections import Counter
 from string import Formatter
 
 _FIELD = re.compile(r"\{(?:[^\W\d]\w*)?(?:[.\[][^{}]*)?(?:![rsa])?(?::[^{}]*)?\}")
-"""A field such as `{topic}`, `{user.name}`, `{n:>3}` or `{}`; a brace before JSON is none."""
+"""Matches a field such as `{topic}`, `{user.name}`, `{n:>3}` or `{}`, but not a brace of JSON."""
 _TAGGED = re.compile(r"<prompt>(.*?)</prompt>", re.DOTALL | re.IGNORECASE)
 _FENCED = re.compile(r"^```[\w-]*\n(.*?)\n?^```", re.DOTALL | re.MULTILINE)
 
 
 def fields(template: str) -> Counter[str] | None:
-    """How often each field of a template for `str.format` occurs, as it is written between its braces (`user.name!r:>3`).
+    """Count each field of a template for `str.format`, as it is written between its braces (`user.name!r:>3`).
 
-    None when it is no such template: `str.format` would raise, or its fields are no names (JSON in braces).
+    None if the text is not such a template: `str.format` would raise, or its fields are not names (JSON in braces).
     """
     found: Counter[str] = Counter()
     names: set[str] = set()
@@ -34,13 +34,13 @@ def fields(template: str) -> Counter[str] | None:
 
 
 def refusal(original: str, edited: str, *, longest: int) -> str:
-    """Why an edited template cannot stand in for the original; empty when it can.
+    """Return the reason why an edited template cannot replace the original; empty if it can.
 
-    `empty`, `too_long`, `unchanged`, `lost_placeholder`, `invented_placeholder`, or `not_a_template` when the original is
-    filled in by `str.format` and the edit would make that raise. A field of an edit is one of the original, character for
-    character: who writes prompts must not reach another attribute of what the agent fills in (`{task.expected}` for
-    `{task.input}`), nor choose how it is formatted (`{topic:>999999999}`). Where the original has no braces, or braces that
-    are no fields, nothing is known of how it is filled in: then only what looks like a field counts.
+    Reasons are `empty`, `too_long`, `unchanged`, `lost_placeholder`, `invented_placeholder`, and `not_a_template`: the original
+    is a template for `str.format` and the edit is not. Each field of an edit must be a field of the original, character for
+    character, so that the optimiser model can neither reach other attributes of the agent's values (`{task.expected}` for
+    `{task.input}`) nor choose their format (`{topic:>999999999}`). If the original has no fields, or braces that are not
+    fields, it is not known how it is filled in, and only text that looks like a field counts.
     """
     if not edited.strip():
         return "empty"
@@ -65,7 +65,7 @@ def _name(field: str) -> str:
 
 
 def _unnamed(found: Counter[str]) -> Counter[str]:
-    """Those that are filled in by their place, so that their number counts."""
+    """Select the fields without a name, which are filled in by position, so that their number matters."""
     return Counter({field: count for field, count in found.items() if not _name(field)})
 
 
@@ -74,8 +74,8 @@ def _looks(template: str) -> Counter[str]:
 
 
 def edited_prompt(answer: str) -> str | None:
-    """The template in an optimiser model's answer: between `<prompt>` tags (the last pair), or in its only code block; None
-    when there is neither."""
+    """Return the template in an optimiser model's answer: the text between the last pair of `<prompt>` tags, else its only code
+    block; None without either."""
     tagged = _TAGGED.findall(answer)
     if tagged:
         return str(tagged[-1]).strip("\n").strip()

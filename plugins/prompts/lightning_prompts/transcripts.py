@@ -1,7 +1,7 @@
-"""A rollout as text: what its calls were asked and answered, and which tools ran.
+"""Rollouts as text for the optimiser model: prompts and answers of their calls, and their tool runs.
 
-The invariant: the text is that of the recorded tokens, made by the policy server that sampled them; what one call repeats of
-those before it is told once.
+The invariant: the policy server turns the recorded tokens into text. The part of a prompt that repeats earlier calls is left
+out.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from lightning.types import Rollout, ToolEvent, Transition, shared_prefix
 logger = logging.getLogger(__name__)
 
 LONGEST_PART = 2000
-"""Characters of one call's prompt, of its response, and of one tool's output; the middle of what is longer is left out."""
+"""Most characters of a call's prompt, of its response, and of a tool's output; the middle of a longer text is left out."""
 LONGEST = 16_000
-"""Characters of a whole transcript, whose middle is left out too: several of them must fit into one question."""
+"""Most characters of a transcript, whose middle is left out otherwise: several transcripts must fit into one question."""
 SECONDS = 30.0
 NO_SUCH_PATH = frozenset({404, 405, 501})
-"""Statuses of a server that will not turn tokens into text later either."""
+"""Statuses of a server that cannot turn tokens into text, so that it is not asked again."""
 
 
 class Transcripts:
-    """Texts of rollouts. A policy server that cannot turn tokens into text, now or ever, leaves the tools, and a line in the
-    log."""
+    """Makes transcripts of rollouts. If the policy server cannot turn tokens into text, a transcript has only the tool runs,
+    and a warning is logged once."""
 
     def __init__(self, store: Store, policy: PolicyServer) -> None:
         self._store, self._policy = store, policy
         self._silent, self._said = False, Once()
 
     async def of(self, rollout: Rollout) -> str:
-        """The transcript of a finished rollout."""
+        """Return the transcript of a finished rollout."""
         calls = [call for call in await self._store.transitions(rollout.id) if call.status.answered]
         (attempt,) = await self._store.attempts_of([(rollout.id, None)])
         said = await self._calls(calls)
@@ -61,7 +61,7 @@ class Transcripts:
         return told
 
     async def _text(self, ids: Sequence[int]) -> str | None:
-        """Tokens as text (vLLM's /detokenize), or None where the server does not do that."""
+        """Turn tokens into text with vLLM's /detokenize; None if the server cannot."""
         if self._silent or not ids:
             return None if self._silent else ""
         body = {"model": self._policy.model, "tokens": list(ids)}

@@ -21,11 +21,11 @@ from lightning.trainer.context import NUMERIC, other_stages, stages_of
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import own_step
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
-from lightning.trainer.teacher import recorded_teacher
 from lightning.trainer.training_data import all_rollouts, is_batch_of, load_groups, recorded_values, rollout_digest
 from lightning.types import Rollout, StepRecord
+
+from lightning_proof.bring_forward import policy_fault_of, recorded_teacher, train_agents_of
 
 
 @dataclass(frozen=True, slots=True)

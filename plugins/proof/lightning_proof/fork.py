@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.config import Config
+from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
 from lightning.store.places import run_id_of, split_reference, store_in
@@ -23,10 +24,11 @@ from lightning.store.url import redacted
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.lr_schedule import EARLIER_STEPS, earlier_steps
-from lightning.trainer.replay import Rewinder
 from lightning.trainer.run_stages import API, FORKED, MODEL, Begun, RunStage, Start
 from lightning.trainer.runs import not_loadable
 from lightning.types import Json, Run, StepRecord
+
+from lightning_proof.bring_forward import Rewinder
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +45,49 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
     Raises `ConfigError`, naming what there is, for a run or a step that is not there or cannot be made again.
     """
     async with _opened(parent, into, store) as theirs:
-        return await _fork(theirs, into, described, config)
+        run, step, folder, records, epochs = theirs.run, theirs.step, theirs.folder, theirs.records, theirs.epochs
+        target = Checkpoints(into / "checkpoints", keep=1).path(0)
+        theirs_then = epoch_at(epochs, max(1, step)).config
+        lost = await not_loadable(theirs_then, described, records[:step])
+        if theirs_then.get("critic") and not described["critic"]:  # a resume keeps it; a fork begins without
+            lost.append("critic")
+        model = Path(str(run.config["model"] if "model" in lost else described["model"]))
+        if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
+            model, lost = folder / MODEL, [*lost, "model"]
+        for old in (target, into / MODEL):  # of a start that broke off
+            shutil.rmtree(old, ignore_errors=True)
+        if lost:
+            logger.warning(
+                "the training state of %s@%d does not fit other settings of %s: the run begins with its weights, and with a "
+                "fresh optimizer",
+                run.id,
+                step,
+                ", ".join(lost),
+            )
+            await theirs.make(lambda brought: brought.export(into / MODEL), model, config, into / BETWEEN)
+        elif theirs.checkpoints.newest(step) == step:
+            try:
+                await asyncio.to_thread(shutil.copytree, theirs.checkpoints.path(step), target)
+            except OSError as error:
+                raise theirs.lost(error) from error
+        else:
+            await theirs.make(lambda brought: brought.save(target), model, config, into / BETWEEN)
+        earlier = {} if lost else {EARLIER_STEPS: earlier_steps(run.config) + step}
+        return {FORKED: f"{run.id}@{step}", **earlier}
 
 
 async def export_step(parent: str, into: Path, target: Path, config: Config, store: str) -> None:
     """Write the model that the run `parent` (as of `fork`) had at its step to the folder `target`; `into` is the folder of the
     run that asks. Raises what `fork` does."""
     async with _opened(parent, into, store) as theirs:
-        between = into / BETWEEN
-        try:
-            await theirs.rewinder(theirs.base, config, between).bring_to(
-                theirs.step, lambda brought: brought.export(target)
-            )
-        except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
-            raise theirs.lost(error) from error
-        finally:
-            shutil.rmtree(between, ignore_errors=True)
+        await theirs.make(
+            lambda brought: brought.export(target), model_of(theirs.run, theirs.folder), config, into / BETWEEN
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _RunAt:
-    """A run that somebody begins with, at a step, with its opened store."""
+class RunAt:
+    """A run at a step, with its opened store: what somebody begins with, or asks."""
 
     store: Store
     run: Run
@@ -78,25 +102,37 @@ class _RunAt:
         return Checkpoints(self.folder / "checkpoints", keep=1)
 
     @property
-    def base(self) -> Path:
-        """The folder of the model that it began with."""
-        return self.folder / MODEL if (self.folder / MODEL).is_dir() else Path(str(self.run.config["model"]))
+    def there(self) -> str:
+        """Its steps that have a training state, for people."""
+        return ", ".join(f"{self.run.id}@{saved}" for saved in self.checkpoints.steps()) or "none"
 
-    def rewinder(self, model: Path, config: Config, between: Path) -> Rewinder:
-        """What brings an engine to its step."""
+    async def make(self, use: Callable[[Engine], object], model: Path, config: Config, between: Path) -> None:
+        """Call `use` (in a thread) with an engine that was brought to its step from this model, with these settings of the
+        machine; `between` is a folder for the time of it. Raises `ConfigError`, naming the checkpoints, where that cannot be.
+        """
         make_engine = plugins().engine(str(self.run.config.get("engine", "torch")))
-        return Rewinder(
+        again = Rewinder(
             self.store, self.records, self.epochs, self.checkpoints, make_engine, model, config, between=between
         )
+        try:
+            await again.bring_to(self.step, use)
+        except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
+            raise self.lost(error) from error
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
 
     def lost(self, error: Exception) -> ConfigError:
-        """What to raise where that cannot be done."""
-        there = ", ".join(f"{self.run.id}@{saved}" for saved in self.checkpoints.steps()) or "none"
-        return ConfigError(f"{self.run.id}@{self.step} cannot be made again ({error}). Checkpoints: {there}")
+        """What to raise where it cannot be made again."""
+        return ConfigError(f"{self.run.id}@{self.step} cannot be made again ({error}). Checkpoints: {self.there}")
+
+
+def model_of(run: Run, folder: Path) -> Path:
+    """The folder of the model that a run began with, which may not be there any more; `folder` is the run's."""
+    return folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config.get("model", "nowhere")))
 
 
 @asynccontextmanager
-async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
+async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[RunAt]:
     name, at, text = split_reference(parent, "@", into.parent)
     if at and not text.isdecimal():
         raise ConfigError(
@@ -112,44 +148,7 @@ async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
         step = int(text) if text else len(records)
         if step > len(records):
             raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
-        yield _RunAt(opened, run, step, folder, records, epochs)
-
-
-async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], config: Config) -> dict[str, Json]:
-    run, step, folder, records, epochs = parent.run, parent.step, parent.folder, parent.records, parent.epochs
-    theirs = parent.checkpoints
-    target = Checkpoints(into / "checkpoints", keep=1).path(0)
-    theirs_then = epoch_at(epochs, max(1, step)).config
-    lost = await not_loadable(theirs_then, described, records[:step])
-    if theirs_then.get("critic") and not described["critic"]:  # a resume keeps it; a fork begins without
-        lost.append("critic")
-    model = Path(str(run.config["model"] if "model" in lost else described["model"]))
-    if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
-        model, lost = folder / MODEL, [*lost, "model"]
-    between = into / BETWEEN
-    rewinder = parent.rewinder(model, config, between)
-    for old in (target, into / MODEL):  # of a start that broke off
-        shutil.rmtree(old, ignore_errors=True)
-    try:
-        if lost:
-            logger.warning(
-                "the training state of %s@%d does not fit other settings of %s: the run begins with its weights, and with a "
-                "fresh optimizer",
-                run.id,
-                step,
-                ", ".join(lost),
-            )
-            await rewinder.bring_to(step, lambda brought: brought.export(into / MODEL))
-        elif theirs.newest(step) == step:
-            await asyncio.to_thread(shutil.copytree, theirs.path(step), target)
-        else:
-            await rewinder.bring_to(step, lambda brought: brought.save(target))
-    except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
-        raise parent.lost(error) from error
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
-    earlier = {} if lost else {EARLIER_STEPS: earlier_steps(run.config) + step}
-    return {FORKED: f"{run.id}@{step}", **earlier}
+        yield RunAt(opened, run, step, folder, records, epochs)
 
 
 def _folder(name: str, into: Path) -> Path:

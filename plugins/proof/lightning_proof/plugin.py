@@ -1,4 +1,4 @@
-"""The command that proves what a run was trained on, and forks of runs, as a plugin."""
+"""The command that proves what a run was trained on, forks of runs, and recorded steps taken again, as a plugin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
-    """`forks`."""
+    """`forks` and `bring_forward`."""
+    from lightning_proof.bring_forward import Resumes
     from lightning_proof.fork import Forks
 
     register("forks", lambda config: Forks())
+    register("bring_forward", lambda config: Resumes())

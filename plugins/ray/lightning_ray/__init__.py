@@ -1,4 +1,4 @@
-"""Runs agents in a Ray cluster: actors that each have a fork server and worker processes, as the process runner has.
+"""Runs agents in a Ray cluster, in actors that each have a fork server and worker processes, as the process runner has.
 
-The invariant: see `lightning_ray.runner`. Nothing is imported here, since Ray takes seconds to import.
+The invariant is that of `lightning_ray.runner`. Nothing is imported here, since importing Ray takes seconds.
 """

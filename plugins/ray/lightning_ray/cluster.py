@@ -1,8 +1,8 @@
-"""The connection to a Ray cluster, begun once and ended only by who began it, and the actor that runs agents on a node of it.
+"""The connection to a Ray cluster, ended only by the code that made it; and the actor that runs agents on a node.
 
 The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`. An
-agent never runs in the actor's process, so neither a crash nor a hang of an agent costs the actor; what the actor says of an
-agent is bytes of JSON.
+agent never runs in the actor's own process, so that neither a crash nor a hang of an agent costs the actor. The actor returns
+an agent's outcome as bytes of JSON.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from lightning_ray.connection import begin
 
 
 class AgentHost:
-    """The actor. It dies with its worker processes, and they with it."""
+    """The actor that runs agents. Its worker processes end with it."""
 
     def __init__(self, shipped: bytes, config: str) -> None:
         self._runner = ProcessRunner(shipped, RunnerConfig.model_validate_json(config))
 
     async def start(self, version: str) -> str:
-        """Load the agent; return what is wrong, or nothing. `version` is the trainer's release."""
+        """Load the agent, and return what is wrong; empty for nothing. `version` is the trainer's release, which the node must
+        have."""
         if version != lightning.__version__:
             return f"a node of the Ray cluster has lightning {lightning.__version__}, the trainer {version}"
         try:
@@ -40,47 +41,47 @@ class AgentHost:
         return ""
 
     async def run(self, request: bytes) -> bytes:
-        """Run the agent on an encoded request; return the encoded outcome. Cancelling this kills the agent."""
+        """Run the agent on an encoded request, and return the encoded outcome. Cancelling this kills the agent."""
         return encode_outcome(await self._runner.answer(request))
 
 
 LOCAL_STARTS = 3
-"""Tries to start a cluster here: Ray gives up after 30 s, in which a busy machine may not get it started."""
+"""How often starting a local cluster is tried: Ray gives up after 30 s, which may not suffice on a busy machine."""
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
-"""Of a cluster that is started here: nothing of ours goes through it."""
+"""Size in bytes of a local cluster's object store, which the runner does not use."""
 
 
 class Reference(Protocol):
-    """What Ray gives for an answer that is to come."""
+    """Ray's handle of an answer that is still to come."""
 
     def future(self) -> concurrent.futures.Future[Any]:
-        """The answer."""
+        """Return the answer as a future."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A connection. `thread` is set when it was made here: then `close` ends it."""
+    """A connection to a cluster. `thread` is set when the connection was made here: then `close` ends it."""
 
     ray: Any
     config: RunnerConfig
     thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def spans_machines(self) -> bool:
-        """Whether an actor may be on another machine than this process."""
+        """Whether an actor may run on another machine than this process."""
         if self.ray.util.client.ray.is_connected():
             return True
         here = self.ray.get_runtime_context().get_node_id()
         return any(node["Alive"] and node["NodeID"] != here for node in self.ray.nodes())
 
     def host(self, shipped: bytes) -> Any:
-        """A new actor, which Ray puts somewhere in its own time."""
+        """Ask Ray for a new actor, and return its handle; Ray starts it when it finds room."""
         settings = self.config.ray
         options: dict[str, Any] = {
             "num_cpus": settings.num_cpus,
             "num_gpus": settings.num_gpus,
             "resources": settings.resources or None,
             "scheduling_strategy": settings.scheduling,
-            "max_restarts": 0,  # its place is given to a new one here, which knows what ran in it
+            "max_restarts": 0,  # the runner replaces a lost actor itself: it knows what ran in it
         }
         if settings.memory_bytes:
             options["memory"] = settings.memory_bytes
@@ -90,42 +91,44 @@ class RayCluster:
         return self.ray.remote(AgentHost).options(**options).remote(shipped, inside.model_dump_json())
 
     async def answer(self, reference: Reference, seconds: float) -> Any:
-        """The answer of an actor. Raises `TimeoutError`, or `ActorLostError` when it will not come."""
+        """Wait for an actor's answer, `seconds` at most, and return it. Raises `TimeoutError`, or `ActorLostError` when the
+        actor is lost."""
         coming = asyncio.wrap_future(reference.future())
         coming.add_done_callback(_heard)
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.shield(coming)  # Ray sets it also when nobody waits any more
+                return await asyncio.shield(coming)  # Ray sets the future even when nobody waits
         except self.ray.exceptions.RayError as error:
             raise ActorLostError(_first_lines(error)) from error
 
     def cancel(self, reference: Reference) -> None:
-        """Ask the actor to end what it does for an answer."""
+        """Ask the actor to cancel its work for an answer."""
         self.ray.cancel(reference)
 
     def kill(self, actor: object) -> None:
-        """End an actor at once, and its processes with it."""
-        if self.ray.is_initialized():  # else it has ended with the connection, and this would begin another one
+        """Kill an actor with its processes."""
+        if self.ray.is_initialized():  # else the actor ended with the connection, and `kill` would connect again
             self.ray.kill(actor, no_restart=True)
 
     async def close(self) -> None:
-        """Disconnect, if it was we who connected."""
+        """Disconnect, if the connection was made here."""
         if self.thread is not None:
             await asyncio.get_running_loop().run_in_executor(self.thread, self.ray.shutdown)
             self.thread.shutdown(wait=False)
 
 
 class ActorLostError(RunnerError):
-    """An actor died, or could not be made; the message is Ray's."""
+    """An actor died, or could not be started; the message is Ray's."""
 
 
 def actors_for(config: RunnerConfig) -> int:
-    """How many actors run `runner.concurrency` agents."""
+    """Return how many actors `runner.concurrency` agents need."""
     return -(-config.concurrency // config.ray.agents_per_actor)
 
 
 async def connect(config: RunnerConfig) -> RayCluster:
-    """Connect to the cluster of `runner.ray.address`, or start one; a connection that this program has is used.
+    """Connect to the cluster of `runner.ray.address`, or start a local one when it is empty. A connection that this program
+    already has is used.
 
     Raises `MissingExtraError` without the extra `ray`, `RunnerError` when the cluster cannot be reached.
     """
@@ -147,7 +150,7 @@ async def connect(config: RunnerConfig) -> RayCluster:
             "num_cpus": max(os.cpu_count() or 1, round(actors_for(config) * settings.num_cpus + 0.5)),
         }
     for _ in range(1 if settings.address else LOCAL_STARTS):
-        # Ray's processes die with the thread that started them, so it is kept until they are to end.
+        # Ray's processes die with the thread that started them, so the thread is kept.
         thread = concurrent.futures.ThreadPoolExecutor(1, "lightning-ray")
         coming = thread.submit(begin, ray, **arguments)
         try:
@@ -156,7 +159,7 @@ async def connect(config: RunnerConfig) -> RayCluster:
             thread.submit(_leave, ray, coming)
             thread.shutdown(wait=False)
             raise
-        except Exception as error:  # noqa: BLE001 — Ray raises whatever it likes; the last one is told
+        except Exception as error:  # noqa: BLE001 — Ray may raise anything; the last error is reported
             failed = error
             thread.shutdown(wait=False)
         else:
@@ -170,19 +173,19 @@ async def connect(config: RunnerConfig) -> RayCluster:
 
 
 def _leave(ray: Any, coming: concurrent.futures.Future[bool]) -> None:
-    """End the connection of a start that nobody waits for any more, if it was made by it."""
+    """End the connection of a cancelled start, if that start made it."""
     if not coming.cancelled() and coming.exception() is None and coming.result():
         ray.shutdown()
 
 
 def _first_lines(error: BaseException) -> str:
-    """Ray's messages are whole pages; the first lines, and the last, say it."""
+    """Shorten an error of Ray, which may have pages, to its first four lines and the last."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     kept = lines if len(lines) <= 6 else [*lines[:4], "…", lines[-1]]
     return "\n".join(kept) or type(error).__name__
 
 
 def _heard(coming: asyncio.Future[Any]) -> None:
-    """An error that comes after its time is no news."""
+    """Read the error of a late answer, so that asyncio does not log it."""
     if not coming.cancelled():
         coming.exception()

@@ -1,6 +1,7 @@
-"""The one connection to a Ray cluster that a process has: the Ray runner and the verl engine may both ask for it, and at once.
+"""The one connection to a Ray cluster that a process has. The Ray runner and the verl engine may both need it, at the same
+time.
 
-The invariant: while one of them begins it no other looks whether there is one; and nobody ends what somebody else began.
+The invariant: only one of them connects at a time, and each ends only a connection that it made itself.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ _BEGINS = threading.Lock()
 
 
 def begin(ray: Any, **arguments: Any) -> bool:
-    """Connect as `ray.init` does, unless this process is connected; whether it was done here, so that `ray.shutdown` ends it.
+    """Connect as `ray.init` does, unless this process is connected. Return True if this call connected, so that the caller ends
+    the connection with `ray.shutdown`.
 
-    Raises what `ray.init` raises; what it had started until then is ended.
+    Raises the errors of `ray.init`, after ending what it had started.
     """
     with _BEGINS:
         if ray.is_initialized():

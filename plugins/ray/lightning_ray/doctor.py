@@ -1,6 +1,6 @@
-"""What `lightning doctor` says of Ray: its version, and a cluster's nodes and GPUs.
+"""The check of Ray in `lightning doctor`: its version, and a cluster's nodes and GPUs.
 
-The invariant: a cluster is attached to only when one was named, in a process of its own.
+The invariant: a cluster is attached to only if the user named it, and in a separate process.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from lightning.cli.check import Check, ProbeError, probe, version_of
 from lightning.installation import install_command
 
 CONNECT_SECONDS, RAY_SECONDS = 3, 60
-"""Time limits: for a connection, for attaching to a cluster."""
+"""Time limits in seconds: for a connection, and for attaching to a cluster."""
 RAY_PORT = 6379
 REFUSED = "InvalidAuthToken"
-"""What Ray writes when a cluster was started with a token and this process has not sent it."""
+"""Ray's error when the cluster needs a token that this process has not sent."""
 AUTHENTICATE = (
     "copy ~/.ray/auth_token of the cluster's head to this machine, and set RAY_AUTH_MODE=token here and for training"
 )
 
 
 def check_ray(tried: str | None) -> Iterator[Check]:
-    """Ray, and the cluster that `--try ray=ADDRESS` or RAY_ADDRESS names."""
+    """Check Ray, and the cluster that `--try ray=ADDRESS` or RAY_ADDRESS names."""
     address = tried or os.environ.get("RAY_ADDRESS", "") or ("" if tried is None else "auto")
     found = version_of("ray")
     if found is None:
@@ -54,7 +54,7 @@ def check_ray(tried: str | None) -> Iterator[Check]:
 
 
 def _listening(address: str) -> None:
-    """Raise `ProbeError` at once where nobody listens: Ray would try for a minute."""
+    """Raise `ProbeError` at once where nothing listens at the address; Ray itself would try for a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():  # `auto`, `local`
         return

@@ -1,4 +1,4 @@
-"""Agents in a Ray cluster, as a plugin; Ray is imported when a runner is made."""
+"""The plugin `ray`: agents in a Ray cluster. Ray is imported when a runner is made."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`ray`."""
+    """Register the runner `ray`."""
     register("ray", ray_runner)
 
 
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
-    """`ray`."""
+    """Register the check `ray` of `lightning doctor`."""
     register("ray", made_later("lightning_ray.doctor:check_ray"))
 
 
 def ray_runner(agent: Agent, config: Config) -> Runner:
-    """Actors of a Ray cluster; see `lightning_ray`."""
+    """Make the runner whose agents run in actors of a Ray cluster."""
     from lightning_ray.runner import RayRunner
 
     return RayRunner(agent, config.runner)

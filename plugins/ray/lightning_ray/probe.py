@@ -1,4 +1,5 @@
-"""Attaches to a Ray cluster for `lightning doctor`, in a process of its own: `python -m lightning_ray.probe ADDRESS`."""
+"""Attaches to a Ray cluster and prints its version and GPUs, for `lightning doctor`, in a separate process: `python -m
+lightning_ray.probe ADDRESS`."""
 
 from __future__ import annotations
 

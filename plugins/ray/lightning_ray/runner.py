@@ -1,7 +1,7 @@
-"""The runner called `ray`: agents run in actors of a Ray cluster, wherever Ray finds room for them.
+"""The runner `ray`: agents run in actors of a Ray cluster, wherever Ray finds room for them.
 
-The invariant: an actor that died, or does not answer, costs the rollouts that ran in it one attempt each, as a fault of the
-infrastructure, and is replaced; a place in an actor is used again only when the agent in it is known to have ended.
+The invariant: when an actor dies or does not answer, each rollout in it loses one attempt, as a fault of the infrastructure,
+and the actor is replaced. A place in an actor is used again only when its agent is known to have ended.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lightning_ray.cluster import ActorLostError, RayCluster, Reference, actors_
 logger = logging.getLogger(__name__)
 
 GRACE = 30.0
-"""Seconds beyond `runner.timeout` until an actor that has not answered is taken for dead: it ends its agents itself."""
+"""Seconds beyond `runner.timeout` after which an actor that has not answered counts as dead: it ends its agents itself."""
 CANCEL_SECONDS = 10.0
-"""Seconds an actor gets to end the agent of a rollout that was taken away."""
+"""Seconds that an actor gets to end the agent of a cancelled rollout."""
 MAX_FAILED_STARTS = 5
-"""Actors that may die in their start, one after the other, while none runs."""
+"""How many actors may die in a row while they start, when none runs, before the runner fails."""
 LONGEST_PAUSE = 60.0
-"""Seconds between tries to replace an actor."""
+"""The longest pause in seconds between tries to replace an actor."""
 
 
 @dataclass(slots=True, eq=False)
 class _Host:
-    """One actor. It is `lost` when it may not be used any more."""
+    """One actor. It is `lost` when it must not be used any more."""
 
     actor: Any
     ready: bool = False
@@ -47,10 +47,10 @@ class _Host:
 
 
 class RayRunner:
-    """Actors for `runner.concurrency` agents, `runner.ray.agents_per_actor` in each.
+    """Runs `runner.concurrency` agents in actors, `runner.ray.agents_per_actor` in each.
 
-    An agent runs in a process of its own beside its actor, as with the process runner: crashes, hangs and what it prints are
-    treated the same. See docs/runners.md for what the nodes need. Raises `RunnerError` for an agent that cannot be sent.
+    An agent runs in its own process beside its actor, and its crashes, hangs and output are treated as by the process runner.
+    docs/runners.md says what the nodes need. Raises `RunnerError` for an agent that cannot be sent.
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
@@ -66,7 +66,7 @@ class RayRunner:
         self._many_machines = False
 
     async def start(self) -> None:
-        """Connect, ask for all actors, and wait for the first one. Raises `RunnerError` when there is none. Idempotent."""
+        """Connect, ask for all actors, and wait for the first one. Raises `RunnerError` when no actor can start. Idempotent."""
         if self._cluster is not None:
             return
         self._cluster = await connect(self._config)
@@ -82,7 +82,7 @@ class RayRunner:
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this kills the agent.
 
-        Raises `RunnerError` when no actor can be started any more, or when the agents could not reach the model.
+        Raises `RunnerError` when no more actors can be started, or when agents could not reach the model.
         """
         cluster = self._cluster
         if cluster is None:
@@ -114,7 +114,7 @@ class RayRunner:
             return failed(Fault.AGENT, text, seconds=time.monotonic() - started)
 
     async def close(self) -> None:
-        """Kill every actor, and disconnect. Idempotent; `start` may follow."""
+        """Kill all actors, and disconnect. Idempotent; `start` may follow."""
         cluster, self._cluster = self._cluster, None
         await cancel(*self._tasks)
         if cluster is not None:
@@ -123,7 +123,7 @@ class RayRunner:
             await cluster.close()
 
     async def _place(self) -> _Host:
-        """A place for one agent, as soon as there is one. Raises `RunnerError` when there will be none."""
+        """Wait for a place for one agent, and return its actor. Raises `RunnerError` when there will be none."""
         while True:
             host = await self._places.get()
             if host is None:
@@ -133,14 +133,14 @@ class RayRunner:
                 return host
 
     async def _new_host(self, cluster: RayCluster) -> None:
-        """Have an actor made, and open its places when it is ready."""
+        """Start an actor, with repeated tries, and open its places when it is ready."""
         pause = 1.0
         while not await self._started(cluster):
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _started(self, cluster: RayCluster) -> bool:
-        """Whether one more actor runs now."""
+        """Try to start an actor, and return whether it runs."""
         host = _Host(cluster.host(self._shipped))
         self._hosts.add(host)
         reference: Reference = host.actor.start.remote(lightning.__version__)
@@ -176,7 +176,7 @@ class RayRunner:
         )
 
     def _start_failed(self, wrong: str, *, hopeless: bool) -> None:
-        """Tell it; when no actor runs and none is going to, tell all who wait for a place."""
+        """Log a failed start. If it is `hopeless` and no actor runs, end all waiting for places with an error."""
         if hopeless and not any(host.ready for host in self._hosts):
             self._break(RunnerError(f"no agent can be run in the Ray cluster: {wrong}"))
         else:
@@ -188,7 +188,7 @@ class RayRunner:
             self._places.put_nowait(None)
 
     async def _end_agent(self, cluster: RayCluster, host: _Host, reference: Reference) -> None:
-        """Give a place back when the agent in it has been killed; replace the actor that does not manage to."""
+        """Free a place when the agent in it was killed; replace the actor if it does not kill the agent in time."""
         cluster.cancel(reference)
         try:
             await cluster.answer(reference, CANCEL_SECONDS)
@@ -196,11 +196,11 @@ class RayRunner:
             self._lose(cluster, host)
             return
         except ActorLostError as error:
-            logger.debug("an agent was ended: %s", error)  # were it the actor that has ended, its next use would tell
+            logger.debug("an agent was ended: %s", error)  # if the actor itself has ended, its next use fails
         self._places.put_nowait(host)
 
     def _lose(self, cluster: RayCluster, host: _Host) -> None:
-        """Replace an actor, once."""
+        """Replace an actor, unless it is already lost."""
         if not host.lost:
             self._discard(cluster, host)
             if self._cluster is not None:
@@ -217,7 +217,7 @@ class RayRunner:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """What Ray refuses outright (an impossible option) is not to be waited for."""
+        """End all waiting for places when Ray refused to make an actor, for example for an impossible option."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(RunnerError(f"Ray refused to make an actor: {error}. Check the settings runner.ray"))

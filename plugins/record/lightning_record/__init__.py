@@ -1,1 +1,1 @@
-"""What is kept of calls besides their tokens, and whose they are: texts, conversations and their feedback, providers."""
+"""The record plugin: store the texts of calls, assign calls to conversations, take feedback, and pass calls on to providers."""

@@ -1,6 +1,6 @@
-"""What a call's response adds to the conversation that `previous_response_id` goes on with: an extra of the call.
+"""The stored form of the messages that a response adds to its conversation, for later `previous_response_id` requests.
 
-The invariant: what `pack` wrote `conversation_in` reads back as it was.
+The invariant: `conversation_in` returns exactly what `pack` was given.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from lightning.store.rows import as_list, dump
 from lightning.types import Conversation, Transition
 
 CONVERSATION: Final = "conversation"
-"""The extra's name."""
+"""The name under which it is stored in a call's extras."""
 
 
 def pack(said: Conversation) -> bytes:
-    """What a response adds to its conversation, as it is stored."""
+    """Encode what a response adds to its conversation, for the call's extras."""
     return dump([said.after, said.kept, *said.messages], "a conversation").encode()
 
 
 def conversation_in(call: Transition) -> Conversation | None:
-    """What a call's response adds to its conversation; None where that is not stored. Raises `StoreError` for what `pack` has
-    not written."""
+    """Read what a call's response adds to its conversation; None if it is not stored. Raises `StoreError` if it is corrupt."""
     packed = call.extras.get(CONVERSATION)
     if packed is None:
         return None

@@ -1,14 +1,14 @@
-"""Conversations: which one a call of a served model belongs to, whose key is of a session, in which each conversation is a
-rollout; and what `previous_response_id` refers to, the chat messages up to the end of a response.
+"""Two stages about conversations. One assigns each call of a served model to its conversation: the call's key belongs to a
+session, and each conversation of a session is a rollout. The other finds the chat messages that `previous_response_id` means.
 
-The invariants: the id of an answer says which conversation it is of, so that any server over the store finds it again, after a
-restart too. Conversations are told apart by what the client says of them (a header, `previous_response_id`), never by time or
-text; a call that says nothing is a conversation of its own.
+The invariants: the id of an answer names its conversation, so that any server with the same store finds it, also after a
+restart. Only the client's words assign a call to a conversation (a header, `previous_response_id`), never time or text; a call
+without either is a conversation of its own.
 
-An attempt sees its own responses only, and each that it was given is found by every gateway over the store, but for those that
-may not be stored. What is kept in memory never exceeds a fixed number of bytes: the attempts used least recently go first, and
-are found in the store. A response is stored as what it adds to an earlier one of its attempt, in the row of its call: an agent
-that sends its whole conversation with every call, as most do, would otherwise store all of it each time.
+An attempt sees only its own responses. Every gateway with the same store finds them, except those that may not be stored.
+Memory is bounded: the attempts used least recently are dropped first, and are then read from the store. A response is stored,
+with its call, as what it adds to an earlier one of its attempt, because most agents send their whole conversation with every
+call.
 """
 
 from __future__ import annotations
@@ -48,42 +48,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONVERSATION_HEADER = b"x-lightning-conversation"
-"""Names the conversation that a call belongs to: any text of its client's choice."""
+"""The request header that names a call's conversation, with any text of the client's choice."""
 LONGEST_NAME = 512
 LONGEST_TASK = 65_536
-"""Bytes of a request that are kept as the task of a conversation."""
+"""Most bytes of a first request that are kept as the task of its conversation; of a longer one its digest is kept."""
 SAID = ("messages", "system", "instructions", "input", "prompt")
-"""Where the APIs have what the client says."""
+"""The fields of requests, in all APIs, that have the client's messages."""
 _OF_ANSWER = re.compile(r"s([0-9a-f]{32})r[0-9a-f]+\Z")
 MOST_BYTES = 64 << 20
 NODE_BYTES = 200
-"""What a message takes besides its text."""
+"""Estimated bytes of memory that a message takes besides its text."""
 SHORT = 16 * 1024
-"""Bytes of text up to which it is looked through where the calls are answered, since that takes less than a thread."""
+"""Up to this many bytes, new text is checked for credentials in the event loop, which is faster than in a thread."""
 MANY_MESSAGES = 1000
-"""Messages from which on it does."""
+"""Conversations with more messages than this are encoded in a thread."""
 LONGEST_STORED = 1 << 20
-"""Bytes of text that a response may add to a stored conversation: looking through more takes seconds of CPU time."""
+"""Most bytes of text that a response may add to a stored conversation: checking more for credentials takes seconds of CPU."""
 Attempt = tuple[str, int]
-"""Rollout and number."""
+"""An attempt: the rollout's id and the attempt's number."""
 
 
 def rollout_of_answer(response: str) -> str | None:
-    """The rollout of the conversation that an answer's id names; None for an id of any other call."""
+    """Return the id of the rollout (conversation) that an answer's id names; None for the id of any other call."""
     found = _OF_ANSWER.search(response)
     return CONVERSATION_ID + found.group(1) if found else None
 
 
 def mark_of(rollout: str) -> str:
-    """What begins the ids of a conversation's calls; empty for any other rollout."""
+    """Return the prefix of the ids of a conversation's answers; empty for any other rollout."""
     return f"s{rollout.removeprefix(CONVERSATION_ID)}r" if rollout.startswith(CONVERSATION_ID) else ""
 
 
 class Conversations:
-    """Finds or begins the rollout of a call. `keeps_text` is `gateway.record_requests`.
+    """Finds or creates the rollout of a call's conversation. `keeps_text` is the setting `gateway.record_requests`.
 
-    `resource` names the weights of which the policy's version is a version, so that rewards can be compared by version; empty
-    where it is none.
+    `resource` is the name of the weights that the policy's version belongs to, so that rewards can be compared by version;
+    empty if the policy is not a stored resource.
     """
 
     def __init__(self, store: Store, *, keeps_text: bool) -> None:
@@ -91,10 +91,10 @@ class Conversations:
         self.resource = ""
 
     async def of(self, claims: Claims, scope: Scope, body: Body, previous: str | None, version: int) -> Claims:
-        """The claims of the call's own conversation; those of a key that is of one attempt as they are.
+        """Return the claims with the rollout of the call's conversation. The claims of an attempt's key stay as they are.
 
-        Raises `RefusalError`: 400 for a name that is none, 409 for a response whose conversation is over, 503 when the store
-        cannot say.
+        Raises `RefusalError`: 400 for a name that is too long, 409 for a `previous` response whose conversation has ended, 503
+        if the store fails.
         """
         if not claims.session:
             return claims
@@ -129,7 +129,8 @@ class Conversations:
         raise AssertionError("there is no last part")
 
     async def _begin(self, rollout: str, claims: Claims, body: Body, version: int) -> None:
-        """Create it and take it: its only attempt lasts as long as the key. Others that wait to be taken are taken as well."""
+        """Create the rollout and lease it; its only attempt lasts as long as the key. Leasing may also take other conversations
+        of the session that wait for it."""
         session, task = claims.session, self._task(body)
         named = {self.resource: version} if self.resource else {}
         new = Rollout(rollout, session, task, f"{session}/{task.id}", version, SERVED, max_attempts=1, resources=named)
@@ -138,12 +139,12 @@ class Conversations:
         taken = await self._store.lease(session, f"{session}/server", limit=64, ttl=ttl)
         while not any(lease.rollout.id == rollout for lease in taken):
             known = await self._store.get_rollout(rollout)
-            if known is None or known.status is not Status.PENDING:  # another call took it with its own
+            if known is None or known.status is not Status.PENDING:  # another call has leased it
                 return
             taken = await self._store.lease(session, f"{session}/server", limit=64, ttl=ttl)
 
     def _task(self, body: Body) -> Task:
-        """What the conversation begins with; its digest alone where that is long, or texts are not recorded."""
+        """Return the conversation's first request as its task; only a digest of it if it is long or texts are not recorded."""
         said: Mapping[str, Json] = {name: body[name] for name in SAID if body.get(name)}
         text = orjson.dumps(said)
         if self._keeps_text and len(text) <= LONGEST_TASK:
@@ -155,7 +156,7 @@ class Conversations:
 
 
 class ConversationsStage(CallStage):
-    """A call with the key of a session belongs to the rollout of its conversation."""
+    """The call stage that assigns a call with a session's key to the rollout of its conversation."""
 
     api, after, before = 1, ("branches",), ("history",)
     answers = only_for = ("session",)
@@ -165,7 +166,7 @@ class ConversationsStage(CallStage):
         self._conversations = Conversations(parts.store, keeps_text=parts.config.record_requests)
 
     async def admitted(self, call: Call, request: Request) -> None:
-        """Find or begin the conversation."""
+        """Set the call's claims to those of its conversation, which is created if it is new."""
         self._conversations.resource = self._parts.resource
         previous, version = call.dialect.continues(request.body), call.policy.version
         call.claims = await self._conversations.of(call.claims, request.scope, request.body, previous, version)
@@ -182,7 +183,7 @@ def _name_in(scope: Scope) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A response that is to be kept: its conversation message by message, and what of it goes into the store."""
+    """A response to remember: its conversation, message by message as JSON, and the part to store (None: nothing)."""
 
     attempt: Attempt
     id: str
@@ -192,10 +193,11 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """The conversations of an attempt as a tree: a node is a message after those before it, node 0 the empty conversation.
+    """The conversations of an attempt as a prefix tree of messages. Node 0 is the empty conversation; `messages[i]` and
+    `before[i]` are the message and the parent of node i; `ends` has the last node of each response.
 
-    `owners` are responses that the store has and whose conversations lead through a node; empty where there is none. `barred`
-    are the ends of conversations that may not be stored, and so no longer one may.
+    `owners[i]` is a stored response whose conversation goes through node i; empty if there is none. `barred` are the last nodes
+    of conversations that may not be stored; a longer conversation through one of them may not be stored, either.
     """
 
     nodes: dict[tuple[int, bytes], int] = field(default_factory=dict)
@@ -207,7 +209,7 @@ class Known:
     size: int = 0
 
     def is_barred(self, said: Sequence[bytes]) -> bool:
-        """Whether it is known that a conversation may not be stored."""
+        """Return whether a conversation begins with one that may not be stored."""
         at = 0
         for message in said if self.barred else ():
             at = self.nodes.get((at, message), -1)
@@ -216,7 +218,7 @@ class Known:
         return False
 
     def shared(self, said: Sequence[bytes]) -> tuple[str, int]:
-        """A stored response that begins as this conversation does, and for how many messages; the one with the most."""
+        """Find the stored response that shares most messages with the beginning of this conversation, and their number."""
         at, owner, kept = 0, "", 0
         for message in said:
             at = self.nodes.get((at, message), 0)
@@ -226,7 +228,7 @@ class Known:
         return owner, kept
 
     def add(self, response: str, said: Sequence[bytes], *, stored: bool) -> None:
-        """Keep a conversation under the response that ends it."""
+        """Add a conversation under the id of its last response."""
         at = 0
         for message in said:
             found = self.nodes.get((at, message))
@@ -244,7 +246,7 @@ class Known:
             self.barred.add(at)
 
     def conversation(self, response: str) -> list[Body] | None:
-        """The messages up to the end of a response; None for one that is not known here."""
+        """Return the messages up to and with a response; None if it is not known here."""
         at = self.ends.get(response)
         if at is None:
             return None
@@ -256,22 +258,22 @@ class Known:
 
 
 class History:
-    """The conversations of all attempts: in memory those used last, in the store all."""
+    """The conversations of all attempts: the recently used ones in memory, all in the store."""
 
     def __init__(self, store: Store, most_bytes: int = MOST_BYTES) -> None:
         self._store, self._most = store, most_bytes
         self._attempts: OrderedDict[Attempt, Known] = OrderedDict()
         self._bytes = 0
-        # Not the loop's own threads: agents of the inline runner may hold all of them, and wait for this answer.
+        # Not the loop's own threads: agents of the inline runner may occupy all of them while they wait for this answer.
         self._threads = ThreadPoolExecutor(1, "lightning-redact")
 
     def close(self) -> None:
-        """Let go of the thread."""
+        """Stop the thread."""
         self._threads.shutdown(wait=False)
 
     async def before(self, attempt: Attempt, response: str) -> list[Body]:
-        """The messages up to the end of a response. Raises `RefusalError`: 404 for one that the attempt has not, 503 when the
-        store cannot tell."""
+        """Return the messages up to and with a response of an attempt. Raises `RefusalError`: 404 if the attempt has no such
+        response, 503 if the store fails."""
         known = self._attempts.get(attempt)
         said = None if known is None else known.conversation(response)
         if said is not None:
@@ -295,7 +297,7 @@ class History:
         return said
 
     async def entry(self, attempt: Attempt, response: str, messages: Sequence[Body]) -> Entry:
-        """What is to be stored with the call that made a response, and to be kept once it is."""
+        """Prepare what to store with the call that made a response, and to `keep` after the call is stored."""
         loop = asyncio.get_running_loop()
         said = (
             _written(messages)
@@ -323,7 +325,7 @@ class History:
         return Entry(attempt, response, said, stored)
 
     def keep(self, entry: Entry) -> None:
-        """The call is durable."""
+        """Remember a response whose call is now durable."""
         self._keep(entry.attempt, entry.id, entry.said, stored=entry.stored is not None)
 
     def _keep(self, attempt: Attempt, response: str, said: Sequence[bytes], *, stored: bool) -> None:
@@ -337,7 +339,7 @@ class History:
 
 
 class HistoryStage(CallStage):
-    """A request that goes on with an earlier response is sent with the messages up to that one."""
+    """The call stage for `previous_response_id`: it adds the messages up to that response to a request."""
 
     api, after, before = 1, ("conversations",), ("texts",)
 
@@ -347,12 +349,12 @@ class HistoryStage(CallStage):
         self._entries: WeakKeyDictionary[Call, Entry] = WeakKeyDictionary()
 
     async def admitted(self, call: Call, request: Request) -> None:
-        """Find the messages before the request."""
+        """Find the messages before a request that continues an earlier response."""
         if (previous := call.dialect.continues(request.body)) is not None:
             call.before = await self._history.before(call.lineage or call.attempt, previous)
 
     async def settled(self, call: Call, answer: Answer) -> None:
-        """What later requests may go on with is stored with the call."""
+        """Add the conversation of a finished answer to the call's extras, so that later requests can continue it."""
         self._entries.pop(call, None)
         is_answered = answer.status and answer.outcome is CallStatus.OK
         said = (
@@ -364,7 +366,7 @@ class HistoryStage(CallStage):
                 call.extras[CONVERSATION] = pack(entry.stored)
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """Later requests may go on with it."""
+        """Remember the conversation of a stored call."""
         if (entry := self._entries.pop(call, None)) is not None:
             self._history.keep(entry)
 
@@ -374,7 +376,7 @@ def _written(messages: Sequence[Body]) -> tuple[bytes, ...]:
 
 
 def put_together(calls: Sequence[Transition], response: str) -> list[Body] | None:
-    """The conversation of a response, from what it and those before it have added; None when one of them is not stored."""
+    """Rebuild the conversation of a response from what it and the responses before it added; None if one is not stored."""
     if not response:
         return None
     stored = {call.id: call for call in calls}

@@ -1,14 +1,14 @@
-"""What an agent sent in a model call and what it got, packed into a few bytes, and back.
+"""Pack the exchange of a model call (the agent's request and the reply it got) into few bytes, and read it back.
 
-The invariant: `read` gives the very JSON that was packed, numbers digit by digit. A request is kept as what it adds to the
-one of an earlier call of the attempt, or, in a branch, of a call of its parent; a call whose earlier one is missing, another
-one or unreadable raises `StoreError`, never gives another request. It is a `ParentGoneError` where the earlier one is a call of
-the parent that is missing or another one: all else that the branch has is there.
+The invariant: `read` returns exactly the JSON that was packed, numbers digit by digit. A request is stored as its difference
+from the request of an earlier call of the attempt or, in a branch, of its parent. If that base call is missing, changed or
+unreadable, `StoreError` is raised and no other request is ever returned; for a missing or changed call of the parent it is a
+`ParentGoneError`, and everything else of the branch is still there.
 
-Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the earlier call or -1 (int32), with `OF_PARENT`
-the CRC-32 of that call's request and reply (uint32), then a zstandard frame of a line of JSON (API path, status, bytes of the
-request shared with the earlier one at the beginning and at the end, how many are not), the bytes that are not, and the reply.
-The earlier call's reply is the frame's dictionary, since an agent mostly sends back what the model has said.
+Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the base call or -1 (int32), with `OF_PARENT` the
+CRC-32 of that call's request and reply (uint32), then a zstandard frame with a line of JSON (API path, status, numbers of bytes
+of the request shared with the base at the beginning and at the end, number of bytes that differ), the bytes that differ, and
+the reply. The base call's reply is the frame's dictionary, since an agent mostly sends back what the model said.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from lightning.batch import Trajectory
 
 TEXTS: Final = "texts"
-"""The extra of a call that its exchange is."""
+"""The name under which an exchange is stored in a call's extras."""
 VERSION: Final = 1
 LEVEL: Final = 1
 LARGEST: Final = 4 << 20
-"""Bytes of a request, or of a reply, from which on it is left out."""
+"""Most bytes of a request, and of a reply; an exchange with a larger one is stored without both."""
 LARGEST_FRAME: Final = 2 * LARGEST + (64 << 10)
-"""Bytes that an exchange has at most: a request, a reply, and what is said of them."""
+"""Most bytes of an unpacked frame: a request, a reply, and the line of JSON."""
 LARGEST_DICTIONARY: Final = 32 << 10
 _HEAD: Final = struct.Struct("<BBi")
 _CHECK: Final = struct.Struct("<I")
@@ -53,20 +53,20 @@ DAMAGED: Final = (
     struct.error,
     zstandard.ZstdError,
 )
-"""What reading a damaged exchange may raise."""
+"""Exceptions that reading a damaged exchange may raise."""
 _LOST: Final = "The texts of the branch are lost with it, its tokens and rewards are there"
 Body: TypeAlias = "dict[str, Any]"
 
 
 class Flag(IntFlag):
-    """Why an exchange is not whole, what of its reply is in the call's row already, and whose the earlier call is."""
+    """Facts about an exchange: why it is not whole, and how it must be read."""
 
     REDACTED = 1
     TOO_LARGE = 2
     IDS = 4
-    """The agent asked for token ids; they are put back when the reply is read."""
+    """The reply had token ids, which are stored in the call's row and put back when the reply is read."""
     OF_PARENT = 8
-    """The earlier call is one of the parent's attempt, not of this one."""
+    """The base call belongs to the parent's attempt, not to this one."""
 
 
 WHOLE: Final = Flag(0)
@@ -74,10 +74,11 @@ WHOLE: Final = Flag(0)
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A call as the agent saw it. `path` is the API's below `/v1`; `reply` is None and `status` 0 where none was sent whole.
+    """A call as the agent saw it. `path` is the API's path below `/v1`; `reply` is None and `status` 0 if no whole reply was
+    sent.
 
-    A reply that was streamed stands here as the whole answer that the stream adds up to. `redacted` says that a credential was
-    left out, `too_large` that request or reply was: neither can be replayed.
+    A streamed reply is given as the whole answer that its chunks add up to. `redacted` says that a credential was removed,
+    `too_large` that request and reply were left out for their size: such a call cannot be replayed.
     """
 
     path: str
@@ -90,8 +91,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The canonical request and the reply of a call that is stored: what a later one is packed against. `of_parent` says that
-    the later one is a call of a branch, and this one of its parent."""
+    """The canonical request and the reply of a stored call, as a base to pack later calls against. `of_parent` says that the
+    later call belongs to a branch, and this one to its parent."""
 
     seq: int
     request: bytes
@@ -100,7 +101,7 @@ class Said:
 
     @property
     def check(self) -> bytes:
-        """What tells it from another call of the same number: a parent may be deleted and made again."""
+        """The checksum that tells this call from another of the same number, since a parent may be deleted and made again."""
         return _CHECK.pack(zlib.crc32(self.reply, zlib.crc32(self.request)))
 
 
@@ -108,15 +109,16 @@ NOBODY: Final = Said(-1, b"", b"")
 
 
 class Parent(NamedTuple):
-    """The rollout that a branch is of, by its id, and all calls of the attempt that the branch began as; none where they are
-    not in the store."""
+    """The parent of a branch: its rollout's id, and all calls of the attempt that the branch continues; empty if they are not
+    in the store."""
 
     rollout: str
     calls: Sequence[Transition] = ()
 
 
 def canonical(value: Any) -> bytes:
-    """JSON that is equal for equal values: sorted names, no spaces. Raises `RecursionError` for what is nested too deep."""
+    """Encode a value as JSON that is equal for equal values: sorted names, no spaces. Raises `RecursionError` if it is nested
+    too deep."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # lone surrogates, whole numbers of more than 64 bits, nesting
@@ -124,12 +126,12 @@ def canonical(value: Any) -> bytes:
 
 
 def written(value: Any) -> bytes:
-    """Canonical JSON of any value, to be kept."""
+    """Return the canonical JSON of a value, compact in memory for keeping."""
     return compact(canonical(value))
 
 
 def pack(path: str, status: int, request: bytes, reply: bytes, base: Said = NOBODY, flags: Flag = WHOLE) -> bytes:
-    """An exchange against the earlier call `base`. Too large ones keep only that there was a call."""
+    """Pack an exchange as its difference from the earlier call `base`. If it is too large, only path and status are kept."""
     if len(request) > LARGEST or len(reply) > LARGEST:
         request = reply = b""
         base, flags = NOBODY, flags | Flag.TOO_LARGE
@@ -152,18 +154,18 @@ def _dictionary(base: Said) -> zstandard.ZstdCompressionDict | None:
 
 
 def packed_in(call: Transition) -> bytes | None:
-    """The packed exchange of a call; None where none is recorded."""
+    """Return the packed exchange of a call; None if none is recorded."""
     return call.extras.get(TEXTS)
 
 
 def flags_of(call: Transition) -> Flag:
-    """The flags of a call's exchange; none where it is not recorded. Does not unpack it."""
+    """Return the flags of a call's exchange, without unpacking it; no flags if it is not recorded."""
     packed = packed_in(call)
     return Flag(packed[1]) if packed is not None and len(packed) >= _HEAD.size else WHOLE
 
 
 def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> str:
-    """Why an attempt cannot be run again from its record, in words; empty where it can. Does not unpack it."""
+    """Say why an attempt cannot be replayed from its record; empty if it can. Exchanges are not unpacked."""
     if any(packed_in(call) is None for call in calls if call.status.answered and call.choice == 0):
         return "requests were not recorded: gateway.record_requests was false, or no plugin kept them"
     flags = WHOLE
@@ -181,8 +183,8 @@ def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEv
 async def parents_of(
     store: Store, rollouts: Sequence[Rollout], known: Mapping[tuple[str, int], Sequence[Transition]] | None = None
 ) -> list[Parent | None]:
-    """What the exchanges of each of these rollouts are read with: None for one that is no branch. `known` are calls of attempts
-    that have been read already."""
+    """Return, for each of these rollouts, the parent that is needed to read its exchanges; None if it is not a branch. `known`
+    has the calls of attempts that were read already."""
     calls = dict(known or {})
     keys = [None if rollout.parent is None else rollout.parent[:2] for rollout in rollouts]
     unknown = [key for key in dict.fromkeys(keys) if key is not None and key not in calls]
@@ -192,25 +194,25 @@ async def parents_of(
 
 
 def parent_of(member: Trajectory) -> Parent | None:
-    """`parents_of` for a rollout that a step has: its parent's calls are at hand."""
+    """Return the parent of a trajectory, as `parents_of` does, from the parent's calls that the trajectory has."""
     parent = member.rollout.parent
     return None if parent is None else Parent(parent[0], member.parent_calls)
 
 
 def read(calls: Sequence[Transition], parent: Parent | None = None) -> list[Exchange | None]:
-    """The exchange of each call of an attempt, given all of its calls; None where none is recorded. Those of a branch are read
-    with its `parent` (`parents_of`).
+    """Read the exchange of each call of an attempt; None for a call without one. `calls` must be all calls of the attempt; a
+    branch also needs its `parent` (`parents_of`).
 
-    Raises `ParentGoneError` for a branch whose parent was removed or made again, `StoreError` for what cannot be read
-    otherwise.
+    Raises `ParentGoneError` for a branch whose parent was removed or made again, `StoreError` for any other exchange that
+    cannot be read.
     """
     reader = _Reader(calls, parent)
     return [reader.exchange(call) for call in calls]
 
 
 def said_in_parent(calls: Sequence[Transition], numbers: Iterable[int]) -> list[Said]:
-    """What the calls of a rollout with these `seq` said, as calls of its branches are packed against them. Raises `StoreError`
-    for one that cannot be read, `KeyError` for one that is not recorded."""
+    """Return the calls of a rollout with these `seq` as bases to pack calls of its branches against. Raises `StoreError` for a
+    call that cannot be read, `KeyError` for one that is not recorded."""
     reader = _Reader(calls, None)
     return [replace(reader.said(number), of_parent=True) for number in numbers]
 
@@ -223,7 +225,7 @@ class _Unpacked(NamedTuple):
 
 
 class _Reader:
-    """Reads the exchanges of one attempt. A call may be told against one with a higher number, which ended before it."""
+    """Reads the exchanges of one attempt. A call's base may have a higher number, if it ended before the call did."""
 
     def __init__(self, calls: Sequence[Transition], parent: Parent | None) -> None:
         self._calls, self._parent = calls, parent
@@ -232,7 +234,7 @@ class _Reader:
         self._found: dict[int, _Unpacked] = {}
 
     def exchange(self, call: Transition) -> Exchange | None:
-        """The exchange of a call; None without one."""
+        """Return the exchange of a call; None if none is recorded."""
         if packed_in(call) is None:
             return None
         with _corrupt(call):
@@ -246,8 +248,8 @@ class _Reader:
             return Exchange(path, json.loads(said.request), reply, status, redacted)
 
     def said(self, seq: int) -> Said:
-        """What the call with this number said. Raises `KeyError` where none is recorded."""
-        for call in self._calls:  # in their order: each is told against one before it, so that no recursion is deep
+        """Return request and reply of the call with this number. Raises `KeyError` if none is recorded."""
+        for call in self._calls:  # in order: a call's base mostly comes before it, so that no recursion is deep
             if call.seq in self._packed:
                 self._unpacked(call.seq)
             if call.seq == seq:
@@ -255,7 +257,7 @@ class _Reader:
         return self._found[seq].said
 
     def _unpacked(self, seq: int) -> _Unpacked:
-        """What is packed of a call. Raises `KeyError` where none is recorded, `RecursionError` for a circle."""
+        """Unpack a call's exchange once. Raises `KeyError` if none is recorded, `RecursionError` for a circle of bases."""
         if seq not in self._found:
             call = self._packed[seq]
             with _corrupt(call):
@@ -284,9 +286,9 @@ class _Reader:
         return _Unpacked(path, status, flags, Said(call.seq, request, rest[length:]))
 
     def _of_parent(self, call: Transition, seq: int, check: bytes) -> Said:
-        """What the parent's call with this number said. Raises `ParentGoneError` where that is not what it said when `call`
-        was packed."""
-        told = f"the exchange of transition {call.key} is told against call {seq} of its parent"
+        """Return the parent's call with this number as a base. Raises `ParentGoneError` if it is missing or not the call that
+        `call` was packed against."""
+        told = f"the exchange of transition {call.key} is stored as its difference from call {seq} of its parent"
         if self._parent is None or self._above is None:
             raise StoreError(f"{told}: it is read with that one's calls (`lightning_record.exchanges.parents_of`)")
         name, calls = self._parent
@@ -315,17 +317,18 @@ class _Reader:
 
 
 def _is_of_branch(call: Transition) -> bool:
-    """Whether a call is told against one of a parent. Its rollout is a branch, which has none: the one that had was another."""
+    """Return whether a call's base is a call of a parent, so that its rollout is a branch. A branch has no branches: a parent
+    with such a call is another rollout than the original one."""
     return bool(flags_of(call) & Flag.OF_PARENT)
 
 
 @contextmanager
 def _corrupt(call: Transition) -> Iterator[None]:
-    """Whatever goes wrong with a damaged exchange is a `StoreError`."""
+    """Turn the errors of reading a damaged exchange into a `StoreError`."""
     try:
         yield
     except DAMAGED as error:
-        why = f"the call {error} that it is told against has none" if isinstance(error, KeyError) else str(error)
+        why = f"the call {error} that it builds on has no exchange" if isinstance(error, KeyError) else str(error)
         raise StoreError(
             f"the exchange of transition {call.key} is corrupt: {why}. Restore the database from a backup"
         ) from error
@@ -347,7 +350,7 @@ def _empty(holder: Body, name: str) -> bool:
 
 
 def _put_ids_back(reply: Body, calls: Sequence[Transition]) -> None:
-    """What `without_ids` took out, from the rows of the call's choices."""
+    """Put the token ids that `without_ids` removed back into a reply, from the rows of the call's choices."""
     rows = {call.choice: call for call in calls}
     if reply.get("prompt_token_ids") == []:
         reply["prompt_token_ids"] = list(calls[0].prompt_ids)

@@ -1,8 +1,7 @@
-"""`POST /v1/feedback`: how good an answer of a served model was. It completes the rollout of its conversation.
+"""`POST /v1/feedback`: rate an answer of a served model, which completes the rollout of its conversation with a reward.
 
-The invariant: a conversation is rated once, by the holder of the key that it was made with or by an admin of its project. To
-anybody else its answers do not exist, in the same words. An agent that is trained cannot rate itself: its key is of an
-attempt, and whoever runs it gives the reward.
+The invariant: a conversation is rated once, by the holder of the session's key or by an admin of its project. Anybody else gets
+the same error as for an unknown answer. An agent in training cannot rate itself, because its key belongs to an attempt.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
 
 FIELDS = frozenset({"response_id", "reward", "note"})
 LONGEST_NOTE = 4096
-"""Characters of a note."""
+"""Most characters of a note."""
 ADMIN_TOKEN = "lt_"  # noqa: S105 — how the tokens of people begin, none itself
 
 
 def feedback_key(rollout: str) -> str:
-    """The key of the session's state that keeps what was said of a conversation."""
+    """Return the key in the run's state under which the feedback about a conversation is kept."""
     return f"feedback/{rollout}"
 
 
 class FeedbackEndpoint:
-    """The route. Without a server whose tokens are known (`Parts.admin_of`) only keys are taken."""
+    """The ASGI app of the route. Admins' tokens are accepted only if a server can check them (`Parts.admin_of`)."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -71,7 +70,7 @@ class FeedbackEndpoint:
             return
 
     async def _holder(self, scope: Scope) -> Callable[[Rollout], Awaitable[bool]]:
-        """Whose conversations the sender may rate. Raises `RefusalError` (401, 403)."""
+        """Return a function that says whether the sender may rate a rollout. Raises `RefusalError` (401, 403)."""
         authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         admin_of = self._parts.admin_of
         if admin_of is not None and bearer(authorization).startswith(ADMIN_TOKEN):
@@ -98,7 +97,8 @@ class FeedbackEndpoint:
     async def _rate(
         self, response: str, said: dict[str, Json], may_rate: Callable[[Rollout], Awaitable[bool]]
     ) -> Rollout:
-        """End the conversation of a response. The first feedback stays; the same again is answered as the first was."""
+        """Complete the conversation of a response with its reward. The first feedback stays; the same feedback again gets the
+        same answer. Raises `RefusalError` (404 for an unknown response, 409 for other feedback or an ended conversation)."""
         name = rollout_of_answer(response)
         rollout = None if name is None else await self._store.get_rollout(name)
         if rollout is None or not await may_rate(rollout) or not await self._has(rollout, response):
@@ -126,7 +126,7 @@ class FeedbackEndpoint:
 
 
 def _read(body: Body) -> tuple[str, dict[str, Json]]:
-    """The response and what is said of it. Raises `RefusalError` (400) naming the field."""
+    """Read the response's id and the feedback about it. Raises `RefusalError` (400) that names the wrong field."""
     if unknown := sorted(body.keys() - FIELDS):
         raise _bad(unknown[0], f"Feedback has no field {unknown[0]!r}: it has response_id, reward and note.")
     response, reward, note = body.get("response_id"), body.get("reward"), body.get("note") or ""

@@ -1,4 +1,4 @@
-"""Texts of calls, what `previous_response_id` goes on with, conversations and their feedback, and providers, as a plugin."""
+"""The record plugin: its call stages, its step stage, and the route for feedback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
-    """`providers`, `conversations`, `history` and `texts`."""
+    """Register the call stages `providers`, `conversations`, `history` and `texts`."""
     from lightning_record import providers, texts
     from lightning_record.conversations import ConversationsStage, HistoryStage
 
@@ -29,7 +29,7 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
 
 @hookimpl
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
-    """`record`."""
+    """Register the step stage `record`."""
     from lightning_record.replayable import ReplayableStage
 
     register("record", lambda config: ReplayableStage())
@@ -37,7 +37,7 @@ def register_step_stages(register: Callable[[str, Callable[[Config], StepStage |
 
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
-    """`feedback`."""
+    """Register the route `feedback`."""
     from lightning_record.feedback import FeedbackEndpoint
 
     register("feedback", FeedbackEndpoint)

@@ -1,7 +1,7 @@
-"""What is not the policy's: calls that the gateway passes on to a provider of the settings, with the provider's key.
+"""Pass calls for other models than the policy on to a provider from the settings, with the provider's key.
 
-The invariant: nothing but an address that the settings name is asked, no redirect is followed, and no key crosses: the agent
-never sees the provider's, the provider never the rollout's. The policy has sampled nothing of it, so nothing is recorded.
+The invariant: only addresses in the settings are called, and no redirect is followed. The agent never sees the provider's key,
+and the provider never the rollout's. Such calls are not recorded, because the policy sampled nothing of them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ log = logging.getLogger(__name__)
 
 SETTING = "gateway.providers"
 ROUTE = re.compile(r"(?:(?!\.{1,2}(?:/|$))[\w.~:@-]+)(?:/(?!\.{1,2}(?:/|$))[\w.~:@-]+)*", re.ASCII)
-"""A path whose parts are names: none that leads out of where it stands."""
+"""A path of plain names, without `.` or `..` as a part."""
 ASKED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"openai-beta")
-"""Headers of the agent that the provider gets."""
+"""Headers of the agent's request that are sent to the provider."""
 ANSWERED = ("Content-Type", "Content-Disposition", "Retry-After")
-"""Headers of the provider that the agent gets; not the id of its call, by which rewards find the policy's."""
+"""Headers of the provider's answer that are sent to the agent. The id of the call is not among them, because rewards find the
+policy's calls by such an id."""
 KEY_HEADERS = {b"x-api-key": "x-api-key", b"api-key": "api-key"}
-"""The headers in which clients of some providers send their key, whatever they have in `authorization`; the provider gets its
-key in the same one."""
+"""Headers in which clients of some providers send their key instead of `authorization`; the provider gets its key in the same
+header."""
 REFUSED_KEY = (401, 403)
 CONNECT_SECONDS = 10.0
 LONGEST_ERROR = 1 << 20
-"""Bytes of an error that is passed on; of a longer one its status is."""
+"""Most bytes of a provider's error that is passed on; of a longer one only the status is passed on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """One provider of the settings, and its key."""
+    """One provider from the settings, with its key (empty for none)."""
 
     name: str
     base_url: str
@@ -64,18 +65,19 @@ class Provider:
     key: str = field(repr=False)
 
     def answers(self, model: object) -> bool:
-        """Whether this model is the provider's."""
+        """Return whether the provider's `models` match this model name."""
         return isinstance(model, str) and any(fnmatchcase(model, glob) for glob in self.models)
 
     def takes(self, route: str) -> bool:
-        """Whether a route below the version, that is not the policy's, is passed on to it."""
+        """Return whether a route below `/v1/`, other than the policy's, is passed on to this provider."""
         return any(route == known or route.startswith(f"{known}/") for known in self.routes)
 
 
 def read_providers(
     configs: Mapping[str, ProviderConfig], environment: Mapping[str, str] = os.environ
 ) -> list[Provider]:
-    """The providers with their keys. Raises `ConfigError` for one that cannot be meant, and for a key that is not there."""
+    """Make the providers of the settings, with their keys from the environment. Raises `ConfigError` for a provider that is not
+    valid and for a missing key."""
     found = []
     for name, config in configs.items():
         whose = f"{SETTING}.{name}"
@@ -97,7 +99,7 @@ def read_providers(
 
 
 class Providers:
-    """Where calls go that are not the policy's. `timeout` is in seconds without a byte of the answer."""
+    """Chooses the provider of a call, and passes the call on. `timeout` bounds the seconds without a byte of the answer."""
 
     def __init__(self, known: Sequence[Provider], timeout: float) -> None:
         self._known, self._timeout = known, timeout
@@ -105,13 +107,14 @@ class Providers:
         self._said = Once()
 
     def of_model(self, model: object) -> Provider | None:
-        """Who answers calls for a model instead of the policy, whose own names are nobody else's."""
+        """Return the provider that answers calls for a model; None if the policy does, as it does under its own names."""
         if not self._known or model == MODEL or (isinstance(model, str) and model.startswith(ALIAS)):
             return None
         return next((provider for provider in self._known if provider.answers(model)), None)
 
     def of_route(self, route: str, model: object) -> Provider | None:
-        """Who answers a route that is not the policy's: of those that list it the one with this model, else the first."""
+        """Return the provider for a route that is not the policy's: of those that list it, the one with this model, else the
+        first; None if none lists it."""
         if is_policys(route) or not ROUTE.fullmatch(route):
             return None
         able = [provider for provider in self._known if provider.takes(route)]
@@ -120,14 +123,14 @@ class Providers:
     async def pass_on(
         self, provider: Provider, route: str, payload: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answer a request, whose body has been read, with what the provider answers; a stream goes on as it comes.
+        """Send a request to the provider and its answer to the agent; a stream is passed on as it comes. `payload` is the body.
 
-        Raises `RefusalError`: 403 when the provider refuses the key, 502 when it does not answer.
+        Raises `RefusalError`: 403 if the provider refuses the key, 502 if it does not answer or redirects.
         """
         if self._said.first(provider.name):
-            log.info("%s is not the policy's: it goes to %s.%s (said once for each)", route, SETTING, provider.name)
+            log.info("a call of %s goes to the provider %s.%s (said once for each)", route, SETTING, provider.name)
         exchange = asyncio.ensure_future(self._exchange(provider, route, payload, scope, send))
-        gone = asyncio.ensure_future(receive())  # nothing more comes of a request but that its client is gone
+        gone = asyncio.ensure_future(receive())  # the body was read: the next message says that the client is gone
         try:
             await asyncio.wait({exchange, gone}, return_when=asyncio.FIRST_COMPLETED)
             if exchange.done():
@@ -169,7 +172,7 @@ class Providers:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             log.warning("%s.%s did not answer %s: %r", SETTING, provider.name, route, error)
-            if not started:  # else the connection ends without the answer's end, as the provider's did
+            if not started:  # else the agent's connection breaks off, too
                 message = f"The provider {provider.name!r} ({SETTING}) did not answer ({type(error).__name__}). Send it again."
                 raise RefusalError(502, "provider_failed", message) from error
 
@@ -191,7 +194,7 @@ class Providers:
 
 
 class ProvidersStage(CallStage):
-    """Calls for a provider's model, and its routes, go to the provider and not to the policy."""
+    """The call stage that sends calls for a provider's model, and calls of a provider's routes, to that provider."""
 
     api, before = 1, ("branches",)
     carries_out = ("providers",)
@@ -200,21 +203,22 @@ class ProvidersStage(CallStage):
         self._providers = providers
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
-        """The provider's answer, where the model is a provider's."""
+        """Return an ASGI app with the provider's answer if the model is a provider's; None for the policy."""
         provider = self._providers.of_model(request.model)
         if provider is None:
             return None
         return partial(self._providers.pass_on, provider, call.dialect.path[1:], request.payload)
 
     def elsewhere(self, route: str, model: object) -> PassOn | None:
-        """The provider of the model, else of the route."""
+        """Return the function that passes a call of a route other than the stage's own on to its provider; None if there is no
+        provider for it."""
         found = self._providers
         provider = found.of_model(model) if is_policys(route) else found.of_route(route, model)
         return None if provider is None else partial(self._providers.pass_on, provider, route)
 
 
 def stage(parts: Parts) -> ProvidersStage | None:
-    """The stage; None where the settings have no provider."""
+    """Make the stage; None if the settings have no provider."""
     if not parts.config.providers:
         return None
     providers = Providers(read_providers(parts.config.providers), parts.config.upstream_timeout)
@@ -223,12 +227,13 @@ def stage(parts: Parts) -> ProvidersStage | None:
 
 
 def _proxy_for(url: URL) -> str | None:
-    """The proxy that the machine's calls need. aiohttp's `trust_env` would find it, too, and add logins of ~/.netrc."""
+    """Return the machine's proxy for a URL; None for none. aiohttp's `trust_env` would also add logins from ~/.netrc."""
     return None if proxy_bypass(url.host or "") else getproxies().get(url.scheme)
 
 
 def _headers(provider: Provider, scope: Scope) -> dict[str, str]:
-    """What a provider is told: little of what the agent sent, and its own key where the client has the gateway's."""
+    """Return the headers for a provider: those in `ASKED`, and the provider's key in the header in which the agent's client
+    sent the gateway's."""
     pairs: Sequence[Header] = scope["headers"]
     sent = dict(pairs)
     headers = {name.decode(): sent[name].decode("latin-1") for name in ASKED if name in sent}
@@ -252,7 +257,7 @@ def _refused(provider: Provider, status: int) -> RefusalError:
 
 
 def _too_long(provider: Provider, status: int) -> bytes:
-    """The body of an error whose own is too long. The status tells clients whether to try again."""
+    """Return the body for an error of a provider whose own body is too long."""
     where = f"{SETTING}.{provider.name}"
     message = (
         f"The provider of {where} answered with status {status} and with more than {LONGEST_ERROR} bytes of text, or more JSON "
@@ -262,5 +267,5 @@ def _too_long(provider: Provider, status: int) -> bytes:
 
 
 def _without(key: str, payload: bytes) -> bytes:
-    """An error's text without the key, which some servers quote."""
+    """Remove the key from an error's text, since some servers quote it."""
     return payload.replace(key.encode(), b"[redacted]") if key else payload

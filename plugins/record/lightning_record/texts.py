@@ -1,8 +1,8 @@
-"""What agents send and get, on its way into the store: redacted, and told against an earlier call of the attempt, or, in a
-branch, of its parent.
+"""The call stage that stores requests and replies: redact their texts, and pack them as differences from an earlier call of the
+attempt or, in a branch, of its parent.
 
-The invariant: a text passes the redaction before it is stored, once: what came with an earlier call of the attempt is not
-looked through again. What is remembered never exceeds a fixed number of bytes; what is forgotten costs bytes in the store.
+The invariant: a text is redacted before it is stored, and only once: a piece that came with an earlier call of the attempt is
+not checked again. Memory is bounded; dropped entries only cost more bytes in the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from lightning.gateway.call import SHAPE_ERRORS
-from lightning.gateway.http import Body, UpstreamError, beside, write_object
+from lightning.gateway.http import Body, UpstreamError, write_object
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.types import CallStatus, Transition, shared_prefix
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 64 << 20
 MOST_BODIES = 4
-"""Requests of an attempt that a later one may be told against: those of agents that take turns."""
+"""Most requests of an attempt that are kept as bases for later ones. Several are kept because agents may take turns."""
 PIECE = 64
-"""Bytes that the key of a piece takes."""
+"""Estimated bytes of memory for the key of a piece."""
 SHORT = 16 * 1024
-"""Bytes of new text up to which it is looked through where the calls are answered, since that takes less than a thread."""
+"""Up to this many bytes, new text is redacted in the event loop, which is faster than in a thread."""
 
 SMALLEST: Final = 1024
-"""Bytes of a piece of a request, but for the last ones of a list."""
+"""Least bytes of a piece of a request, except for the last one of a list."""
 NESTED: Final = frozenset((dict, list))
 Attempt = tuple[str, int]
 
 
 class Piece(NamedTuple):
-    """What stands side by side in a canonical request and comes again in later ones, from byte `start` to `stop`: items of the
-    list `name`, or fields where that is None. `key` is equal for equal ones."""
+    """A part of a canonical request, from byte `start` to `stop`, that may come again in later requests: consecutive items of
+    the list `name`, or fields if `name` is None. Equal pieces have equal `key`s."""
 
     name: str | None
     start: int
@@ -58,19 +58,19 @@ class Piece(NamedTuple):
 
 
 class _Cutter:
-    """Joins a request's text and cuts it into pieces."""
+    """Builds the text of a request and cuts it into pieces."""
 
     def __init__(self) -> None:
         self.text, self.pieces, self._start = bytearray(), list[Piece](), 0
 
     def add(self, name: str | None, part: bytes) -> None:
-        """A part of the piece that is being made."""
+        """Add a part to the current piece, and end the piece if it is large enough."""
         self.text += part
         if len(self.text) - self._start >= SMALLEST:
             self.close(name)
 
     def add_all(self, name: str, items: Iterable[Any]) -> None:
-        """The items of a list."""
+        """Add the items of the list `name`."""
         parts, size = list[bytes](), 0
         for item in items:
             parts.append(part := canonical(item))
@@ -82,7 +82,7 @@ class _Cutter:
         self.close(name)
 
     def close(self, name: str | None, then: bytes = b"") -> None:
-        """The piece ends here. What is written `then` belongs to none."""
+        """End the current piece, and write the text `then`, which belongs to no piece."""
         if (stop := len(self.text)) > self._start:
             key = hash((name, bytes(self.text[self._start : stop])))
             self.pieces.append(Piece(name, self._start, stop, key))
@@ -91,8 +91,8 @@ class _Cutter:
 
 
 def cut(body: Mapping[str, Any]) -> tuple[bytes, tuple[Piece, ...]]:
-    """The canonical JSON of a request, and its pieces: one for each list of numbers or texts, and few for many small items,
-    since each costs memory of its own. Raises `RecursionError` for what is nested too deep."""
+    """Return the canonical JSON of a request and its pieces. Small items share a piece, since each piece costs memory; a list
+    of numbers or texts is never cut. Raises `RecursionError` for a request that is nested too deep."""
     made = _Cutter()
     made.close(None, b"{")
     for place, name in enumerate(sorted(body)):
@@ -108,14 +108,14 @@ def cut(body: Mapping[str, Any]) -> tuple[bytes, tuple[Piece, ...]]:
 
 
 def as_object(request: bytes, piece: Piece) -> bytes:
-    """A piece of a canonical request as a JSON object."""
+    """Return a piece of a canonical request as a JSON object."""
     text = request[piece.start : piece.stop].removeprefix(b",")
     return b"{%b}" % text if piece.name is None else b"{%b:[%b]}" % (written(piece.name), text)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the agent sent it: its canonical JSON, and the pieces of that; empty where it is too large."""
+    """A request as the agent sent it: its canonical JSON and the pieces of that; both empty if it is too large."""
 
     path: str
     request: bytes = b""
@@ -124,8 +124,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the agent is shown of its call: the status, and the JSON of the whole answer, empty for a call that broke off.
-    `has_ids` says that it asked for token ids."""
+    """The answer that the agent gets: the status and the JSON of the whole reply, 0 and empty for a call that broke off.
+    `has_ids` says that the agent asked for token ids."""
 
     status: int = 0
     reply: bytes = b""
@@ -134,7 +134,7 @@ class Shown:
 
 @dataclass(slots=True, eq=False)
 class _Remembered:
-    """What is remembered of an attempt: which pieces need not be looked through again, and its last requests."""
+    """The memory of an attempt: the keys of pieces without a credential, and its last calls, as bases for later ones."""
 
     clean: set[int] = field(default_factory=set)
     last: deque[Said] = field(default_factory=deque)
@@ -142,7 +142,7 @@ class _Remembered:
 
 @dataclass(frozen=True, slots=True)
 class PackedExchange:
-    """An exchange as it is stored, and what is to be remembered of it once it is."""
+    """An exchange in its `stored` form; and request, reply and the keys of clean pieces, to remember after it is stored."""
 
     stored: bytes
     request: bytes
@@ -151,35 +151,35 @@ class PackedExchange:
 
 
 class Exchanges:
-    """Packs the exchanges of all attempts. `wanted` is `gateway.record_requests`."""
+    """Packs the exchanges of all attempts. `wanted` is the setting `gateway.record_requests`."""
 
     def __init__(self, *, wanted: bool = True, most_bytes: int = MOST_BYTES) -> None:
         self._wanted, self._most = wanted, most_bytes
         self._attempts: OrderedDict[Attempt, _Remembered] = OrderedDict()
         self._bytes = 0
-        # By `id`: the branches of one call are given the same objects, so that their bytes are there once and count once. With
-        # each attempt's share counted whole, a few dozen branches would drive out all other attempts.
+        # By `id`: branches at one call share the same objects, whose bytes are in memory once and must count once. Otherwise a
+        # few dozen branches would push out all other attempts.
         self._holders: Counter[int] = Counter()
-        # Not the loop's own threads: agents of the inline runner may hold all of them, and wait for this answer.
+        # Not the loop's own threads: agents of the inline runner may occupy all of them while they wait for this answer.
         self._threads = ThreadPoolExecutor(1, "lightning-exchanges")
 
     def close(self) -> None:
-        """Let go of the thread."""
+        """Stop the thread."""
         self._threads.shutdown(wait=False)
 
     def asked(self, path: str, body: Body, size: int) -> Asked | None:
-        """A request of so many bytes, before anybody changes it; None where it is not to be recorded."""
+        """Take a request of `size` bytes before it is changed; None if it is not recorded."""
         if not self._wanted:
             return None
         try:
             return Asked(path) if size > exchanges.LARGEST else Asked(path, *cut(body))
-        except RecursionError:  # whoever passes it on refuses it
+        except RecursionError:  # the gateway refuses such a request later
             return None
 
     async def pack(self, attempt: Attempt, asked: Asked, shown: Shown) -> PackedExchange:
-        """The exchange, ready to be stored."""
+        """Redact and pack an exchange, so that it can be stored."""
         known = self._attempts.get(attempt) or _Remembered()
-        # A tuple now: other calls of the attempt end while a thread is at work.
+        # A copy, because other calls of the attempt may end while the thread works.
         new = tuple(piece for piece in asked.pieces if piece.key not in known.clean)
         bodies = tuple(known.last)
         if sum(piece.stop - piece.start for piece in new) + len(shown.reply) <= SHORT:
@@ -187,13 +187,12 @@ class Exchanges:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _pack, asked, new, shown, bodies)
 
     def keep(self, attempt: Attempt, seq: int, packed: PackedExchange) -> None:
-        """The call is durable under this number: later ones may be told against it."""
+        """Remember a call that is now durable with this `seq`, as a base for later ones."""
         if packed.request:
             self._remember(attempt, [Said(seq, packed.request, packed.reply)], packed.clean)
 
     def inherit(self, attempt: Attempt, calls: Sequence[Said]) -> None:
-        """An attempt of a branch begins: its calls may be told against these of its parent, of which the first are forgotten
-        first."""
+        """Give a new attempt of a branch these calls of its parent as bases; the first ones are dropped first."""
         if self._wanted and attempt not in self._attempts:
             self._remember(attempt, calls, frozenset())
 
@@ -247,7 +246,7 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
         told = redacted_json(whole, "reply") if unsure else whole
         flags |= Flag.REDACTED if told != whole else WHOLE
         reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
-    # Of equal requests the last one: its reply is what this call goes on with.
+    # Among equally similar requests the last one counts: its reply is the one that this call continues.
     base = max(reversed(bodies), key=lambda said: shared_prefix(request, said.request), default=NOBODY)
     stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
     if len(reply) > exchanges.LARGEST:
@@ -256,7 +255,7 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
 
 
 def _left_out(asked: Asked, shown: Shown, flags: Flag = WHOLE) -> PackedExchange:
-    """That there was a call is all that is kept."""
+    """Pack an exchange without its texts: only path, status and flags are kept."""
     stored = exchanges.pack(asked.path, shown.status, b"", b"", flags=Flag.TOO_LARGE | flags)
     return PackedExchange(stored, b"", b"", frozenset())
 
@@ -272,7 +271,7 @@ def _object(value: Any) -> Body:
 
 
 def as_json(body: bytes) -> bytes:
-    """A refusal's body as JSON: a policy server's proxy may say it in plain text."""
+    """Return a refusal's body as JSON. One that is not JSON, such as a proxy's plain text, becomes a JSON string."""
     try:
         json.loads(body)
     except ValueError:
@@ -281,14 +280,14 @@ def as_json(body: bytes) -> bytes:
 
 
 class WholeReply:
-    """A stream of chat or text completions put together: the answer that would have been sent without `stream`."""
+    """Puts the chunks of a stream of chat or text completions together, to the answer that would come without `stream`."""
 
     def __init__(self) -> None:
         self._head: Body = {}
         self._choices: dict[int, Body] = {}
 
     def add(self, chunk: Body) -> None:
-        """Take what the agent sees of a chunk. Raises `UpstreamError` for one of another shape."""
+        """Add a chunk as the agent sees it. Raises `UpstreamError` if its shape is wrong."""
         well_shaped(partial(self._add, chunk))
 
     def _add(self, chunk: Body) -> None:
@@ -300,7 +299,7 @@ class WholeReply:
             _merge(choice, {"message" if name == "delta" else name: value for name, value in said.items()})
 
     def whole(self) -> Body:
-        """All of it so far."""
+        """The answer from all chunks so far."""
         kind = str(self._head.get("object", "")).removesuffix(".chunk")
         return {**self._head, "object": kind, "choices": [_joined(self._choices[at]) for at in sorted(self._choices)]}
 
@@ -309,7 +308,8 @@ Made = TypeVar("Made")
 
 
 def well_shaped(make: Callable[[], Made]) -> Made:
-    """What is made of an answer that was read. Raises `UpstreamError` where it was not shaped like vLLM's."""
+    """Call `make`, which reads a policy server's answer, and return its result. Raises `UpstreamError` if the answer does not
+    have vLLM's shape."""
     try:
         return make()
     except SHAPE_ERRORS as error:
@@ -317,7 +317,7 @@ def well_shaped(make: Callable[[], Made]) -> Made:
 
 
 class TextsStage(CallStage):
-    """What the agent sends and gets is stored with its call."""
+    """The call stage that stores request and reply of each call in its extras."""
 
     api, after = 1, ("history",)
     carries_out = ("record_requests",)
@@ -328,23 +328,23 @@ class TextsStage(CallStage):
         self._packed: WeakKeyDictionary[Call, PackedExchange] = WeakKeyDictionary()
 
     def inherit(self, attempt: Attempt, calls: Sequence[Said]) -> None:
-        """An attempt of a branch begins: see `Exchanges.inherit`."""
+        """Give a new attempt of a branch these calls of its parent as bases (`Exchanges.inherit`)."""
         self.exchanges.inherit(attempt, calls)
 
-    async def admitted(self, call: Call, request: Request) -> None:
-        """Keep the request as the agent sent it."""
-        path, size = call.dialect.path, len(request.payload)
-        asked = await beside(request.scope, partial(self.exchanges.asked, path, request.body, size))
+    def reading(self, call: Call, request: Request) -> None:
+        """Take the request as the agent sent it, before other stages change it."""
+        asked = self.exchanges.asked(call.dialect.path, request.body, len(request.payload))
         if asked is not None:
             self._asked[call] = asked, WholeReply()
 
     async def sending(self, call: Call, body: Body) -> None:
-        """Read the stream that the agent gets."""
+        """Collect the chunks of a stream that the agent gets."""
         if call.sent.plan.stream and call.sent.translator is None and (asked := self._asked.get(call)) is not None:
             call.readers.append(asked[1].add)
 
     async def settled(self, call: Call, answer: Answer) -> None:
-        """Pack the request and the answer. A call is stored and answered whatever is wrong with the text of its request."""
+        """Pack request and reply into the call's extras. An error here is logged, and the call is stored and answered without
+        them."""
         if (known := self._asked.get(call)) is None:
             return
         asked, streamed = known
@@ -357,13 +357,13 @@ class TextsStage(CallStage):
             self._packed[call], call.extras[TEXTS] = packed, packed.stored
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """Later calls may be told against it."""
+        """Remember the stored call as a base for later ones."""
         if (packed := self._packed.pop(call, None)) is not None:
             self.exchanges.keep(call.attempt, transitions[0].seq, packed)
 
 
 def stage(parts: Parts) -> TextsStage | None:
-    """The stage; None where the settings keep no texts."""
+    """Make the stage; None if `gateway.record_requests` is false."""
     if not parts.config.record_requests:
         return None
     exchanges = Exchanges()
@@ -372,7 +372,7 @@ def stage(parts: Parts) -> TextsStage | None:
 
 
 def _shown(call: Call, answer: Answer, streamed: WholeReply) -> Shown:
-    """What the agent is shown of its call. Raises `UpstreamError`."""
+    """Return the answer that the agent gets. Raises `UpstreamError` if a stream does not have vLLM's shape."""
     if not answer.status:
         return Shown()
     has_ids = call.sent.plan.keep_ids
@@ -386,20 +386,20 @@ def _shown(call: Call, answer: Answer, streamed: WholeReply) -> Shown:
 
 
 ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "stop_reason"})
-"""Texts of a chunk that are not added to those of the chunks before."""
+"""Fields of a chunk whose text is not appended to the text of the chunks before."""
 
 
 class _Texts(list[str]):
-    """A text whose pieces are still coming."""
+    """The pieces so far of a text in a stream."""
 
 
 class _Numbered(dict[int, Any]):
-    """A list whose items say their places."""
+    """The items so far of a list in a stream, by the `index` that each has."""
 
 
 def _merge(into: Body, said: Body) -> None:
     for name, value in said.items():
-        before = into.get(name) or None  # an empty list says no more than none
+        before = into.get(name) or None  # an empty list counts as None
         if value is None or value == []:
             into.setdefault(name, value)
         elif isinstance(value, str) and name not in ONCE:

@@ -1,4 +1,4 @@
-"""The Redis store: one Redis, or a service that speaks its protocol, for the processes of many machines.
+"""The Redis store: one Redis, or a service with its protocol, for the processes of many machines.
 
-Nothing is imported here, so that a run without it does not pay for it.
+This package imports nothing here, so that a run without Redis does not pay for it.
 """

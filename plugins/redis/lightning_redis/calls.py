@@ -1,6 +1,6 @@
-"""A call as it lies in Redis: its digest, its columns as JSON with the name of its parent, its compressed tokens.
+"""A call as Redis stores it: its digest, its columns as JSON with its parent's key, its compressed tokens.
 
-The invariant: a call is decoded against the parent it was encoded against, and one that was damaged or edited is noticed.
+The invariant: a call is decoded against the parent it was encoded against, and a damaged or edited call is noticed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lightning.types import Transition
 from lightning_redis.keys import encoded
 
 CallKey: TypeAlias = tuple[str, int, int]
-"""Rollout, attempt and seq."""
+"""The key of a call: rollout, attempt and seq."""
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
 EXTRAS: Final = rows.CALLS.fields.index("extras") - 1
-"""The column in whose place stands how many bytes of it precede the tokens."""
+"""The column of the extras. The JSON has their length in bytes instead; they stand between it and the tokens."""
 _LENGTH: Final = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The parts of a call that was read. `columns` are those of `sql.CALL_COLUMNS` without the first."""
+    """The parts of a stored call. `columns` are those of `rows.CALLS` without the first."""
 
     key: CallKey
     digest: bytes
@@ -38,7 +38,7 @@ class Stored:
 
 
 def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: bytes) -> bytes:
-    """The value to be kept. Raises `DataError` for what a database cannot hold."""
+    """Return the value to store for a call. Raises `DataError` for data that a database cannot hold."""
     what = f"of transition {transition.key}"
     if transition.seq < 0:
         raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
@@ -57,7 +57,7 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
 
 
 def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored:
-    """The parts of a value. Raises `StoreError` when they make no sense."""
+    """Divide a stored value into its parts. Raises `StoreError` when it is damaged."""
     try:
         start = DIGEST_BYTES + _LENGTH.size
         (length,) = _LENGTH.unpack_from(value, DIGEST_BYTES)
@@ -77,12 +77,12 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
 
 
 def caller_text(stored: Stored) -> str:
-    """The caller that the call was appended with."""
+    """Return the caller with which the call was appended, as text."""
     return str(stored.columns[1])
 
 
 class Decoder:
-    """Decodes calls, each once, its ancestors before it. `stored` holds all that may be an ancestor."""
+    """Decodes calls, each once and after its ancestors. `stored` has all calls that may be an ancestor."""
 
     def __init__(self, stored: Mapping[CallKey, Stored]) -> None:
         self._stored = stored
@@ -90,12 +90,12 @@ class Decoder:
         self._prompts: dict[CallKey, int] = {}
 
     def known(self, key: CallKey) -> KnownTransition[CallKey]:
-        """What is remembered of a call. Raises `StoreError` when it or an ancestor is damaged."""
+        """Return what the cache of parents needs of a call. Raises `StoreError` when the call or an ancestor is damaged."""
         self._resolve(key)
         return KnownTransition(key, self._stored[key].digest, Fingerprint.of(self._full[key], self._prompts[key]))
 
     def transition(self, key: CallKey) -> Transition:
-        """The call as it was appended. Raises `StoreError` when it or an ancestor is damaged or was edited."""
+        """Return the call as it was appended. Raises `StoreError` when it or an ancestor is damaged or was edited."""
         found = self._stored[key]
         if found.parent is not None:
             self._resolve(found.parent, (key,))
@@ -114,7 +114,7 @@ class Decoder:
         )
 
     def _resolve(self, key: CallKey, below: Iterable[CallKey] = ()) -> None:
-        """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""
+        """Decode the chain of ancestors, oldest first, without recursion, since chains may be long."""
         chain: list[Stored] = []
         met = set(below)
         at: CallKey | None = key

@@ -1,7 +1,7 @@
-"""Hearing of changes: Redis wakes whoever waits for the stream of a run.
+"""Listening for changes: Redis answers a listener when the stream of a run has a new entry.
 
-The invariant: each change is an entry of the run's stream, which keeps the last one; a watch compares it with the last that it
-has told, so nothing is missed while the connection is lost.
+The invariant: each change is an entry of the run's stream, which keeps the last one. A watch compares it with the last entry
+that it reported, so that no change is missed while the connection is lost.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lightning_redis.handshake import asker
 from lightning_redis.settings import Settings
 
 BLOCK_MS: Final = 10_000
-"""Milliseconds that Redis lets a listener wait: less than what counts as no answer."""
+"""Milliseconds that a listener waits in Redis: fewer than those after which a server counts as away."""
 
 
 def newest(stream: bytes) -> tuple[bytes, ...]:
-    """The command that asks for the last entry of a stream."""
+    """Return the command that reads the last entry of a stream."""
     return (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"1")
 
 
 def entry_of(reply: Reply) -> bytes:
-    """The last entry's id, from the reply to `newest`."""
+    """Return the last entry's id from the reply to `newest`."""
     return bytes(reply[0][0]) if reply else b"0-0"
 
 
 class _Listener:
-    """One connection for all who watch a run on this loop: it only wakes them, they look for themselves."""
+    """One connection for all watches of a run on this loop. It only wakes them; each reads the change itself."""
 
     def __init__(self, settings: Settings, stream: bytes) -> None:
         self._stream = stream
@@ -55,7 +55,8 @@ class _Listener:
             await self._wire.disconnect()
 
     async def _listen(self) -> None:
-        """Connect and listen until the connection is lost. What happened before is news as well."""
+        """Connect and listen until the connection is lost. A new connection wakes all watches, since changes may have been
+        missed."""
         await self._wire.connect()
         ask = asker(self._wire.exchange)
         last = entry_of(await ask(*newest(self._stream)))
@@ -67,13 +68,13 @@ class _Listener:
                 self.wake()
 
     def wake(self) -> None:
-        """Let all who watch look."""
+        """Wake all watches."""
         for event in self.watching:
             event.set()
 
 
 class Listeners:
-    """The listeners of one loop, each for as long as somebody watches its run."""
+    """The listeners of one loop; each lives as long as its run is watched."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -81,7 +82,7 @@ class Listeners:
 
     @contextlib.asynccontextmanager
     async def listening(self, stream: bytes) -> AsyncIterator[asyncio.Event]:
-        """An event that is set when the stream grows, for the length of the block."""
+        """Give an event that is set when the stream grows, for the length of the block."""
         listener = self._by_stream.get(stream)
         if listener is None or listener.task.done():
             listener = self._by_stream[stream] = _Listener(self._settings, stream)
@@ -97,7 +98,7 @@ class Listeners:
                 await _end(listener)
 
     async def close(self) -> None:
-        """Stop listening; who still watches is woken no more, and finds the store closed."""
+        """Stop listening. Remaining watches are woken once, and find the store closed."""
         listeners, self._by_stream = list(self._by_stream.values()), {}
         for listener in listeners:
             await _end(listener)

@@ -1,7 +1,7 @@
-"""One connection to Redis, and the words for what Redis refuses.
+"""One connection to Redis, and the errors for what Redis refuses.
 
-The invariant: no exception of the client library leaves this package; each becomes an error that names the store and the cure,
-and what only says that the server is away is told apart from what it refuses.
+The invariant: no exception of the client library leaves this package. Each becomes an error that names the store and the cure.
+Errors that mean that the server is away are distinguished from refusals.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from lightning_redis.settings import Settings
 
 _WAIT: Final = ("READONLY", "MASTERDOWN", "BUSY ", "NOREPLICAS")
 _WAIT_KINDS: Final = (exceptions.ReadOnlyError, exceptions.MasterDownError)
-"""What a server answers, to a command or from inside a script, while another takes over from it, a script takes long, or fewer
-replicas are there than its `min-replicas-to-write`."""
+"""Errors that a server gives, for a command or from a script, during a failover, during a long script, or with fewer replicas
+than its `min-replicas-to-write`."""
 
 _NO_RIGHTS: Final = ("ACL failure in script", "The user executing the script can't")
-"""What Redis 7, and Redis 6.2, answers when a script runs a command that the user may not."""
+"""Errors of Redis 7 and of Redis 6.2 when a script runs a command that the user may not run."""
 _UNTRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
 
 Command = Sequence[bytes]
 Reply = Any
-"""Bytes, integers, None, lists of them, or the error that a command was answered with."""
+"""A reply: bytes, integers, None, lists of these, or the error of a command."""
 
 CONNECT_SECONDS: Final = 5.0
 REPLY_SECONDS: Final = 30.0
-"""A server that does not answer for this long counts as away, or for the timeout of the URL, if that is shorter."""
+"""A server counts as away after this many seconds without an answer, or after the URL's timeout if that is shorter."""
 LEAST_SECONDS: Final = 1.0
-"""How long a server may take to answer, whatever the timeout: a flush of its disk takes a part of it."""
+"""Seconds that a server always has to answer, whatever the timeout: a flush of its disk may take that long."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between attempts to reach the server; they double, and are shortened at random so that not all come at once."""
+"""The first and the longest pause in seconds between attempts to reach the server. Pauses double, and are shortened at random
+so that clients do not come back all at once."""
 
 
 def away(error: BaseException) -> bool:
-    """Whether the server could not be asked, or cannot answer now: the same call may be answered later."""
+    """Whether an error means that the server is away: the same call may be answered later."""
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError) or _UNTRUSTED in str(error):
         return False
     if isinstance(error, exceptions.ResponseError):
@@ -48,7 +49,7 @@ def away(error: BaseException) -> bool:
 
 
 def translate(error: BaseException, settings: Settings) -> LightningError:
-    """The error to give to the caller for what Redis or its client raised."""
+    """Return the caller's error for an error of Redis or its client."""
     where, text = f"store {settings.place}", str(error) or type(error).__name__
     if isinstance(error, LightningError):
         return error
@@ -90,7 +91,8 @@ def pause(attempt: int) -> float:
 
 
 def _packed(commands: Sequence[Command]) -> bytes:
-    """As Redis reads them. The client's own packing looks at the type of every part, and took most of a call's time."""
+    """Return commands in Redis' protocol. The client's own packing checks the type of every part, and took most of a call's
+    time."""
     parts: list[bytes] = []
     for command in commands:
         parts.append(b"*%d\r\n" % len(command))
@@ -100,9 +102,9 @@ def _packed(commands: Sequence[Command]) -> bytes:
 
 
 class Wire:
-    """A connection that is made when it is needed. Whoever uses it has it alone.
+    """A connection that is made when it is needed, for one user at a time.
 
-    `seconds` is how long the server may take to answer; without it, as long as the settings say.
+    `seconds` is how long the server may take to answer; None: as long as the settings say.
     """
 
     def __init__(self, settings: Settings, seconds: float | None = None) -> None:
@@ -112,11 +114,11 @@ class Wire:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection; the server may be gone all the same."""
+        """Whether a connection was made; the server may be gone meanwhile."""
         return self._connection is not None
 
     async def connect(self) -> None:
-        """Make the connection. Raises what the client raises."""
+        """Make the connection. Raises the client's errors."""
         settings = self._settings
         options: dict[str, Any] = {
             "host": settings.host,
@@ -140,7 +142,7 @@ class Wire:
         self._connection = connection
 
     async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send all, then read all replies; an error that answers one command is returned in its place."""
+        """Send all commands, then return all replies. The error of a command is returned as its reply."""
         connection = self._connection
         assert connection is not None, "connect() comes first"
         await connection.send_packed_command(_packed(commands), check_health=False)

@@ -1,12 +1,12 @@
-"""What is checked whenever a connection is made, and the mark that makes a prefix a store.
+"""Checks of each new connection, and the mark that makes a prefix a store.
 
-The invariant: nothing is acknowledged by a server that would lose it, and nothing is written under a prefix that belongs to
+The invariant: a server that would lose acknowledged writes is refused, and nothing is written under a prefix that belongs to
 another program or has another schema.
 
-An append-only file alone does not mean that what was acknowledged is kept. With `appendfsync everysec` Redis answers at once
-and holds back what it would append while the disk is busy with the sync of the second before, for up to two seconds: a
-`kill -9` in that time loses it. `always` and `no` append before they answer, and `always` also survives a power cut. So
-`everysec`, which is Redis' default, must be accepted in the URL.
+An append-only file alone does not guarantee that acknowledged writes are kept. With `appendfsync everysec` Redis answers at
+once, and delays the append for up to two seconds while the disk is still syncing: a `kill -9` in that time loses the writes.
+`always` and `no` append before they answer, and `always` also survives a power cut. So `everysec`, Redis' default, must be
+accepted in the URL.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ PROGRAM: Final = "lightning"
 OLDEST: Final = (6, 2)
 
 Ask = Callable[..., Awaitable[Reply]]
-"""Sends one command; raises what it is answered with."""
+"""Sends one command and returns the reply; raises an error reply."""
 
 
 async def check_server(ask: Ask, settings: Settings) -> None:
-    """Raise `StoreError` unless the server is as durable as the URL asks for, `BusyLoadingError` while it cannot tell, and
-    `ReadOnlyError` while it is a replica."""
+    """Raise `StoreError` for a server that cannot keep a store (too old, a cluster, evicting keys) or is less durable than the
+    URL demands; `BusyLoadingError` while it is loading, `ReadOnlyError` while it is a replica."""
     info = _info(await ask(b"INFO"))
-    if info.get("loading") == "1":  # with its append-only file switched off, until it has read it
+    if info.get("loading") == "1":  # while it loads, its append-only file is reported as off
         raise BusyLoadingError("Redis is loading what it has kept")
     where = f"store {settings.place}"
-    if info.get("role") == "slave":  # what it says may be old; it may become the master, as in a failover
+    if info.get("role") == "slave":  # its data may be old; in a failover it may become the master
         raise ReadOnlyError("this Redis is a replica: name its master in the URL")
     version = tuple(int(part) for part in info.get("redis_version", "0.0").split(".")[:2])
     if version < OLDEST:
@@ -89,8 +89,8 @@ async def _check_sync(ask: Ask, settings: Settings, where: str) -> None:
 
 
 async def check_mark(ask: Ask, settings: Settings, keys: Keys, make: bool) -> str:
-    """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours, or has
-    another schema, and `ConfigError` where there is none and it is not to `make` one."""
+    """Return the id of the database under the prefix; with `make` create it if there is none. Raises `SchemaError` for keys of
+    another program or schema, `ConfigError` where there is none and `make` is false."""
     where = f"store {settings.place}"
     mark = await _mark(ask, where, keys)
     if mark is None and not make:
@@ -112,7 +112,7 @@ async def check_mark(ask: Ask, settings: Settings, keys: Keys, make: bool) -> st
 
 
 def _read(mark: bytes | None, where: str, keys: Keys) -> str:
-    """The id of the database that a mark names. Raises `SchemaError`."""
+    """Return the id of the database in a mark. Raises `SchemaError`."""
     try:
         found = json.loads(mark or b"")
         program, schema, database = found["program"], found["schema"], found["id"]
@@ -126,7 +126,8 @@ def _read(mark: bytes | None, where: str, keys: Keys) -> str:
 
 
 async def check_same(ask: Ask, settings: Settings, keys: Keys, database: str) -> None:
-    """Raise unless the database is still the one that was opened: a server may come back empty, or another in its place."""
+    """Raise `StoreError` unless the database is the one that was opened: a server may come back empty, or be replaced by
+    another."""
     mark = await _mark(ask, f"store {settings.place}", keys)
     try:
         found = json.loads(mark or b"{}").get("id")
@@ -152,7 +153,7 @@ async def _mark(ask: Ask, where: str, keys: Keys) -> bytes | None:
 
 
 async def _any_key(ask: Ask, settings: Settings) -> str | None:
-    pattern = f"{settings.prefix}:*".encode()  # the prefix has no character that means more than itself
+    pattern = f"{settings.prefix}:*".encode()  # the prefix has no wildcard characters
     cursor = b"0"
     while True:
         cursor, found = await ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
@@ -168,7 +169,7 @@ def _info(reply: bytes) -> dict[str, str]:
 
 
 def asker(exchange: Callable[[list[Command]], Awaitable[list[Reply]]]) -> Ask:
-    """`Ask` over an exchange of whole batches."""
+    """Make an `Ask` from a function that exchanges whole batches."""
 
     async def ask(*command: bytes) -> Reply:
         (reply,) = await exchange([command])

@@ -1,10 +1,10 @@
-"""`RedisKeeper`: looks after the keys of one prefix.
+"""`RedisKeeper`: maintenance of the keys of one prefix.
 
-The invariant: a group loses its calls in one script, which looks whether all of its rollouts have ended, and a rollout all that
-is its own in one transaction; what is broken off in between can be asked for again. Whoever appends has Redis look for the
-parent of a call, so that one which was removed is not taken.
+The invariant: the calls of a group are deleted in one script, which checks that all its rollouts have ended; a rollout's own
+keys are deleted in one transaction. What is interrupted in between can be repeated. Appending makes Redis check the parent of a
+call, so that a deleted call does not become a parent.
 
-Redis makes copies of itself by its own means, and of all its prefixes: `backup` and `restore` name them.
+Redis makes copies itself, of all its prefixes together: `backup` and `restore` name its commands.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lightning_redis.rollout_codec import home_of, stand
 from lightning_redis.settings import from_url
 
 BATCH: Final = 500
-"""Commands on their way at once."""
+"""The most commands that are sent at once."""
 OWN_OF_RUN: Final = ("all", *Status, "leases", "steps", "proofs", "metrics", "state", "changes")
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A rollout of a run: its number, group and step, and its attempts so far. `worker` holds it, if any does."""
+    """A rollout of a run: its number, group and step, and how many attempts it had. `worker` holds it; empty: none does."""
 
     rollout: str
     number: int
@@ -52,7 +52,7 @@ class _Member:
 
 
 class RedisKeeper:
-    """The keeper of the prefix that a `redis://` URL names."""
+    """Maintains the prefix that a `redis://` URL names."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -60,7 +60,7 @@ class RedisKeeper:
         self._keys = Keys(self._settings.prefix)
 
     async def status(self) -> DatabaseStatus:
-        """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
+        """Return the database's numbers. They are read key by key while others write; bytes are Redis' estimates. Raises
         `ConfigError` where there is no store."""
         async with self._link() as link:
             runs, tokens = await records.list_runs(link), await self._tokens(link)
@@ -86,7 +86,7 @@ class RedisKeeper:
         )
 
     async def _tokens(self, link: Link) -> dict[str, int] | None:
-        """None where no plugin keeps any."""
+        """Return the numbers of tokens by state; None where no plugin keeps tokens."""
         for asked in plugins().operations():
             if asked.name == "list_tokens" and asked.group is not None:
                 every = asked.group.function(asked, asked.group.part(asked, "redis", self), self)
@@ -94,21 +94,21 @@ class RedisKeeper:
         return None
 
     async def backup(self, target: Path) -> None:
-        """See `Keeper.backup`. Raises `ConfigError`: Redis has its own means."""
+        """Raise `ConfigError`: Redis makes backups by its own commands."""
         raise ConfigError(
             f"{target} cannot be made of Redis, which copies itself: run `redis-cli --rdb {target}`, while runs go on; "
             "`lightning db export` writes the content to files"
         )
 
     async def restore(self, source: Path) -> None:
-        """See `Keeper.restore`. Raises `ConfigError`: Redis has its own means."""
+        """Raise `ConfigError`: Redis is restored by its own means."""
         raise ConfigError(
             f"{source} cannot be read into Redis: start Redis with a copy that it made itself (dbfilename), and restore a "
             "backup that this program made into PostgreSQL or a file"
         )
 
     async def activity(self) -> dict[str, float]:
-        """See `Keeper.activity`."""
+        """Return the time of each run's last lease or ended attempt."""
         newest: dict[str, float] = {}
 
         def note(run: str | None, at: object) -> None:
@@ -126,7 +126,7 @@ class RedisKeeper:
         return newest
 
     async def busy_runs(self) -> frozenset[str]:
-        """See `Keeper.busy_runs`."""
+        """Return the runs with a valid lease."""
         async with self._link() as link:
             (names, (seconds, micros)) = await _ask(link, [(b"HKEYS", self._keys("runs")), (b"TIME",)])
             now = b"(%d.%06d" % (int(seconds), int(micros))
@@ -134,7 +134,7 @@ class RedisKeeper:
         return frozenset(name.decode() for name, count in zip(names, held, strict=True) if count)
 
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
-        """See `Keeper.weigh`."""
+        """Return the numbers of calls and spans of each group, and the calls' bytes."""
         async with self._link() as link:
             members = await self._members(link, run)
             found = []
@@ -153,7 +153,8 @@ class RedisKeeper:
         return found
 
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
-        """See `Keeper.forget_calls`."""
+        """Delete calls, spans, labels and what attempts were completed with, of those of these groups whose rollouts have all
+        ended."""
         async with self._link() as link:
             members: dict[str, list[_Member]] = {}
             newest = await self._sort(link, run, members, 0)
@@ -162,7 +163,7 @@ class RedisKeeper:
                     newest = await self._sort(link, run, members, newest)
 
     async def forget_run(self, run: str) -> None:
-        """See `Keeper.forget_run`. Rollout by rollout, the run itself last."""
+        """Delete a run, rollout by rollout, and itself last. Raises `StoreError` while the run has a valid lease."""
         if run in await self.busy_runs():
             raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
         async with self._link() as link:
@@ -180,8 +181,8 @@ class RedisKeeper:
             await _ask(link, [(b"HDEL", self._keys("runs"), encoded(run))])
 
     async def vacuum(self) -> str:
-        """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
-        and removes old answers by itself."""
+        """Delete traces whose keys have expired or whose rollouts are gone, and seats without a run. Redis itself frees space,
+        memory at once and its append-only file at the next rewrite, and removes old answers."""
         async with self._link() as link:
             traces = {name: queries.trace_of(value) for name, value in await self._state(link, TRACES_RUN)}
             there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]
@@ -192,7 +193,7 @@ class RedisKeeper:
                 if expires_at < int(seconds) or not exists
             ]
             await self._forget_state(link, TRACES_RUN, gone)
-            # Notices before runs: whoever announces one has put the run before.
+            # Notices are read before runs, because a run is created before its notice.
             state = dict(await self._state(link, ""))
             (runs,) = await _ask(link, [(b"HKEYS", self._keys("runs"))])
             await self._forget_state(link, "", queries.empty_seats(state, {name.decode() for name in runs}))
@@ -200,7 +201,7 @@ class RedisKeeper:
 
     # keys -------------------------------------------------------------------------------------------------------
     async def _members(self, link: Link, run: str, after: int = 0) -> list[_Member]:
-        """The rollouts of a run, in the order of their creation; those with numbers beyond `after`."""
+        """Return the rollouts of a run with numbers beyond `after`, in the order of creation."""
         (found,) = await _ask(
             link, [(b"ZRANGEBYSCORE", self._keys("all", run), b"(%d" % after, b"+inf", b"WITHSCORES")]
         )
@@ -218,20 +219,20 @@ class RedisKeeper:
         return members
 
     async def _sort(self, link: Link, run: str, members: dict[str, list[_Member]], newest: int) -> int:
-        """Put rollouts with numbers beyond `newest` to those of their groups; return the number of the newest there is now."""
+        """Add rollouts with numbers beyond `newest` to `members` by group, and return the largest number."""
         for member in await self._members(link, run, newest):
             members.setdefault(member.group, []).append(member)
             newest = member.number
         return newest
 
     def _of_attempts(self, member: _Member) -> tuple[list[bytes], list[bytes]]:
-        """The keys of its calls and of its spans."""
+        """Return the keys of a rollout's calls, and those of its spans."""
         attempts = range(1, member.attempts + 1)
         calls = [self._keys("calls", attempt, member.rollout) for attempt in attempts]
         return calls, [self._keys("spans", attempt, member.rollout) for attempt in attempts]
 
     async def _forget(self, link: Link, run: str, group: str, members: Sequence[_Member], newest: int) -> bool:
-        """Remove the calls of a group with these rollouts, if they have ended. False when there may be more of them by now."""
+        """Do `forget_calls` for one group with these rollouts. Return False when the group may have more rollouts by now."""
         keys = [self._keys(name) for name in ("standing", "attempts", "labels")]
         keys += [self._keys("all", run), self._keys("roots", _name(run, group))]
         arguments: list[int | str] = [newest, len(members)]
@@ -242,7 +243,7 @@ class RedisKeeper:
         return bool(word != "grown")
 
     def _removal(self, run: str, member: _Member) -> list[Command]:
-        """What takes a rollout out of everything but the counts of resources."""
+        """Return the commands that delete a rollout everywhere except in the counts of resources."""
         rollout = encoded(member.rollout)
         commands: list[Command] = [(b"DEL", key) for keys in self._of_attempts(member) for key in keys]
         for attempt in range(1, member.attempts + 1):
@@ -260,7 +261,7 @@ class RedisKeeper:
         await _ask(link, [(b"HDEL", self._keys("state", run), encoded(name)) for name in names])
 
     async def _forget_servers_state(self, link: Link, run: str, rollouts: Collection[str]) -> None:
-        """Remove what gateways and trainers keep of a run in the state of the whole store."""
+        """Delete what gateways and trainers keep of a run in the state of the whole store."""
         names = [name for name, _ in await self._state(link, "")]
         await self._forget_state(link, "", queries.fleet_state(run, names))
         traces = await self._state(link, TRACES_RUN)
@@ -272,7 +273,8 @@ class RedisKeeper:
         await _ask(link, [(b"HDEL", self._keys("uses"), encoded(field)) for field in mine])
 
     async def _measure(self, link: Link) -> tuple[dict[str, int], int]:
-        """How many entries the hashes of calls, spans, steps and versions of resources have, and the bytes of all keys."""
+        """Return how many entries the hashes of calls, spans, steps and versions of resources have, and the bytes of all
+        keys."""
         counts = dict.fromkeys(("calls", "spans", "steps", "resources:versions"), 0)
         size, cursor = 0, b"0"
         start = len(self._settings.prefix) + 1
@@ -289,7 +291,7 @@ class RedisKeeper:
                 return counts, size
 
     async def _fields(self, link: Link, name: str, *parts: str) -> AsyncIterator[tuple[str, bytes]]:
-        """The fields of a table, some of them twice when it grows meanwhile."""
+        """Yield the fields of a table; some may come twice when it grows meanwhile."""
         table, cursor = self._keys(name, *parts), b"0"
         while True:
             ((cursor, flat),) = await _ask(link, [(b"HSCAN", table, cursor, b"COUNT", b"%d" % BATCH)])
@@ -301,7 +303,7 @@ class RedisKeeper:
     # the connection ---------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def _link(self) -> AsyncIterator[Link]:
-        """A link of its own, to a store that is there. Raises `ConfigError` where there is none."""
+        """Open a link to an existing store for the block. Raises `ConfigError` where there is none."""
 
         async def greet(ask: Ask) -> None:
             await check_server(ask, self._settings)
@@ -314,7 +316,7 @@ class RedisKeeper:
             await link.close()
 
     async def _transact(self, link: Link, commands: Sequence[Command]) -> None:
-        """All of the commands, or none."""
+        """Do all of the commands, or none."""
         *_, done = await link.writes.read((b"MULTI",), *commands, (b"EXEC",))
         for reply in done:
             if isinstance(reply, Exception):
@@ -322,7 +324,7 @@ class RedisKeeper:
 
 
 async def _ask(link: Link, commands: Sequence[Command]) -> list[Any]:
-    """The replies to commands that read or remove, asked for in batches."""
+    """Send commands that read or delete, in batches, and return the replies."""
     replies: list[Any] = []
     for begin in range(0, len(commands), BATCH):
         replies += await link.reads.read(*commands[begin : begin + BATCH])
@@ -330,5 +332,5 @@ async def _ask(link: Link, commands: Sequence[Command]) -> list[Any]:
 
 
 def _name(run: str, group: str) -> str:
-    """As the list of a group's roots is called."""
+    """Return the name of the list of a group's roots."""
     return json.dumps([run, group], separators=(",", ":"))

@@ -1,6 +1,6 @@
-"""What one event loop has of the store: a lane to write, a lane to read, what it remembers, whom it wakes.
+"""What one event loop has of the store: a lane for writes, a lane for reads, caches, and listeners for changes.
 
-The invariant: nothing of a link is used from another loop, and what is remembered never changes in the database.
+The invariant: a link is used only from its own loop, and what it caches never changes in the database.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lightning_redis.rollout_codec import Home, home_of
 from lightning_redis.settings import Settings
 
 CACHE_BYTES: Final = 32 << 20
-"""Of tokens of recent calls, for each event loop that uses the store: usually one."""
+"""Bytes of recent calls' tokens that each event loop caches; usually one loop uses the store."""
 MAX_HOMES = 100_000
 
 
 class Link:
-    """Made on its loop. `greeting` checks each new connection."""
+    """The parts of one event loop, made on that loop. `greeting` checks each new connection."""
 
     def __init__(self, settings: Settings, keys: Keys, greeting: Greeting) -> None:
         self.keys = keys
@@ -48,12 +48,12 @@ class Link:
 
     @property
     def ended(self) -> bool:
-        """Whether it is of no more use."""
+        """Whether the link can no longer be used."""
         return self.writes.ended or self.reads.ended
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """For the length of the block, the link is not closed."""
+        """Keep the link from being closed for the length of the block."""
         self._busy += 1
         self._idle.clear()
         try:
@@ -64,13 +64,13 @@ class Link:
                 self._idle.set()
 
     async def close(self) -> None:
-        """Let what is under way end, then disconnect."""
+        """Wait until the link is no longer in use, then disconnect."""
         await self.listeners.close()
         await self._idle.wait()
         await asyncio.gather(self.writes.close(), self.reads.close())
 
     async def run(self, script: Script, keys: Sequence[bytes], *arguments: str | float | bytes) -> list[Reply]:
-        """Run a script; its reply begins with a word, which is returned as text."""
+        """Run a script, and return its reply with the first word as text."""
         word, *rest = await self.writes.run(script, keys, [encoded(argument) for argument in arguments])
         return [word.decode(), *rest]
 
@@ -84,15 +84,15 @@ class Link:
         more: Sequence[bytes] = (),
         rest: Sequence[str | float | bytes] = (),
     ) -> list[Reply]:
-        """Run a script that takes effect once under the name of a call (`known_as`), which Redis knows for `seconds`.
+        """Run a script that takes effect once for calls with the same name (`known_as`), which Redis remembers for `seconds`.
 
-        `more` and `rest` are keys and arguments that the script has beyond those that it names.
+        `more` and `rest` are keys and arguments of the script besides those that it names.
         """
         known = (known_as, max(1, math.ceil(min(seconds, KNOWN_SECONDS))))
         return await self.run(script, [*keys, self.keys("once", known_as), *more], *arguments, *known, *rest)
 
     async def home(self, rollout: str) -> Home:
-        """Where a rollout belongs. Raises `StoreError` when nobody created it."""
+        """Return a rollout's run, group and parent. Raises `StoreError` for an unknown rollout."""
         found = self._homes.get(rollout)
         if found is not None:
             return found
@@ -102,13 +102,13 @@ class Link:
         return self._homes.keep(rollout, home_of(columns, rollout))
 
     def remember_home(self, rollout: Rollout) -> None:
-        """Spare the next call a look."""
+        """Cache the run, group and parent of a rollout."""
         self._homes.keep(rollout.id, Home(rollout.run, rollout.group, rollout.parent))
 
 
 def done(reply: Sequence[Reply], **refusals: Callable[[list[Reply]], StoreError]) -> list[Reply]:
-    """What a script replies behind its `ok`. Raises what there is for the word with which it refuses, `StoreError` for a word
-    that is not known."""
+    """Return a script's reply after its word `ok`. Raises the error in `refusals` for another word, `StoreError` for an unknown
+    one."""
     word, *rest = reply
     if word in refusals:
         raise refusals[word](rest)
@@ -118,5 +118,5 @@ def done(reply: Sequence[Reply], **refusals: Callable[[list[Reply]], StoreError]
 
 
 def unexpected(reply: Sequence[Reply]) -> StoreError:
-    """For a reply that no script of this release gives."""
+    """Return the error for a reply that no script of this release gives."""
     return StoreError(f"the redis store was answered {list(reply)!r}, which this release does not know")

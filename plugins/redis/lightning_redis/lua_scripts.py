@@ -1,13 +1,13 @@
-"""The Lua scripts: every change of the store is one of them, and Redis runs one at a time, wholly or not at all.
+"""The Lua scripts. Every change of the store is one script, and Redis runs one at a time, wholly or not at all.
 
-The invariant: a script touches only the keys it is given, reads the time from Redis, checks before it writes, says again what
-it said before when the same call comes a second time because the reply was lost, and does nothing when it comes over a
-connection that its client has replaced. So a call may be repeated until it is answered, and takes effect once. What a reply
-needs in Python (digests of transitions, compressed tokens) is computed before; where it depends on what is stored, the script
-compares and refuses, and the caller looks again.
+The invariant: a script touches only the keys that it is given, reads the time from Redis, and checks before it writes. When the
+same call comes again because the reply was lost, it repeats its reply. When a call comes over a connection that its client has
+replaced, it does nothing. So a call may be repeated until it is answered, and takes effect once. Python computes beforehand
+what a reply needs (digests of transitions, compressed tokens). Where that depends on stored data, the script compares and
+refuses, and the caller reads again.
 
-The first comments of a script name its keys and arguments; they become local variables of these names. `MORE` and `REST` are
-how many keys and arguments came before those that are not named.
+The first comments of a script name its keys and arguments, which become local variables. `MORE` and `REST` are the numbers of
+keys and arguments before those without names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LUA: Final = resources.files(__package__) / "lua"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script as Redis gets it; `sha` is the name by which Redis knows it once it has seen it."""
+    """A script as Redis gets it; `sha` is its name in Redis once Redis has seen it."""
 
     name: str
     text: str
@@ -33,12 +33,12 @@ class Script:
 
 @cache
 def of_store(name: str) -> Script:
-    """The store's own script of that name."""
+    """Return the store's own script of that name."""
     return script(name, _LUA.joinpath(f"{name}.lua").read_text("utf-8"))
 
 
 def script(name: str, body: str) -> Script:
-    """A script, for operations of a plugin too, from the text that names its keys and arguments."""
+    """Make a script from its text, which names keys and arguments; operations of plugins use it, too."""
     common = _LUA.joinpath("common.lua").read_text("utf-8")
     keys = ["answers", *_named(body, "keys")]
     arguments = ["connection", "batch", "call", *_named(body, "arguments")]

@@ -1,9 +1,8 @@
-"""A lane: one connection on which what waits together is sent together, and what was not answered is sent again.
+"""A lane: one connection that sends waiting calls together, and sends unanswered calls again.
 
-The invariant: a batch is sent until each of its calls is answered or has waited too long, and the next batch only after that.
-So what a batch was answered needs to be known for one batch only, and a script that is sent again takes effect once. A
-connection that was dropped may still deliver what was sent: connections are numbered, and Redis refuses what comes over one
-that another has followed.
+The invariant: a batch is sent until each of its calls is answered or has waited too long; only then comes the next batch. So
+Redis needs to remember the answers of one batch only, and a script that is sent again takes effect once. A dropped connection
+may still deliver what was sent: so connections are numbered, and Redis refuses calls over one that was replaced.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from lightning_redis.settings import Settings
 
 MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
-"""Calls and bytes in one batch at most: they bound how long the first of them waits."""
+"""The most calls and bytes in one batch: they limit how long its first call waits."""
 
 LOUD_AFTER: Final = 4
-"""Failed attempts after which the log hears of it; a restart of the server takes fewer."""
+"""The log gets a warning after this many failed attempts; a restart of the server takes fewer."""
 
 _log = logging.getLogger(__name__)
 Greeting = Callable[[Ask], Awaitable[None]]
-"""What is asked on a new connection before anything else; what it raises is what every waiting call gets."""
+"""Checks a new connection before anything else is sent; every waiting call gets the error that it raises."""
 
 
 class _Call:
-    """One script with its arguments, or some commands that read, and who waits for the replies."""
+    """One script with its arguments, or some reading commands, with the future that waits for the replies."""
 
     def __init__(self, script: Script | None, commands: list[list[bytes]], deadline: float) -> None:
         self.script = script
@@ -56,7 +55,8 @@ class _Call:
 
 
 class Lane:
-    """Belongs to the event loop that made it; its connection ends with that loop's tasks."""
+    """Sends calls over one connection. It belongs to the event loop that made it; the connection ends with that loop's
+    tasks."""
 
     def __init__(self, settings: Settings, keys: Keys, greeting: Greeting) -> None:
         self._settings, self._keys, self._greeting = settings, keys, greeting
@@ -73,7 +73,7 @@ class Lane:
         self._task = asyncio.create_task(self._main(), name="lightning-store-redis")
 
     async def run(self, script: Script, keys: Sequence[bytes], arguments: Sequence[bytes]) -> list[Reply]:
-        """Run a script until it is answered; return its reply, a list. Raises `StoreError`."""
+        """Run a script until it is answered, and return its reply, a list. Raises `StoreError`."""
         # the numbers of the connection, the batch and the call in it are filled in when it is sent
         command = [b"EVALSHA", script.sha, b"%d" % (len(keys) + 1), self._answers, *keys, b"", b"", b"", *arguments]
         (reply,) = await self._send(script, [command])
@@ -81,7 +81,7 @@ class Lane:
         return found
 
     async def read(self, *commands: Command) -> list[Reply]:
-        """The replies of some commands that change nothing, or nothing more when they are sent twice. Raises `StoreError`."""
+        """Send commands that change nothing, or nothing more when repeated, and return the replies. Raises `StoreError`."""
         return await self._send(None, [list(command) for command in commands])
 
     def _send(self, script: Script | None, commands: list[list[bytes]]) -> asyncio.Future[list[Reply]]:
@@ -95,11 +95,11 @@ class Lane:
 
     @property
     def ended(self) -> bool:
-        """Whether it was closed, or its task ended with those of its loop."""
+        """Whether the lane was closed, or its task ended with its loop."""
         return self._task.done()
 
     async def close(self) -> None:
-        """Answer what waits, then disconnect."""
+        """Send the waiting calls, then disconnect."""
         self._closing = True
         self._wake.set()
         with contextlib.suppress(asyncio.CancelledError):
@@ -123,7 +123,7 @@ class Lane:
             await self._wire.disconnect()
 
     def _next_batch(self) -> list[_Call]:
-        """What waits, without those whose caller has gone away, as much as is sent together."""
+        """Take the next batch of waiting calls, without those whose caller is gone."""
         batch: list[_Call] = []
         size = taken = 0
         for call in self._waiting:
@@ -137,7 +137,7 @@ class Lane:
         return batch
 
     async def _deliver(self, batch: list[_Call]) -> None:
-        """Send until each call has its replies, has been refused, or has waited too long."""
+        """Send a batch until each call has its replies, was refused, or has waited too long."""
         self._sent = batch
         self._number(batch)
         attempt = 0
@@ -155,7 +155,7 @@ class Lane:
             for call in self._sent:
                 if not away(error) or call.deadline <= now:
                     call.fail(translated)
-            for call in self._waiting:  # it could not be sent, since the batch before it was not answered either
+            for call in self._waiting:  # these were not sent, because the batch before them was not answered
                 if away(error) and call.deadline <= now:
                     call.fail(translated)
             self._sent = [call for call in self._sent if not call.waiter.done()]
@@ -166,7 +166,7 @@ class Lane:
                 attempt += 1
 
     def _number(self, batch: list[_Call]) -> None:
-        """Write into each script the numbers by which Redis keeps what it was answered."""
+        """Write the numbers of the batch and of the call into each script's arguments; Redis keeps answers under them."""
         scripts = [call.commands[0] for call in batch if call.script is not None]
         if scripts:
             self._batches += 1
@@ -175,7 +175,7 @@ class Lane:
             command[at + 1], command[at + 2] = b"%d" % self._batches, b"%d" % number
 
     async def _attempt_in_time(self) -> BaseException | None:
-        """Once the server was away, wait for it no longer than the first of the calls does. See `_attempt`."""
+        """Do `_attempt`. After a failure wait for it no longer than until the first deadline of a call."""
         if not self._away:
             return await self._attempt()
         soonest = min(call.deadline for call in (*self._sent, *self._waiting))
@@ -183,7 +183,7 @@ class Lane:
             return await self._attempt()
 
     async def _attempt(self) -> BaseException | None:
-        """Send what is not answered yet, once; return why it should wait before it is sent again."""
+        """Send the unanswered calls once. Return the error that calls for a pause before the next attempt; None for none."""
         calls = self._sent
         if not self._wire.connected:
             await self._wire.connect()
@@ -212,7 +212,7 @@ class Lane:
             error = next((reply for reply in mine if isinstance(reply, RedisError)), None)
             if error is None:
                 call.answer(mine)
-            elif isinstance(error, NoScriptError):  # flushed since it was loaded: load it once more
+            elif isinstance(error, NoScriptError):  # Redis has forgotten the script: load it again
                 self._known.clear()
                 again.append(call)
             elif away(error):

@@ -1,4 +1,4 @@
-"""The store in Redis, as a plugin; its client is imported when a store is made."""
+"""The plugin `redis`: the store in Redis, whose client is imported when a store is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SCHEMES = ("redis", "rediss")
 
 @hookimpl
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
-    """`redis://` and `rediss://`."""
+    """Register the store for URLs of `redis://` and `rediss://`."""
     for scheme in SCHEMES:
         register(scheme, made_later("lightning_redis.store:RedisStore.from_url", "redis"))
 
 
 @hookimpl(optionalhook=True)
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """`redis://` and `rediss://`."""
+    """Register the keeper of databases for URLs of `redis://` and `rediss://`."""
     for scheme in SCHEMES:
         register(scheme, made_later("lightning_redis.keeper:RedisKeeper", "redis"))

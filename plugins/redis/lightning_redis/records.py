@@ -1,7 +1,7 @@
 """Runs, committed steps, metrics, what attempts were completed with, and small state.
 
-The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once:
-with its first step. Of further ones, which have to declare it, its standing has the count.
+The invariant: a step and the marks of its trained rollouts are written together or not at all. A rollout is marked once, with
+its first step; further steps must declare it, and its state has their count.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lightning_redis.loop_client import Link, done, unexpected
 from lightning_redis.rollout_codec import listed, stand
 
 STEPS_AT_ONCE: Final = 50
-"""Step records in one answer at most."""
+"""The most step records that are read at once."""
 
 
 def time_text(at: float) -> str:
-    """A time of the caller's own; empty when Redis is to say it."""
+    """Return a time of the caller as text; empty when Redis is to set it."""
     return repr(float(at)) if at else ""
 
 
 def numbered(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], str]:
-    """The numbers before a text, and the text. Raises `StoreError` when they were damaged."""
+    """Divide a value into the numbers before a text, and the text. Raises `StoreError` when the numbers are damaged."""
     *found, text = value.decode(errors="replace").split(" ", numbers)
     try:
         times = [float(number) for number in found]
@@ -42,13 +42,13 @@ def numbered(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], st
 
 
 def stamped(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], list[Any]]:
-    """The numbers before a list that was kept as JSON, and the list."""
+    """Divide a value into the numbers before a list in JSON, and the list. Raises `StoreError` when it is damaged."""
     times, text = numbered(value, what, numbers)
     return times, listed(text, what)
 
 
 def extras_to_text(packed: rows.Value) -> str:
-    """Packed extras in JSON that scripts read and write; empty where there are none."""
+    """Return packed extras as text for JSON that scripts read and write; empty where there are none."""
     return base64.b64encode(packed if isinstance(packed, bytes) else b"").decode()
 
 
@@ -63,7 +63,7 @@ def _extras_from_text(text: object, what: str) -> bytes:
 
 
 async def put_run(link: Link, run: Run) -> Run:
-    """See `Store.put_run`. A run without a time of its own is created now."""
+    """Create a run, now if it has no time, or return the one with its id."""
     config = rows.dump(dict(run.config), f"the configuration of run {run.id!r}")
     text = rows.dump([run.name, config, run.project])
     rest = done(
@@ -73,7 +73,7 @@ async def put_run(link: Link, run: Run) -> Run:
 
 
 async def get_run(link: Link, run: str) -> Run | None:
-    """See `Store.get_run`."""
+    """Return a run by its id; None where there is none."""
     (value,) = await link.reads.read((b"HGET", link.keys("runs"), encoded(run)))
     return None if value is None else _run(run, value)
 
@@ -81,7 +81,7 @@ async def get_run(link: Link, run: str) -> Run | None:
 async def list_runs(
     link: Link, project: str | None = None, after: str = "", limit: int | None = None, brief: bool = False
 ) -> list[Run]:
-    """See `Store.list_runs`. Of those that are not asked for only the times are read: a configuration is long."""
+    """Return runs, newest first. The configurations of runs that are left out are not parsed, since they are long."""
     rollout_state.check_page(limit)
     (flat,) = await link.reads.read((b"HGETALL", link.keys("runs")))
     kept = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
@@ -102,7 +102,7 @@ def _run(run: str, value: bytes, brief: bool = False) -> Run:
 
 
 async def attempts_of(link: Link, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
-    """See `Store.attempts_of`."""
+    """Return what attempts were completed with, in the order asked; an attempt that is None is the rollout's current one."""
     if not attempts:
         return []
     names = list(dict.fromkeys(rollout for rollout, _ in attempts))
@@ -133,7 +133,7 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
 
 
 async def commit_step(link: Link, record: StepRecord) -> None:
-    """See `Store.commit_step`. A record without a time of its own is committed now."""
+    """Commit a step, now if its record has no time, and mark its rollouts trained."""
     *columns, extras = rows.STEPS.values(record, without=("run", "step", "at"))
     text, reuse = rows.dump([*columns, extras_to_text(extras)]), rollout_state.reuse_of(record)
     word, *rest = await link.run(
@@ -166,7 +166,8 @@ def _untrainable(
 
 
 async def steps(link: Link, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
-    """See `Store.steps`. Records are read some at a time: those of a long run are gigabytes before they are made brief."""
+    """Return the committed steps after a step. Records are read a few at a time, since those of a long run have gigabytes
+    before they are made brief."""
     rollout_state.check_page(limit)
     (names,) = await link.reads.read((b"HKEYS", link.keys("steps", run)))
     asked = sorted(number for number in map(int, names) if number > after)[:limit]
@@ -180,7 +181,7 @@ async def steps(link: Link, run: str, after: int, limit: int | None, brief: bool
 
 
 async def last_step(link: Link, run: str) -> StepRecord | None:
-    """See `Store.last_step`."""
+    """Return the committed step with the largest number; None without any."""
     (names,) = await link.reads.read((b"HKEYS", link.keys("steps", run)))
     found = await steps(link, run, max(map(int, names)) - 1, 1, brief=False) if names else []
     return found[0] if found else None
@@ -188,16 +189,16 @@ async def last_step(link: Link, run: str) -> StepRecord | None:
 
 def _step(run: str, step: int, value: bytes) -> StepRecord:
     (at,), (*columns, extras) = stamped(value, f"step {step} of run {run!r}")
-    return rows.STEPS.read(
-        (run, step, *columns, _extras_from_text(extras, f"the extras of step {step} of run {run!r}"), at)
-    )
+    row = [run, step, *columns, _extras_from_text(extras, f"the extras of step {step} of run {run!r}")]
+    row.insert(rows.STEPS.fields.index("at"), at)
+    return rows.STEPS.read(row)
 
 
 # metrics and state ----------------------------------------------------------------------------------------------
 
 
 async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, float], once: str) -> None:
-    """See `Store.log_metrics`."""
+    """Store metrics of a step, once for calls with the same id."""
     if not values:
         return
     pairs: list[str] = []
@@ -212,7 +213,7 @@ async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, floa
 
 
 async def metrics(link: Link, run: str) -> list[MetricPoint]:
-    """See `Store.metrics`."""
+    """Return the metrics of a run by step."""
     (flat,) = await link.reads.read((b"HGETALL", link.keys("metrics", run)))
     steps: dict[int, dict[str, tuple[float, float]]] = {}
     for field, value in zip(flat[::2], flat[1::2], strict=True):
@@ -226,7 +227,7 @@ async def metrics(link: Link, run: str) -> list[MetricPoint]:
 
 
 async def put_state(link: Link, run: str, key: str, value: Json, once: str | None) -> None:
-    """See `Store.put_state`."""
+    """Store a small value under a key."""
     text = rows.dump(value, f"the state {key!r}")
     known_as = rollout_state.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
@@ -234,7 +235,7 @@ async def put_state(link: Link, run: str, key: str, value: Json, once: str | Non
 
 
 async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
-    """See `Store.keep_state`."""
+    """Store a small value unless the key has one; return the stored one."""
     text = rows.dump(value, f"the state {key!r}")
     rest = done(
         await link.run(
@@ -245,6 +246,6 @@ async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
 
 
 async def get_state(link: Link, run: str, key: str) -> Json:
-    """See `Store.get_state`."""
+    """Return the value under a key; None without one."""
     (text,) = await link.reads.read((b"HGET", link.keys("state", run), encoded(key)))
     return None if text is None else rows.load(text.decode(errors="replace"), f"the state {key!r} of run {run!r}")

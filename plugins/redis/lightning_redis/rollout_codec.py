@@ -1,7 +1,7 @@
-"""Where rollouts stand: what scripts keep of them, as nouns.
+"""The state of rollouts: what scripts keep of them, as nouns.
 
-The invariant: what never changes of a rollout is written by Python and opaque to scripts; what changes is written by scripts.
-Numbers that must not lose a digit travel as text, since Lua keeps fourteen.
+The invariant: Python writes the fixed data of a rollout, which scripts do not read; scripts write what changes. Numbers that
+must not lose a digit are kept as text, since Lua keeps fourteen digits.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from lightning.store.rollout_state import Position
 from lightning.types import Rollout, Status
 
 _CREATED: Final = tuple(name for name in rows.ROLLOUTS.fields if name not in rows.EARNED)
-"""The fields of a rollout that `columns_of` has, in its order."""
+"""The fields of a rollout in `columns_of`, in its order."""
 
 
 def columns_of(rollout: Rollout) -> str:
-    """What never changes. Raises `DataError` unless the rollout is new."""
+    """Return the fixed data of a rollout as text. Raises `DataError` unless the rollout is new."""
     return rows.dump(list(rows.rollout_values(rollout)))
 
 
 def uses_of(rollout: Rollout) -> str:
-    """Under which name the rollout is counted among the uses of resources; empty when it uses none."""
+    """Return the name under which the rollout counts as a use of resources; empty when it uses none."""
     if not rollout.resources:
         return ""
-    return rows.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
+    versions = rows.resources_to_text(rollout.resources, f"the resources of rollout {rollout.id!r}")
+    return rows.dump([rollout.run, rollout.split, versions])
 
 
 class Home(NamedTuple):
-    """Where a rollout belongs: its run, its group, and the key of the call that it branches."""
+    """A rollout's run, its group, and the key of the call that it branches (None: it is no branch)."""
 
     run: str
     group: str
@@ -38,17 +39,17 @@ class Home(NamedTuple):
 
 
 def home_of(columns: bytes, rollout: str) -> Home:
-    """From `columns_of`."""
+    """Read where a rollout belongs from the text of `columns_of`."""
     kept = _created(columns, rollout)
     try:
         parent = rows.call_from_text(kept["parent"], "its parent")
-    except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
+    except (StoreError, ValueError, TypeError):  # damaged: reading the rollout itself raises the error
         parent = None
     return Home(kept["run"], kept["group"], parent)
 
 
 def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
-    """From what is kept of it. Raises `StoreError` when that was damaged."""
+    """Read a rollout from its fixed data and its state. Raises `StoreError` when they are damaged."""
     found, kept = stand(standing, rollout), _created(columns, rollout)
     try:
         kept |= {
@@ -67,7 +68,7 @@ def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
 
 
 def position_of(standing: bytes, rollout: str) -> Position:
-    """As the rules want it."""
+    """Read a rollout's position for the rules of `rollout_state`."""
     found = stand(standing, rollout)
     try:
         return Position(rollout, Status(found["status"]), found["attempt"], found["spent"], found["max"])
@@ -76,13 +77,13 @@ def position_of(standing: bytes, rollout: str) -> Position:
 
 
 def refuse(standing: bytes, rollout: str, attempt: int) -> StoreError:
-    """Raise the reason why a script refused the writer of an attempt; return what to raise should there be none."""
+    """Raise the reason why a script refused the writer of an attempt; return an error to raise if there is none."""
     rollout_state.check_fence(position_of(standing, rollout), attempt)
     return StoreError(f"attempt {attempt} of rollout {rollout!r} was refused: ask again")
 
 
 def stand(standing: bytes, rollout: str) -> dict[str, Any]:
-    """What scripts keep of a rollout. Raises `StoreError` when it was damaged."""
+    """Read the state that scripts keep of a rollout. Raises `StoreError` when it is damaged."""
     found = rows.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
     if not isinstance(found, dict):
         raise _corrupt(rollout, "expected an object")
@@ -90,7 +91,7 @@ def stand(standing: bytes, rollout: str) -> dict[str, Any]:
 
 
 def listed(text: str, what: str) -> list[Any]:
-    """A list that was kept as JSON. Raises `StoreError` when it was damaged."""
+    """Read a list from JSON. Raises `StoreError` when it is damaged."""
     found = rows.load(text, what)
     if not isinstance(found, list):
         raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")

@@ -1,7 +1,7 @@
 """Creating, listing, leasing and ending rollouts.
 
-The invariant: of all processes, one holds the running attempt of a rollout; each lease raises the attempt number, so whoever
-held an earlier one is fenced off.
+The invariant: of all processes one holds the running attempt of a rollout. Each lease raises the attempt number, so that the
+holder of an earlier attempt can no longer write.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_redis.records import extras_to_text
 from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
-"""Rollouts in one lease at most: Redis answers nobody else meanwhile."""
+"""The most rollouts in one lease: Redis answers no other client meanwhile."""
 SMALLEST_LOOK, LARGEST_LOOK = 100, 1000
-"""Rollouts looked at in one go when a page is filtered."""
+"""The fewest and the most rollouts read at once when a page is filtered."""
 _RELEASE_TRIES: Final = 100
 
 
 async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
-    """See `Store.create_rollouts`."""
+    """Create rollouts, all or none, and return how many are new."""
     columns = [columns_of(rollout) for rollout in rollouts]
     if not rollouts:
         return 0
-    places: dict[bytes, int] = {}  # of keys among those of the script, from 1 on
+    places: dict[bytes, int] = {}  # positions of keys among the script's keys, from 1 on
 
     def place(name: str, *parts: str | int) -> int:
         return places.setdefault(link.keys(name, *parts), len(places) + 1)
@@ -55,7 +55,7 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
 
 
 async def get(link: Link, rollout: str) -> Rollout | None:
-    """See `Store.get_rollout`."""
+    """Return a rollout by its id; None where there is none."""
     (found,) = await _read(link, [rollout])
     return found
 
@@ -82,7 +82,7 @@ async def page(
     cursor: str,
     limit: int,
 ) -> Page[Rollout]:
-    """See `Store.list_rollouts`. The cursor is the number of the last rollout of the page before."""
+    """Return a page of rollouts in the order of creation. The cursor is the number of the last rollout of the page before."""
     rollout_state.check_page(limit, cursor)
     index = link.keys("all", run)
     if step is not None:
@@ -116,7 +116,8 @@ def _fits(rollout: Rollout, split: str | None, step: int | None, status: Status 
 
 
 async def count(link: Link, run: str) -> list[RolloutCount]:
-    """See `Store.count_rollouts`. Redis has no index by split: every rollout is read, a page at a time."""
+    """Return a run's rollouts counted by split and status. Redis has no index by split, so every rollout is read, a page at a
+    time."""
     counts: Counter[tuple[str, Status]] = Counter()
     cursor = ""
     while True:
@@ -128,7 +129,7 @@ async def count(link: Link, run: str) -> list[RolloutCount]:
 
 
 async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:
-    """See `Store.lease`."""
+    """Lease pending rollouts of a run, or running ones whose lease has expired."""
     rollout_state.check_lease(worker, limit, ttl)
     reply = await link.run_once(
         lua_scripts.of_store("lease"),
@@ -150,7 +151,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
 
 
 async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
-    """See `Store.renew`."""
+    """Prolong a lease by `ttl` seconds from now, and return it."""
     rollout_state.check_ttl(ttl)
     rollout = lease.rollout.id
     run = (await link.home(rollout)).run
@@ -168,8 +169,9 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
 
 
 async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
-    """See `Store.complete`."""
+    """End an attempt with its outcome, and return the rollout."""
     end = rollout_state.ending(rollout, outcome)
+    events, rewards, labels, states, extras = end.kept
     run = (await link.home(rollout)).run
     word, *rest = await link.run(
         lua_scripts.of_store("complete"),
@@ -177,10 +179,8 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
             *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
         ],
-        *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
-        *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rollout_state.EXCUSED),
-        end.step_states,
-        extras_to_text(end.extras),
+        *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, *end.standing[1:]),
+        *(events, rewards, labels, 0 if spend else rollout_state.EXCUSED, states, extras_to_text(extras)),
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)
@@ -188,7 +188,7 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
 
 
 async def release(link: Link, worker: str, once: str) -> int:
-    """See `Store.release`."""
+    """Give back everything that a worker holds, and return how many leases that were."""
     known_as = rollout_state.known_as(once, "release", worker)
     name = encoded(worker)
     held = (b"ZRANGEBYLEX", link.keys("held"), b"[" + name + b"\0", b"(" + name + b"\1")
@@ -210,7 +210,7 @@ async def release(link: Link, worker: str, once: str) -> int:
         )
         if word == "ok":
             return int(rest[0])
-        if word != "elsewhere":  # the worker took something of yet another run meanwhile
+        if word != "elsewhere":  # the worker has leased from another run meanwhile
             raise unexpected([word, *rest])
     raise StoreError(f"worker {worker!r} takes rollouts of ever more runs: let it stop before its work is given back")
 

@@ -1,6 +1,6 @@
-"""What a Redis URL says: where the server is, who asks, under which prefix, and how durable an answer must be.
+"""The settings in a Redis URL: the server, the user, the prefix of keys, and how durable writes must be.
 
-The invariant: what cannot be meant is refused before anything is sent, and no error and no `repr` holds a password.
+The invariant: impossible settings are refused before anything is sent, and no error and no `repr` has a password.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the database is and how hard it is held.
+    """The address of the database, and the guarantees that are demanded of it.
 
-    `durability` says what must be true of the server before anything is acknowledged: `process`, that nothing acknowledged is
-    lost when it is killed; `power`, nor when the power fails; `everysec`, that at most the last two seconds are; `none`
-    promises nothing. `timeout` is how many seconds an operation waits for a server that is away. `ca` is a file of
-    certificates to trust instead of the system's.
+    `durability` says what the server must guarantee for an acknowledged write: `process`: it survives a kill of the server;
+    `power`: also a power failure; `everysec`: at most the last two seconds are lost; `none`: nothing. `timeout` is how many
+    seconds an operation waits for a server that does not answer. `ca` is a file of certificates to trust instead of the
+    system's.
     """
 
     host: str = "localhost"
@@ -55,15 +55,15 @@ class Settings:
 
     @property
     def place(self) -> str:
-        """The store as errors name it, without user and password."""
+        """The store's name in errors, without user and password."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'rediss' if self.tls else 'redis'}://{host}:{self.port}/{self.db}?prefix={self.prefix}"
 
 
 def from_url(url: str) -> Settings:
-    """Take `redis[s]://[[user]:password@]host[:port][/db][?option=value&...]` apart. Raises `ConfigError`.
+    """Parse `redis[s]://[[user]:password@]host[:port][/db][?option=value&...]`. Raises `ConfigError`.
 
-    A password that is not in the URL is taken from `REDISCLI_AUTH`, as `redis-cli` does it.
+    A password that is not in the URL is taken from `REDISCLI_AUTH`, as `redis-cli` does.
     """
     userinfo, rest = split_userinfo(url)
     shown = redacted(url)

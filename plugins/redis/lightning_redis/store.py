@@ -1,7 +1,7 @@
 """`RedisStore`: the `Store` protocol over one Redis.
 
-The invariant: methods may be awaited from any event loop of the process that opened the store; a write that was awaited is as
-durable as the URL asks for, and every later read sees it.
+The invariant: methods may be awaited on any event loop of the process that opened the store. A write that was awaited is as
+durable as the URL demands, and every later read sees it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "keep_state": records.keep_state,
     "get_state": records.get_state,
 }
-"""What does each operation of the table, with the link of the loop and the operation's arguments by name."""
+"""The function of each operation, called with the loop's link and the operation's arguments by name."""
 
 
 class RedisStore(Operations):
-    """A store in one Redis, under the keys that begin with `settings.prefix`."""
+    """A store in one Redis, in the keys that begin with `settings.prefix`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -68,16 +68,16 @@ class RedisStore(Operations):
 
     @classmethod
     def from_url(cls, url: str) -> RedisStore:
-        """`redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, with `?prefix=`, `?durability=`, `?timeout=`
-        (seconds) and `?ca=FILE`. Raises `ConfigError`."""
+        """Make the store of a URL: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, with `?prefix=`,
+        `?durability=`, `?timeout=` (seconds) and `?ca=FILE`. Raises `ConfigError`."""
         return cls(from_url(url))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.place!r})"
 
     async def open(self, *, make: bool = True) -> None:
-        """See `Store.open`."""
-        if self._process != os.getpid():  # connections of the process this one was forked from are not its own
+        """Connect, and check the server and the database. With `make` the database is created if there is none. Idempotent."""
+        if self._process != os.getpid():  # a forked process must not use its parent's connections
             self._links, self._database, self._process = {}, "", os.getpid()
         if self._database:
             return
@@ -91,7 +91,7 @@ class RedisStore(Operations):
             raise
 
     async def close(self) -> None:
-        """See `Store.close`."""
+        """Close the connections of all loops."""
         with self._lock:
             links, self._links = self._links, {}
             self._database = ""
@@ -101,13 +101,13 @@ class RedisStore(Operations):
         for loop, link in links.items():
             if loop is here:
                 await link.close()
-            elif loop.is_running():  # the tasks of one that is not have ended with it
+            elif loop.is_running():  # a stopped loop's tasks have ended with it
                 closed = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(link.close(), loop))
                 with contextlib.suppress(TimeoutError):  # it may stop running at this very moment
                     await asyncio.wait_for(closed, self._settings.timeout + 1.0)
 
     async def _greet(self, ask: Ask) -> None:
-        """Check the server at the other end of a new connection."""
+        """Check the server of a new connection, and that it has the database that was opened."""
         await check_server(ask, self._settings)
         if self._database:
             await check_same(ask, self._settings, self._keys, self._database)
@@ -133,7 +133,7 @@ class RedisStore(Operations):
             yield link
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Do an operation on the link of this loop."""
+        """Do an operation on this loop's link."""
         with self._link() as link:
             return await self._function(operation)(link, **arguments)
 
@@ -146,7 +146,7 @@ class RedisStore(Operations):
 
     @contextlib.asynccontextmanager
     async def watch(self, run: str) -> AsyncIterator[LookingWatch[bytes]]:
-        """See `Store.watch`. Compares the last entry of the run's stream."""
+        """Watch a run, by comparing the last entry of its stream."""
         stream = self._keys("changes", run)
 
         async def look() -> bytes:

@@ -1,9 +1,10 @@
 """Appending model calls and reading them back.
 
-The invariant: a call is stored once, by the running attempt; one that is sent again is a no-op if and only if it is the same.
+The invariant: the running attempt stores a call once. Sending it again has no effect if it is the same, and is an error
+otherwise.
 
-The names that an agent gave to its calls afterwards (labels) are kept with the attempt and put on a call when it is read: the
-stored call stays what it was, and its digest with it.
+Labels, the names that an agent gave its calls afterwards, are stored with the attempt and put on calls when they are read: the
+stored call and its digest stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from lightning_redis.loop_client import Link, unexpected
 from lightning_redis.rollout_codec import Home, refuse, stand
 
 GROUP_ROOTS: Final = 32
-"""How many roots of a group are kept in mind."""
+"""How many roots of a group are kept as possible parents."""
 ATTEMPTS_AT_ONCE: Final = 32
-"""Attempts read in one go: their calls are held in memory twice for a moment."""
+"""Attempts that are read at once; their calls are in memory twice for a moment."""
 
 Attempt = tuple[str, int]
 Group = tuple[str, str]
@@ -39,8 +40,8 @@ Group = tuple[str, str]
 
 @dataclass(slots=True)
 class _Batch:
-    """One `append` on its way: the candidates for parents, those in the batch itself among them, and the script's input. A
-    script checks that a parent is still there, with the digest it had, in the moment its child is written: so no child is ever
+    """One `append` in progress: the possible parents, including calls of the batch itself, and the script's input. The script
+    checks, in the moment that it writes a child, that its parent is still there with the same digest. So no child is ever
     without its parent."""
 
     link: Link
@@ -49,12 +50,12 @@ class _Batch:
     arguments: list[str | int | bytes] = field(default_factory=list)
 
     def place(self, key: bytes) -> int:
-        """Where a key is among those of the script, from 1 on."""
+        """Return the position of a key among the script's keys, from 1 on."""
         return self.places.setdefault(key, len(self.places) + 1)
 
     def add(self, transition: Transition, group: Group, trunk: CallKey | None, digest: bytes | None) -> None:
-        """Encode a call against its parent. `trunk` is the call that its rollout branches, if that is of its group; `digest` is
-        given when it is not that of the call as it is."""
+        """Encode a call against its parent. `trunk` is the call that its rollout branches, if that is in its group. `digest` is
+        given when it is not the digest of the call as it is."""
         rollout, number, seq = transition.key
         attempt = (rollout, number)
         packed = codec.pack_tokens(
@@ -76,15 +77,16 @@ class _Batch:
         place = self.place(keys("calls", number, rollout))
         self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
         known = KnownTransition(transition.key, digest, fingerprint)
-        whole = parent if parent is not None and parent.tokens.is_extended(shared) else None
+        whole = parent if parent is not None and parent.tokens.length == shared * codec.ITEM else None
         self.parents.add(attempt, known, whole)
         if parent is None:
             self.parents.add(group, known)
 
 
 async def append(link: Link, transitions: Sequence[Transition]) -> int:
-    """See `Store.append`."""
-    transitions = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
+    """Store calls, and return how many are new. Raises `ConflictError` for other content under a stored key,
+    `StaleAttemptError` for an attempt that is not running."""
+    transitions = rollout_state.settled(transitions)  # copied, because the caller may change its list while this waits
     if not transitions:
         return 0
     homes = [await link.home(transition.rollout) for transition in transitions]
@@ -108,9 +110,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             return int(rest[0])
         at = int(rest[0])
         transition = transitions[at]
-        if (
-            word == "orphan" and lost_parents <= 1
-        ):  # what was remembered of the database is no longer so: look again, then do without
+        if word == "orphan" and lost_parents <= 1:  # the cache is out of date: read again, then store without parents
             for place in (*((each.rollout, each.attempt) for each in transitions), *groups, *trunks):
                 link.parents.drop(place)
             lost_parents += 1
@@ -127,21 +127,22 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
 
 
 async def _trunk(link: Link, home: Home) -> CallKey | None:
-    """The call that a rollout branches, if it is of its group: whatever is removed together is stored together."""
+    """Return the call that a rollout branches, if both are in one group, because a group's calls are deleted together; else
+    None."""
     if home.parent is None:
         return None
     try:
         parent = await link.home(home.parent[0])
     except UnavailableError:
         raise
-    except StoreError:  # it was removed, or is damaged: whoever reads it gets the error
+    except StoreError:  # it was removed, or is damaged: reading it raises the error
         return None
     return home.parent if (parent.run, parent.group) == (home.run, home.group) else None
 
 
 async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> bytes:
-    """The digest of a stored call if it is this one and was labelled since; or the digest that it has from now on, if it was
-    answered and the answer did not arrive. Raises `ConflictError` when it is another."""
+    """Return the digest of a stored call if it is this call and was labelled since; or its new digest if it was answered and
+    the answer did not arrive. Raises `ConflictError` for another call."""
     content = codec.content_digest(
         codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
     )
@@ -180,10 +181,10 @@ async def _look_for_parents(
     groups: Sequence[Group],
     trunks: Sequence[CallKey | None],
 ) -> None:
-    """Have calls of the attempts and of those they branch, and the roots of their groups, at hand."""
+    """Load the possible parents: calls of the attempts and of the calls they branch, and the roots of their groups."""
     for transition, group, trunk in zip(transitions, groups, trunks, strict=True):
         attempt = (transition.rollout, transition.attempt)
-        # the first call of an attempt has none before it: not worth a look
+        # the first call of an attempt has no earlier ones to load
         await parents.get(attempt, partial(_load_attempt, link, attempt) if transition.seq else _nothing)
         await parents.get(group, partial(_load_roots, link, group))
         if trunk:
@@ -219,20 +220,20 @@ async def _known(
     for key in keys:
         try:
             known += [decoder.known(key)] if isinstance(found[key], Stored) else []
-        except (StoreError, ValueError, TypeError):  # a damaged call is no parent; whoever reads it gets the error
+        except (StoreError, ValueError, TypeError):  # a damaged call is no parent; reading it raises the error
             continue
     return known
 
 
 async def read(link: Link, rollout: str, attempt: int | None) -> list[Transition]:
-    """See `Store.transitions`."""
+    """Return the calls of an attempt (None: the current one) in `seq` order."""
     if attempt is None:
         attempt = await current_attempt(link, rollout)
     return (await read_many(link, [(rollout, attempt)]))[0]
 
 
 async def current_attempt(link: Link, rollout: str) -> int:
-    """The attempt that a rollout is at. Raises `StoreError` when nobody created it."""
+    """Return a rollout's current attempt. Raises `StoreError` for an unknown rollout."""
     (standing,) = await link.reads.read((b"HGET", link.keys("standing"), encoded(rollout)))
     if standing is None:
         raise rollout_state.unknown_rollout(rollout)
@@ -240,7 +241,7 @@ async def current_attempt(link: Link, rollout: str) -> int:
 
 
 async def read_many(link: Link, attempts: Sequence[Attempt]) -> list[list[Transition]]:
-    """See `Store.transitions_of`."""
+    """Return the calls of several attempts, in the order asked."""
     read: list[list[Transition]] = []
     for at in range(0, len(attempts), ATTEMPTS_AT_ONCE):
         asked = attempts[at : at + ATTEMPTS_AT_ONCE]
@@ -269,14 +270,14 @@ def _decode(decoder: Decoder, key: CallKey, stored: Stored | StoreError, labels:
 
 
 async def _labels(link: Link, attempts: Sequence[Attempt]) -> list[dict[str, Caller]]:
-    """The labels each attempt was completed with."""
+    """Return the labels that each attempt was completed with, by call."""
     fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in attempts]
     (texts,) = await link.reads.read((b"HMGET", link.keys("labels"), *fields))
     return [{} if text is None else rows.labels_from_text(text.decode()) for text in texts]
 
 
 async def _read_calls(link: Link, attempts: Sequence[Attempt]) -> list[dict[CallKey, Stored | StoreError]]:
-    """All calls of each attempt; in place of one that makes no sense, why."""
+    """Return all calls of each attempt by key, or the error of a damaged call."""
     commands = [(b"HGETALL", link.keys("calls", attempt, rollout)) for rollout, attempt in attempts]
     found = []
     for (rollout, attempt), flat in zip(attempts, await link.reads.read(*commands), strict=True):
@@ -305,7 +306,7 @@ def _unpack(key: CallKey, value: bytes) -> Stored | StoreError:
 
 
 async def _with_ancestors(link: Link, found: Mapping[CallKey, Stored | StoreError]) -> dict[CallKey, Stored]:
-    """The calls that make sense, with those of other attempts that they are stored against."""
+    """Return the undamaged calls, with those of other attempts that they are encoded against."""
     every = {key: stored for key, stored in found.items() if isinstance(stored, Stored)}
     looked: set[CallKey] = set()
     while True:
@@ -318,6 +319,6 @@ async def _with_ancestors(link: Link, found: Mapping[CallKey, Stored | StoreErro
 
 
 async def next_seq(link: Link, rollout: str, attempt: int) -> int:
-    """See `Store.next_seq`."""
+    """Return the number for the next call of an attempt."""
     (fields,) = await link.reads.read((b"HKEYS", link.keys("calls", attempt, rollout)))
     return max((int(seq) + 1 for seq in fields), default=0)

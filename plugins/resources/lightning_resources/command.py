@@ -1,6 +1,7 @@
-"""`lightning resources`: which versions of prompts, weights and settings there are, what each earned, and which is live.
+"""`lightning resources`: lists, compares and promotes versions of prompts, weights and settings.
 
-The invariant: versions are only added and aliases only moved, so that whatever is done here can be undone by `rollback`.
+The invariant: versions are only added and aliases only moved, so that `rollback` can undo every change. `prune` deletes files
+of old weights, not versions.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def prune(
 
 
 def read_content(source: Path, kind: ResourceKind) -> Json:
-    """The content of a resource from disk. Raises `DataError` naming the file."""
+    """Read the content of a resource from disk. Raises `DataError` that names the file."""
     try:
         if kind is ResourceKind.WEIGHTS:
             return weights_content(source)
@@ -299,8 +300,9 @@ async def _list(url: str, store: Store) -> list[Listed]:
 
 
 def locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, ResourceReference]:
-    """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one, and what
-    opening one raises where something is to be changed: the store that cannot be read may be the one that is meant."""
+    """Return the URL of the store that has a resource, and the parsed reference. Raises `ConfigError` when no store in `where`
+    has it, or several have. With `to_change`, an error of opening any of the stores is raised, since that store may be the one
+    meant."""
     reference = parse_reference(text)
     if reference.place:
         return existing_store(reference.place), reference
@@ -338,7 +340,7 @@ def _show_uses(uses: Sequence[ResourceUse]) -> None:
 
 
 def _mean(uses: Sequence[ResourceUse]) -> float | None:
-    """The mean reward over scored rollouts, over all runs and splits."""
+    """Return the mean reward over all scored rollouts of these uses; None without any."""
     scored = sum(use.scored for use in uses)
     return sum((use.reward or 0.0) * use.scored for use in uses) / scored if scored else None
 
@@ -348,7 +350,7 @@ def _reward(value: Json) -> str:
 
 
 def _move(named: str, alias: str, where: str, move: Callable[[Store, ResourceReference], Awaitable[Alias]]) -> None:
-    """Move an alias, and say where it was before."""
+    """Move an alias, and print its version before and after."""
     url, reference = locate(named, where, to_change=True)
 
     async def moved_in(store: Store) -> tuple[Resource | None, Alias]:

@@ -1,6 +1,6 @@
-"""The nouns of resources: a version, an alias that points to one, and what rollouts earned with one.
+"""The nouns of resources: a version, an alias that points to one, and the rewards of rollouts with one.
 
-The invariant: a version never changes, and its digest is of its content alone.
+The invariant: a version never changes, and its digest depends on its content alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.store.rows import Row, as_mapping
 from lightning.types import Json, not_json
 
 LATEST: Final = "latest"
-"""The alias that every resource has: its newest version. It moves by itself."""
+"""The alias that every resource has: it always points to the newest version."""
 
 
 class ResourceKind(StrEnum):
@@ -30,12 +30,12 @@ class ResourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One version of a named artifact that an optimizer may change. It never changes: another content is another version.
+    """One version of a named artifact that an optimizer may change. A version never changes: other content is another version.
 
-    `content` is the text of a `prompt`, any JSON for a `config`, and for `weights` where their files lie with the SHA-256 of
-    each: `{"path": folder, "files": {name: hexadecimal}}`. `metadata` says how it came to be (`parent`: the version it was
-    made from, `reward`, ...). The store gives `version`, 1, 2, ... for each name, and `created_at`, Unix seconds by the
-    database's clock; both are 0 before. Raises `DataError` for a name or a content that cannot be kept.
+    `content` is the text of a `prompt`, any JSON for a `config`, and for `weights` the folder of its files with the SHA-256 of
+    each: `{"path": folder, "files": {name: hexadecimal}}`. `metadata` says how the version was made (`parent`: the version it
+    was made from, `reward`, ...). The store sets `version` (1, 2, ... for each name) and `created_at` (Unix seconds by the
+    database's clock); both are 0 before. Raises `DataError` for a name or content that cannot be stored.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Where an alias of a resource points since `at` (Unix seconds by the database's clock)."""
+    """The version that an alias of a resource points to since `at` (Unix seconds by the database's clock)."""
 
     name: str
     alias: str
@@ -77,8 +77,8 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """What rollouts of a run and a split earned with one version of a resource. `reward` is the mean over the scored ones,
-    None when none is; `failed` have no reward and never will."""
+    """The results of a run's rollouts of one split with one version of a resource. `reward` is the mean over the `scored` ones,
+    None without any. `failed` rollouts ended without a reward."""
 
     run: str
     split: str
@@ -90,7 +90,7 @@ class ResourceUse:
 
 
 def check_alias(alias: str) -> None:
-    """Raise `DataError` for what cannot name an alias."""
+    """Raise `DataError` for an invalid name of an alias, such as `latest`."""
     if alias == LATEST:
         raise DataError("the alias latest is always the newest version and cannot be set: choose another name")
     if not alias or alias.isdecimal() or any(not c.isprintable() or c.isspace() or c in "@#" for c in alias):
@@ -98,16 +98,16 @@ def check_alias(alias: str) -> None:
 
 
 def no_version(version: int, name: object, there: Iterable[Resource]) -> StoreError:
-    """The error for a version of a resource that is not one of those there are."""
+    """Return the error for a version that a resource does not have; `there` are those it has."""
     known = ", ".join(str(resource.version) for resource in there) or "none"
     return StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
 
 
 def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
-    """What was earned under each version of a resource, by version, run and split.
+    """Return the results under each version of a resource, sorted by version, run and split.
 
-    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions (`versions_of_resources`),
-    and of its rollouts how many there are, how many are scored, how many failed, and the sum of the rewards or None.
+    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions (`versions_of_resources`), the
+    numbers of all, of scored and of failed rollouts, and the sum of their rewards or None.
     """
     totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
     for run, split, text, rollouts, scored, failed, reward in counted:

@@ -1,7 +1,7 @@
-"""The operations on resources, which every store has: `await put_resource(store, resource)`.
+"""The store operations on resources, such as `await put_resource(store, resource)`. Every store has them.
 
-The invariant: a version is written once and read back as it was written; an alias points to a version that exists, and each of
-its moves is kept. A project sees its own resources, by its own names for them, and moves no alias of another's.
+The invariant: a version is written once and read back unchanged. An alias points to a version that exists, and each of its
+moves is stored. A project sees its own resources, by its own names, and moves no other project's alias.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, no_v
 
 
 class ResourceOperations(Protocol):
-    """What may be asked of resources."""
+    """The signatures of the operations on resources."""
 
     async def put_resource(self, resource: Resource) -> Resource:
-        """Keep a resource as the next version of its name, and return it so.
+        """Store a resource as the next version of its name, and return the version.
 
-        Content that its name has already stays the version it is, with the metadata it has. Raises `ConflictError` when
-        the name belongs to another kind of resource.
+        Content that a version of this name already has adds no version: that version is returned, with its metadata. Raises
+        `ConflictError` when the name belongs to another kind of resource.
         """
 
     async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
-        """A version of a resource by its number or by an alias; None when there is none."""
+        """Return a version of a resource by its number or by an alias; None when there is none."""
 
     async def list_resources(self, name: str | None = None) -> list[Resource]:
-        """All versions of a resource, or of all, by name and version."""
+        """Return all versions of a resource, or of all resources, by name and version."""
 
     async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
-        """Point an alias to a version, atomically; it is where it was when it pointed there already.
+        """Point an alias to a version, atomically. Nothing changes when it points there already.
 
-        Raises `DataError` for `latest` and for what cannot name an alias, `StoreError` when there is no such version.
+        Raises `DataError` for `latest` and for an invalid name, `StoreError` when there is no such version.
         """
 
     async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
-        """Point an alias to where it pointed before; again, to where it pointed before that.
+        """Point an alias back to its previous version. Repeated, it goes back one further version each time.
 
-        Raises `StoreError` when it has no earlier version.
+        Raises `StoreError` when there is no earlier version.
         """
 
     async def list_aliases(self, name: str | None = None) -> list[Alias]:
-        """Where the aliases of a resource, or of all, point now, by name and alias; `latest` is among them."""
+        """Return where the aliases of a resource, or of all resources, point now, by name and alias. `latest` is among them."""
 
     async def alias_history(self, name: str, alias: str) -> list[Alias]:
-        """Every move of an alias, oldest first, those that rolled it back included."""
+        """Return every move of an alias, oldest first, including rollbacks."""
 
     async def resource_uses(self, name: str) -> list[ResourceUse]:
-        """What was earned under each version of a resource, by version, run and split."""
+        """Return the results of rollouts under each version of a resource, by version, run and split."""
 
 
 async def _of_project(store: Store, project: str, asked: Operation, arguments: dict[str, Any]) -> Any:
-    """See `Rule`."""
+    """Do an operation for one project: names are changed to the stored ones and back, and other projects' resources and runs
+    are left out. Raises `UnseenError` or `StoreError` for a name or alias that the project does not have."""
     names, inward = ProjectNames(project), dict(arguments)
     name = arguments.get("name")
     if name is not None:

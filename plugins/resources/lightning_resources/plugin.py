@@ -1,4 +1,4 @@
-"""Resources, as a plugin: operations of every store, a command, and a stage at a run's beginning and end."""
+"""The plugin `resources`: operations of every store, a command, and a stage at a run's beginning and end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
-    """`resources`."""
+    """Register the store operations on `resources`."""
     register("resources", later("lightning_resources.operations:RESOURCES"))
 
 
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
-    """`resources`."""
+    """Register the stage `resources`, which finds a run's prompts and makes its trained weights a version."""
     from lightning_resources.prompts import ResourcesOfRun
 
     register("resources", lambda config: ResourcesOfRun())
@@ -30,7 +30,7 @@ def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | N
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
-    """`lightning resources`."""
+    """Register the command `lightning resources`."""
     register(
         "resources",
         later(

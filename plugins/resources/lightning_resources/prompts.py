@@ -1,7 +1,7 @@
-"""Which prompt templates a rollout runs with, where they are versions of resources; and a run's stage, which finds them.
+"""Prompt templates of rollouts that are versions of resources; and the stage that finds a run's prompts.
 
-The invariant: what a run's prompts are is decided once, when it begins, and kept with it; an alias that moves later changes
-the next run and never this one. A rollout names the versions it runs with before it is leased.
+The invariant: a run's prompts are chosen once, when it begins, and stored with it; an alias that moves later changes the next
+run and never this one. A rollout names its versions before it is leased.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from lightning_resources.reference import find, parse_reference
 from lightning_resources.weights import keep_weights
 
 STATE: Final = "prompts"
-"""Under which a run keeps its choice: `{component: [resource, version]}`."""
+"""Key of the state under which a run stores its choice: `{component: [resource, version]}`."""
 
 
 @dataclass
 class ResourcePrompts(Prompts):
-    """Prompts of which some are versions of resources."""
+    """A run's prompts, of which some are versions of resources."""
 
     _texts: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def bind(self, component: str, resource: Resource, *, pinned: bool = True) -> None:
-        """Give a component its prompt by a resource, `pinned` to this version."""
+        """Make a resource the prompt of a component; `pinned` to this version, or else to the version that each rollout
+        names."""
         self.bound[component] = resource.name
         if pinned:
             self.versions[resource.name] = resource.version
         self._texts[resource.name, resource.version] = _text(resource)
 
     async def stamp(self, store: Store, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with the versions they run with; their texts are at hand from now on."""
+        """Return the rollouts with the versions that they run with, and load the texts of these versions."""
         stamped = [replace(rollout, resources={**self.versions, **rollout.resources}) for rollout in rollouts]
         wanted = {item for rollout in stamped for item in rollout.resources.items() if item[0] in self.bound.values()}
         for name, version in sorted(wanted - self._texts.keys()):
@@ -51,19 +52,19 @@ class ResourcePrompts(Prompts):
         return stamped
 
     async def load(self, store: Store) -> None:
-        """Have the texts of all versions at hand: rollouts of this run may be waiting from before a restart."""
+        """Load the texts of all versions, because rollouts from before a restart may still be waiting."""
         for name in set(self.bound.values()):
             self._texts |= {(name, item.version): _text(item) for item in await list_resources(store, name)}
 
     def of(self, rollout: Rollout) -> dict[str, str]:
-        """The templates of a rollout, by component."""
+        """Return the templates of a rollout, by component."""
         chosen = {**self.versions, **rollout.resources}
         return dict(self.own) | {
             component: self._texts[name, chosen[name]] for component, name in self.bound.items() if name in chosen
         }
 
     async def keep(self, store: Store, run: str) -> None:
-        """Remember the choice with the run."""
+        """Store the choice of versions with the run."""
         chosen: dict[str, Json] = {
             component: [name, self.versions[name]] for component, name in self.bound.items() if name in self.versions
         }
@@ -74,11 +75,12 @@ class ResourcePrompts(Prompts):
 async def resolve_prompts(
     store: Store, run: str, settings: Mapping[str, str], *, home: str = "", project: str = DEFAULT_PROJECT
 ) -> ResourcePrompts:
-    """The prompts of a run by its settings `runner.prompts`: those it kept when it goes on, else what references mean now.
+    """Find the prompts of a run by its settings `runner.prompts`. A resumed run gets the versions that it has stored; otherwise
+    references are looked up now.
 
-    `store` is as the run's project sees it, and so is every other that a reference names (a server as the token's project sees
-    it): a resource of that is copied into this one. `home` is the URL of the store that references without a place mean, where
-    it is another than this. Raises `StoreError` or `ConfigError` for a reference that leads nowhere.
+    `store` is the view of the run's project, as is every other store that a reference names (a server shows the token's
+    project); a resource of another store is copied into this one. `home` is the URL of the store for references without a
+    place, where it is not this store. Raises `StoreError` or `ConfigError` for a reference that leads nowhere.
     """
     prompts = ResourcePrompts({name: text for name, text in settings.items() if not text.startswith(PREFIX)})
     kept = await store.get_state(run, STATE)
@@ -123,19 +125,19 @@ def _text(resource: Resource) -> str:
 
 
 def bindable(prompts: Prompts) -> ResourcePrompts:
-    """A run's prompts, to which versions of resources can be bound."""
+    """Return a run's prompts in the form to which versions of resources can be bound."""
     return prompts if isinstance(prompts, ResourcePrompts) else ResourcePrompts(prompts.own)
 
 
 class ResourcesOfRun(RunStage):
-    """Gives a run its prompts, and makes the weights that it leaves a version."""
+    """The stage that finds a run's prompts, and makes its trained weights a version."""
 
     api = API
 
     async def prompts(self, store: Store, run: Run, given: Mapping[str, str], home: str) -> Prompts:
-        """See `RunStage.prompts`."""
+        """Find the prompts of a run by its settings `runner.prompts`."""
         return await resolve_prompts(store, run.id, given, home=home, project=run.project)
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
-        """See `RunStage.exported`."""
+        """Make the run's model in `folder` the next version of `policy/weights`."""
         await keep_weights(store, folder, about)

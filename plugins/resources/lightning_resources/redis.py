@@ -1,7 +1,7 @@
-"""Resources in Redis: `resources`, the kinds by name; of each resource the hashes `resources:versions` by number,
-`resources:contents` by digest and `resources:aliases`; and of each alias the list `resources:moves`.
+"""Resources in Redis. The hash `resources` has the kinds by name. Each resource has the hashes `resources:versions` by number,
+`resources:contents` by digest and `resources:aliases`; each alias has the list `resources:moves`.
 
-The invariant: see `lightning_resources.operations`.
+The invariant: it keeps what `lightning_resources.operations` promises.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ return remember_as(name, once, seconds, {'ok', version, now})
 
 
 async def put(link: Link, resource: Resource) -> Resource:
-    """See `put_resource`."""
+    """Store a resource as the next version of its name, unless a version has its content."""
     name, what = resource.name, f"the resource {resource.name!r}"
     content = rows.dump(resource.content, what)
     metadata = rows.dump(dict(resource.metadata), f"the metadata of {what}")
@@ -103,11 +103,11 @@ async def put(link: Link, resource: Resource) -> Resource:
 
 def _resource(name: str, version: int, value: bytes) -> Resource:
     (at,), (kind, content, metadata, digest) = stamped(value, f"version {version} of resource {name!r}")
-    return read((name, kind, content, metadata, version, at, digest))
+    return read((name, content, kind, metadata, version, at, digest))
 
 
 async def get(link: Link, name: str, which: int | str) -> Resource | None:
-    """See `get_resource`."""
+    """Return a version by its number or by an alias; None when there is none."""
     versions = link.keys("resources", "versions", name)
     if which == LATEST:
         (which,) = await link.reads.read((b"HLEN", versions))
@@ -119,7 +119,7 @@ async def get(link: Link, name: str, which: int | str) -> Resource | None:
 
 
 async def versions(link: Link, name: str | None) -> list[Resource]:
-    """See `list_resources`."""
+    """Return all versions of a resource (None: of all resources), by name and version."""
     names = await _names(link, name)
     found = []
     for each, flat in zip(names, await _tables(link, "versions", names), strict=True):
@@ -136,14 +136,14 @@ async def _names(link: Link, name: str | None) -> list[str]:
 
 
 async def _tables(link: Link, table: str, names: Sequence[str]) -> list[list[bytes]]:
-    """The whole table of each resource."""
+    """Return the whole hash `table` of each resource, as alternating fields and values."""
     return (
         await link.reads.read(*((b"HGETALL", link.keys("resources", table, name)) for name in names)) if names else []
     )
 
 
 async def set_alias(link: Link, name: str, alias: str, version: int, once: str) -> Alias:
-    """See `set_alias`."""
+    """Point an alias to a version; nothing changes when it points there already."""
     check_alias(alias)
     reply = await link.run_once(
         SET_ALIAS,
@@ -158,7 +158,7 @@ async def set_alias(link: Link, name: str, alias: str, version: int, once: str) 
 
 
 async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
-    """See `roll_back_alias`."""
+    """Point an alias back to its previous version."""
     known_as = rollout_state.known_as(once, "roll_back_alias", name, alias)
     keys = [link.keys("resources", "aliases", name), _moves(link, name, alias)]
     version, at = done(
@@ -178,7 +178,7 @@ def _moves(link: Link, name: str, alias: str) -> bytes:
 
 
 async def aliases(link: Link, name: str | None) -> list[Alias]:
-    """See `list_aliases`."""
+    """Return where the aliases of a resource (None: of all) point now, with `latest`."""
     names = await _names(link, name)
     found = []
     for each, flat in zip(names, await _tables(link, "aliases", names), strict=True):
@@ -192,14 +192,14 @@ async def aliases(link: Link, name: str | None) -> list[Alias]:
 
 
 async def history(link: Link, name: str, alias: str) -> list[Alias]:
-    """See `alias_history`."""
+    """Return every move of an alias, oldest first."""
     (moves,) = await link.reads.read((b"LRANGE", _moves(link, name, alias), b"0", b"-1"))
     found = [move.split() for move in moves]
     return [Alias(name, alias, int(version), float(at)) for version, at, _ in found]
 
 
 async def uses(link: Link, name: str) -> list[ResourceUse]:
-    """See `resource_uses`."""
+    """Return the results of rollouts under each version of a resource."""
     (flat,) = await link.reads.read((b"HGETALL", link.keys("uses")))
     counted: dict[str, dict[str, float]] = {}
     for field, value in zip(flat[::2], flat[1::2], strict=True):
@@ -223,4 +223,4 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "alias_history": history,
     "resource_uses": uses,
 }
-"""By the names of the operations."""
+"""The functions of the operations, by the operations' names."""

@@ -1,6 +1,6 @@
-"""How a resource is named in settings and on the command line: `writer@production`, `runs/tuned#writer@3`.
+"""References to resources in settings and on the command line: `writer@production`, `runs/tuned#writer@3`.
 
-The invariant: a reference names one resource, and one that leads nowhere is an error that says what there is.
+The invariant: a reference names one resource; one that leads nowhere raises an error that lists the existing resources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lightning_resources.operations import get_resource, list_aliases, list_reso
 
 @dataclass(frozen=True, slots=True)
 class ResourceReference:
-    """`[PLACE#]NAME[@WHICH]`: `which` is a version or an alias, `place` another store than the one at hand."""
+    """The reference `[PLACE#]NAME[@WHICH]`. `which` is a version or an alias. `place` names a store; empty: the store at
+    hand."""
 
     name: str
     which: int | str = LATEST
@@ -29,7 +30,7 @@ class ResourceReference:
 
 
 def parse_reference(text: str) -> ResourceReference:
-    """Take a reference apart, with or without its `resource:`. Raises `ConfigError` when it has no name or an empty part."""
+    """Parse a reference, with or without the prefix `resource:`. Raises `ConfigError` when it has no name or an empty part."""
     place, hash_sign, rest = text.removeprefix(PREFIX).rpartition("#")
     name, at_sign, which = rest.partition("@")
     malformed = "@" in which or bool(hash_sign) != bool(place) or bool(at_sign) != bool(which)
@@ -42,7 +43,8 @@ def parse_reference(text: str) -> ResourceReference:
 
 
 async def find(store: Store, reference: ResourceReference) -> Resource:
-    """The resource in this store. Raises `StoreError`, which names the versions and aliases there are."""
+    """Return the resource that a reference names in this store. Raises `StoreError`, which lists the existing versions and
+    aliases."""
     found = await get_resource(store, reference.name, reference.which)
     if found is not None:
         return found

@@ -1,7 +1,7 @@
 """Resources in SQL databases.
 
-The invariant: see `lightning_resources.operations`; a move of an alias is one row, so that a reader sees the old target or the
-new one.
+The invariant: it keeps what `lightning_resources.operations` promises. A move of an alias is one row, so that a reader sees
+either the old version or the new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TABLES: Final = (
         UNIQUE (name, version),
         UNIQUE (name, digest)
     )""",
-    # A row for each move; `earlier` is the `n` of the move to return to.
+    # A row for each move; `earlier` is the `n` of the move to roll back to.
     """CREATE TABLE resources_aliases (
         n INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
@@ -41,12 +41,7 @@ TABLES: Final = (
     )""",
     "CREATE INDEX resources_aliases_by_name ON resources_aliases (name, alias, n)",
 )
-COLUMNS: Final = rows.Columns(
-    Resource,
-    "resource {_.name!r}",
-    first=("name", "kind"),
-    forms={"content": rows.Form(rows.dump, rows.load)},
-)
+COLUMNS: Final = rows.Columns(Resource, "resource {_.name!r}", forms={"content": rows.Form(rows.dump, rows.load)})
 RESOURCE_COLUMNS: Final = f"{COLUMNS.names()}, digest"
 _PLACES: Final = ", ".join("?" for _ in RESOURCE_COLUMNS.split(", "))
 INSERT_RESOURCE: Final = f"INSERT INTO resources ({RESOURCE_COLUMNS}) VALUES ({_PLACES})"  # noqa: S608
@@ -71,11 +66,11 @@ SELECT_USES: Final = (
     "SELECT run, split, resources, count(*), count(reward), sum(CASE WHEN status = 'failed' THEN 1 ELSE 0 END), "
     "sum(reward) FROM rollouts WHERE resources <> '{}' GROUP BY run, split, resources ORDER BY min(n)"
 )
-"""One row for each set of versions that rollouts ran with: few, however many rollouts there are."""
+"""Returns one row for each set of versions that rollouts ran with; there are few, however many rollouts there are."""
 
 
 async def put(transaction: Transaction, resource: Resource) -> Resource:
-    """See `put_resource`."""
+    """Store a resource as the next version of its name, unless a version has its content."""
     await transaction.alone(f"resource {resource.name}")
     same = await transaction.one(SELECT_SAME_RESOURCE, (resource.name, resource.digest))
     newest = await get(transaction, resource.name, LATEST)
@@ -94,7 +89,7 @@ async def put(transaction: Transaction, resource: Resource) -> Resource:
 
 
 async def get(transaction: Transaction, name: str, which: int | str) -> Resource | None:
-    """See `get_resource`."""
+    """Return a version by its number or by an alias; None when there is none."""
     if which == LATEST:
         row = await transaction.one(SELECT_LATEST, (name,))
     else:
@@ -104,13 +99,13 @@ async def get(transaction: Transaction, name: str, which: int | str) -> Resource
 
 
 async def versions(transaction: Transaction, name: str | None) -> list[Resource]:
-    """See `list_resources`."""
+    """Return all versions of a resource (None: of all resources), by name and version."""
     found = await transaction.all(SELECT_RESOURCES) if name is None else await transaction.all(SELECT_VERSIONS, (name,))
     return [read(row) for row in found]
 
 
 async def set_alias(transaction: Transaction, name: str, alias: str, version: int, once: str) -> Alias:
-    """See `set_alias`."""
+    """Point an alias to a version; nothing changes when it points there already."""
     check_alias(alias)
     known_as = rollout_state.known_as(once, "set_alias", name, alias, version)
     return await _once(transaction, known_as, name, alias, lambda: _set_alias(transaction, name, alias, version))
@@ -127,13 +122,14 @@ async def _set_alias(transaction: Transaction, name: str, alias: str, version: i
 
 
 async def roll_back(transaction: Transaction, name: str, alias: str, once: str) -> Alias:
-    """See `roll_back_alias`."""
+    """Point an alias back to its previous version."""
     known_as = rollout_state.known_as(once, "roll_back_alias", name, alias)
     return await _once(transaction, known_as, name, alias, lambda: _roll_back(transaction, name, alias))
 
 
 async def _roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
-    """The earlier move's own `earlier` is taken over, so that rolling back again goes on."""
+    """Roll an alias back. The new move gets the `earlier` of the move it returns to, so that a repeated rollback goes further
+    back."""
     await transaction.alone(f"resource {name}")
     current = await transaction.one(SELECT_ALIAS, (name, alias))
     if current is None:
@@ -147,18 +143,18 @@ async def _roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
 
 
 async def aliases(transaction: Transaction, name: str | None) -> list[Alias]:
-    """See `list_aliases`."""
+    """Return where the aliases of a resource (None: of all) point now, with `latest`."""
     found = [Alias(*row) for row in await transaction.all(SELECT_ALIASES)]
     return [alias for alias in found if name is None or alias.name == name]
 
 
 async def history(transaction: Transaction, name: str, alias: str) -> list[Alias]:
-    """See `alias_history`."""
+    """Return every move of an alias, oldest first."""
     return [Alias(*row) for row in await transaction.all(SELECT_MOVES, (name, alias))]
 
 
 async def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
-    """See `resource_uses`."""
+    """Return the results of rollouts under each version of a resource."""
     return uses_of_versions(name, await transaction.all(SELECT_USES))
 
 
@@ -170,7 +166,7 @@ async def _move(transaction: Transaction, name: str, alias: str, version: int, e
 async def _once(
     transaction: Transaction, known_as: str, name: str, alias: str, move: Callable[[], Awaitable[Alias]]
 ) -> Alias:
-    """Where the alias was moved to by the call of this name, which moves it once."""
+    """Move an alias once for calls with the same id `known_as`, and return where it then points."""
 
     async def work() -> Json:
         moved = await move()
@@ -186,7 +182,7 @@ async def _target(transaction: Transaction, name: str, alias: str) -> int | None
 
 
 def read(row: rows.Row) -> Resource:
-    """From `RESOURCE_COLUMNS`. Raises `StoreError` for content that is not what its digest says."""
+    """Read a resource from a row of `RESOURCE_COLUMNS`. Raises `StoreError` when its content does not match its digest."""
     *kept, digest = row
     resource = COLUMNS.read(kept)
     if resource.digest != digest:

@@ -1,8 +1,8 @@
-"""A run's weights as versions of a resource: what a version says of its files, and which versions keep them.
+"""A run's weights as versions of a resource: how a version describes its files, and which versions keep them.
 
-The invariant: a version names its files by their content, so that whoever loads them can tell whether they are still the same.
-It never changes, it only loses its files: the newest versions keep theirs, and those that an alias points to or would after a
-rollback. No file goes that a kept version has too, or that is not the one that the version was made of.
+The invariant: a version has the digests of its files, so that loading them can check that they are still the same. A version
+never changes, but may lose its files. The newest versions keep theirs, and so do those that an alias points to or would after a
+rollback. A file is not deleted if a kept version has it too, or if its content is no longer that of the version.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_resources.nouns import LATEST, Resource, ResourceKind
 from lightning_resources.operations import alias_history, list_aliases, list_resources, put_resource
 
 WEIGHTS_NAME: Final = "policy/weights"
-"""The resource that a run's trained model is a version of; the slash keeps it apart from every component's prompt."""
+"""The resource whose versions are the trained models of runs; the slash keeps it apart from the prompts of components."""
 
 
 def weights_content(folder: Path) -> dict[str, Json]:
-    """The content of a `weights` resource: the folder and the SHA-256 of each of its files. Raises `OSError` when they cannot
-    be read."""
+    """Return the content of a `weights` resource: the folder and the SHA-256 of each of its files. Raises `OSError` when they
+    cannot be read."""
     files: dict[str, Json] = {}
     for file in sorted(folder.iterdir()):
         if file.is_file():
@@ -38,7 +38,8 @@ def weights_content(folder: Path) -> dict[str, Json]:
 
 
 def checked_weights(resource: Resource) -> Path:
-    """The folder of a version of weights, whose files are those it was made of. Raises `ConfigError` otherwise."""
+    """Return the folder of a version of weights, after checking that its files are unchanged. Raises `ConfigError`
+    otherwise."""
     name, content = f"{resource.name}@{resource.version}", resource.content
     if resource.kind is not ResourceKind.WEIGHTS:
         raise ConfigError(f"{name} is a {resource.kind.value}, not weights")
@@ -60,7 +61,7 @@ async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json])
 
 @dataclass(frozen=True, slots=True)
 class SupersededVersion:
-    """A version that may lose its `files`, all of them in `folder`; `size` is in bytes."""
+    """A version whose `files`, all in `folder`, may be deleted; `size` is their size in bytes."""
 
     number: int
     folder: Path
@@ -68,7 +69,7 @@ class SupersededVersion:
     size: int
 
     def delete(self) -> int:
-        """Delete the files, and the folder where nothing else is in it. Returns the bytes."""
+        """Delete the files, and the folder if it is then empty. Returns the number of bytes."""
         for name in self.files:
             (self.folder / name).unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
@@ -77,9 +78,10 @@ class SupersededVersion:
 
 
 async def superseded(store: Store, name: str, keep: int) -> list[SupersededVersion]:
-    """The versions of weights beyond the newest `keep` that no alias needs and that still have files, oldest first.
+    """Return the versions of weights whose files may be deleted, oldest first: those that still have files, are older than the
+    newest `keep`, and that no alias points to or would after a rollback.
 
-    Raises `ConfigError` for a resource that is none of weights.
+    Raises `ConfigError` for a resource that is not weights.
     """
     versions = await list_resources(store, name)
     if any(version.kind is not ResourceKind.WEIGHTS for version in versions):
@@ -115,7 +117,7 @@ def _digests(version: Resource) -> Mapping[str, str]:
 
 
 def _is(file: Path, digest: str) -> bool:
-    """Whether it is there as the version was made of it."""
+    """Whether the file exists, is no link, and has this digest."""
     if not file.is_file() or file.is_symlink():
         return False
     with file.open("rb") as stream:

@@ -1,1 +1,1 @@
-"""Where a step's groups come from besides sampling in turns: rollouts that go on, records, an order of tasks that learns."""
+"""Samplers besides sampling in turns (sampling while the engine trains, recorded rollouts) and an adaptive order of tasks."""

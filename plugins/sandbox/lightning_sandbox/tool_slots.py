@@ -1,10 +1,10 @@
-"""Slots for the tools that cannot take every agent at once (`runner.tool_limits`): a run that finds none free waits. The stage
-that makes them ready around attempts, and what is said of limits that bound nothing.
+"""Slots for tools that cannot serve all agents at once (`runner.tool_limits`): a run of a tool waits until a slot is free. Also
+the stage that sets the slots up around attempts, and warns of limits that have no effect.
 
 The invariant: at most as many runs of a tool are under way as it has slots, in all processes of this machine. A slot is a lock
-on a file, and the kernel releases it when its process ends, however that ends. What runs inside a run of the same tool has
-that run's slot, so that no tool waits for itself. The files are this user's, in the machine's folder for temporary files, so
-that all that runs here shares them: runs, clients, actors. They stay, since a file that is made anew would be another slot.
+on a file, which the kernel releases when its process ends in any way. A run inside another run of the same tool uses that run's
+slot, so that no tool waits for itself. The files are in the user's folder below the machine's folder for temporary files, so
+that all runs, clients and actors of the user share them. They are never deleted, since a new file would be another slot.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ logger = logging.getLogger(__name__)
 TOOL_LIMITS: Final = "tool_limits"
 """The name of the stage."""
 ENOUGH = 64
-"""Rollouts after which a tool that has not run is named: a wrong name should not bound nothing until the end of a long run."""
+"""After this many rollouts a tool with a limit that never ran is named in a warning, so that a wrong name is noticed early in a
+long run."""
 
 
 def make_slots(runs: Mapping[str, int]) -> ToolLimits:
-    """The slots of these tools, made where they are missing. Raises `RunnerError` when somebody else has the folder."""
+    """Create the missing slots of these tools. Raises `RunnerError` when the folder belongs to another user."""
     folder = Path(tempfile.gettempdir(), f"lightning-tools-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -64,8 +65,8 @@ def make_slots(runs: Mapping[str, int]) -> ToolLimits:
 
 
 class LimitStage(AttemptStage):
-    """The runs of tools with a limit wait for their turn. Limits that bound nothing are named: at once where a tool runs past
-    its limit; where a tool does not run, when `ENOUGH` rollouts or all have ended."""
+    """The stage that makes runs of tools with a limit wait for a slot. It warns of limits without effect: at once where a tool
+    runs without a slot; where a tool never runs, after `ENOUGH` rollouts or when all have ended."""
 
     api = 1
     carries_out = ("tool_limits",)
@@ -77,20 +78,20 @@ class LimitStage(AttemptStage):
         self._told: set[str] = set()
 
     async def begun(self) -> None:
-        """The slots are made. Raises `RunnerError` when somebody else has their folder."""
+        """Create the slots. Raises `RunnerError` when their folder belongs to another user."""
         self._limits = make_slots(self._runs)
         self.files = (self._limits.folder,)
 
     def installed(self) -> Callable[[], None]:
-        """From now on they wait."""
+        """Make tools wait from now on; returns the undo."""
         return limit_tools(self._limits)
 
     def noted(self, outcome: Outcome) -> Json:
-        """The tools that ran past their limits, if any."""
+        """Return the tools with a limit that ran without a slot in this process; None without any."""
         return list(unheld(outcome.tool_events)) or None
 
     def heard(self, outcome: Outcome, note: Json) -> None:
-        """Limits that bound nothing are named."""
+        """Count a rollout, and warn of limits without effect. `note` has the tools that ran without a slot."""
         self._rollouts += 1
         self._ran.update(event.name for event in outcome.tool_events)
         past = {str(name) for name in note} if isinstance(note, list) else set()
@@ -106,7 +107,7 @@ class LimitStage(AttemptStage):
             self._name_missing()
 
     def closed(self) -> None:
-        """No more rollouts come."""
+        """Warn of tools with a limit that never ran."""
         if self._rollouts:
             self._name_missing()
 
@@ -123,23 +124,24 @@ class LimitStage(AttemptStage):
 
 
 def limits_for(config: RunnerConfig) -> LimitStage | None:
-    """The stage of a runner with these settings."""
+    """Return the stage for the setting `runner.tool_limits`; None without limits."""
     return LimitStage(config.tool_limits) if config.tool_limits else None
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1
-"""Seconds between two looks for a free slot: nobody tells a process that another one has released a lock."""
+"""The first and the longest pause in seconds before a process looks for a free slot again: nothing tells it when a lock is
+released."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """How many runs of each tool may be under way, and the folder whose files are the slots."""
+    """How many runs of each tool may be under way, and the folder with the files that are the slots."""
 
     folder: str
     runs: Mapping[str, int]
 
     def files(self, tool: str) -> list[Path]:
-        """The slots of a tool. Its name may hold what no file name can."""
+        """Return the files of a tool's slots. Their names have a digest, since a tool's name may have any characters."""
         digest = hashlib.sha256(tool.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         return [Path(self.folder, f"{digest}.{number}") for number in range(self.runs[tool])]
 
@@ -154,7 +156,7 @@ _around: ContextVar[tuple[tool_slot, ...]] = ContextVar("lightning_tool_slots", 
 
 
 def _unlock() -> None:
-    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
+    """Replace the lock in a forked process: the thread that held it does not exist there and would never release it."""
     global _lock
     _lock = threading.Lock()
 
@@ -164,14 +166,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Limited:
-    """What tools of this process wait for."""
+    """Gives tools of this process their slots."""
 
     def slot(self, name: str) -> tool_slot:
-        """See `ToolSlots`."""
+        """Return the slot for one run of a tool."""
         return tool_slot(name)
 
     def hold(self, module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str]) -> Callable[[], None]:
-        """See `ToolSlots`."""
+        """Make methods of `owner` (empty: functions of the module) hold a slot of the tool `name_of` returns while they run,
+        once the module is imported; returns the undo."""
         replaced = ReplacedMethods()
 
         def replace(found: ModuleType) -> None:
@@ -190,7 +193,7 @@ class _Limited:
 
 
 def limit_tools(limits: ToolLimits) -> Callable[[], None]:
-    """Let no more runs of these tools be under way from now on; returns the undo. Adapters are installed after it."""
+    """Apply these limits from now on; returns the undo. Call it before adapters are installed."""
     global _limits
     before, _limits = _limits, limits
     _held_once.clear()
@@ -205,13 +208,13 @@ def limit_tools(limits: ToolLimits) -> Callable[[], None]:
 
 
 def unheld(events: Iterable[ToolEvent]) -> list[str]:
-    """The tools with a limit that ran, though nothing in this process ever held them back."""
+    """Return the tools with a limit that ran although no run in this process took a slot for them."""
     ran = {event.name for event in events if event.status in ("ok", "error")}
     return sorted((ran & _limits.runs.keys()) - _held_once)
 
 
 class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
-    """Have a slot of a tool while the block runs, and wait for one before: `with tool_slot(name):`, or `async with`.
+    """Hold a slot of a tool during the block, after waiting for a free one: `with tool_slot(name):`, or `async with`.
 
     It does nothing for a tool without a limit, outside a rollout, and inside another run of the same tool.
     """
@@ -219,12 +222,12 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
     def __init__(self, name: str) -> None:
         self.name = name
         self._file: int | None = None
-        self._process = 0  # that took it
+        self._process = 0  # the process that took the slot
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether it is a slot, and has not been released."""
+        """Whether a slot was taken and not yet released."""
         return self._file is not None
 
     def __enter__(self) -> Self:
@@ -245,7 +248,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
         self.release()
 
     def release(self) -> None:
-        """Give the slot back, if there is one."""
+        """Release the slot, if one was taken."""
         file, self._file = self._file, None
         if file is not None:
             with _lock:
@@ -260,7 +263,8 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
             _around.set(tuple(slot for slot in _around.get() if slot is not self))
 
     def _pauses(self) -> Iterator[float]:
-        """Seconds until the next look, for as long as there is no slot. Raises `RunnerError` once the rollout is over."""
+        """Yield pauses in seconds until a slot was taken; nothing where none is needed. Raises `RunnerError` once the rollout
+        is over."""
         attempt = calling_attempt()
         if attempt is None or self.name not in _limits.runs or self._runs_inside():
             return
@@ -282,7 +286,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
         import fcntl  # not everywhere, and needed only here
 
         files = _limits.files(self.name)
-        first = os.getpid() % len(files)  # or all would look at the same slots first
+        first = os.getpid() % len(files)  # so that processes do not all try the same slots first
         for path in files[first:] + files[:first]:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -299,7 +303,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
         return False
 
     def _must_come_free(self) -> None:
-        """Raise `ConfigError` where this wait would never end: it stops the event loop on which all the slots are held."""
+        """Raise `ConfigError` where waiting would never end, because it blocks the event loop on which all slots are held."""
         if self.loop is None:
             return
         with _lock:
@@ -320,7 +324,8 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _holding(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What holds a slot while a method of this kind runs."""
+    """Return the wrapper that holds a slot while a method of this kind runs: an async generator, a coroutine or a plain
+    function."""
     if inspect.isasyncgenfunction(method):
         return _hold_stream
     return _hold_awaitable if inspect.iscoroutinefunction(method) else _hold

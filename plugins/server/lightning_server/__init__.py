@@ -1,1 +1,1 @@
-"""What is remote: Lightning Server, Lightning Client, and stores over HTTP."""
+"""The plugin `server`: Lightning Server, Lightning Client, and stores over HTTP."""

@@ -1,8 +1,9 @@
-"""Who is asking: scoped tokens of people and programs for the control API; and whether a server may listen beyond this machine.
+"""Authentication for the control API by scoped tokens of people and programs; and whether a server may listen beyond this
+machine.
 
-The invariant: a secret is known to its holder alone. The store has its SHA-256, no log and no error has any part of it, and a
-token that was revoked or has expired opens nothing on any server `CACHE_SECONDS` later. Nothing listens beyond loopback before
-a person has decided who gets in: a token that somebody made must be there, which one that a server made by itself is not.
+The invariant: only the holder of a secret knows it. The store has its SHA-256, and no log and no error has any part of it. A
+token that was revoked or has expired opens nothing on any server `CACHE_SECONDS` later. A server listens beyond loopback only
+if a person has made a token for it; a token that a server made by itself does not count.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from lightning_server.errors import ApiError
 from lightning_server.tokens import get_token, list_tokens
 
 ALL_PROJECTS = "*"
-"""The `project` of an admin's token that is bound to none."""
+"""The `project` of an admin's token that is valid for all projects."""
 CACHE_SECONDS = 1.0
-"""How long a server may go on believing what the store said of a token."""
+"""Seconds for which a server uses the store's last answer about a token."""
 CACHED = 4096
 SECRET_BYTES = 32
 LONGEST_NAME = 200
 LONGEST_LIFE = 100 * 365.25 * 86_400.0
-"""Seconds a token may live, unless it lives until it is revoked."""
+"""The longest lifetime of a token in seconds; a token may also live until it is revoked."""
 LAST_TIME = 253_402_300_799.0
-"""The last second of the year 9999, as Unix time: no calendar here has a later one."""
+"""The last second of the year 9999 as Unix time; Python's calendar has no later one."""
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 PLAIN = re.compile(r"lt_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NOBODY = "0" * 64
-"""Compared with when there is no such token, so that the answer takes as long."""
+"""The digest to compare with when there is no such token, so that this answer takes as long as any other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The holder of a token that verified. `project` is the one it is bound to, None for all of them."""
+    """The holder of a verified token. `project` is the token's project, None for all projects."""
 
     id: str
     name: str
@@ -54,7 +55,7 @@ class Principal:
     project: str | None
 
     def require(self, *scopes: Scope) -> None:
-        """Return when the token has one of the scopes; an admin's has them all. Raises `ApiError` (403)."""
+        """Check that the token has one of the scopes; an admin's token always does. Raises `ApiError` (403) otherwise."""
         if self.scope is not Scope.ADMIN and self.scope not in scopes:
             needed = " or ".join(dict.fromkeys([*(scope.value for scope in scopes), Scope.ADMIN.value]))
             raise ApiError(
@@ -68,10 +69,10 @@ class Principal:
 def issue_token(
     scope: Scope, project: str = DEFAULT_PROJECT, name: str = "", ttl: float | None = None
 ) -> tuple[Token, str]:
-    """A new token to be kept with `put_token`, and its plain text `lt_<id>_<secret>`, which can never be had again.
+    """Make a token, to be stored with `put_token`, and return it with its plain text `lt_<id>_<secret>`, which nothing stores.
 
-    `ttl` is in seconds; without it the token lives until it is revoked. Raises `DataError` for a project or a name that cannot
-    be one, and for all projects (`*`) with another scope than admin.
+    `ttl` is in seconds; without it the token lives until it is revoked. Raises `DataError` for an invalid project or name or
+    `ttl`, and for all projects (`*`) with another scope than admin.
     """
     scope = Scope(scope)
     check_project(project, scope)
@@ -88,7 +89,7 @@ def issue_token(
 
 
 def check_token(token: Token) -> None:
-    """Raise `DataError` for a token of somebody's own making that `issue_token` could not have made."""
+    """Raise `DataError` for a token that a client made and `issue_token` could not have made."""
     check_project(token.project, token.scope)
     _check_name(token.name)
     if not IDENTITY.fullmatch(token.id):
@@ -118,28 +119,29 @@ def check_project(project: str, scope: Scope) -> None:
 
 
 def digest_of(secret: str) -> str:
-    """What the store keeps of a secret. It has 256 random bits, so that a plain hash cannot be searched."""
+    """Return the digest that the store keeps of a secret. A secret has 256 random bits, so a plain hash is safe against
+    search."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def authorization_in(scope: ASGIScope) -> str:
-    """What a request sends as `Authorization`; empty unless it does so once."""
+    """Return a request's header `Authorization`; empty when the request has none or several."""
     given = Headers(scope=scope).getlist("authorization")
     return given[0] if len(given) == 1 else ""
 
 
 class Authenticator:
-    """Tells who sent a request. One for each server; any event loop that the store can be used from."""
+    """Finds out who sent a request. Make one for each server; any event loop that may use the store may use it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known = Aging[str, Token](CACHED)
 
     async def principal(self, authorization: str) -> Principal:
-        """The holder of the token in an `Authorization: Bearer lt_...` header.
+        """Return the holder of the token in an `Authorization: Bearer lt_...` header.
 
-        Raises `ApiError` (401) when it is missing, malformed, unknown, expired or revoked, `StoreError` when the store cannot
-        say. Only the holder of the right secret is told of the last two.
+        Raises `ApiError` (401) when the token is missing, malformed, unknown, expired or revoked; `StoreError` when the store
+        does not answer. The answer says that a token is expired or revoked only to a holder of its secret.
         """
         scheme, _, plain = authorization.partition(" ")
         if not plain or scheme.lower() != "bearer":
@@ -156,16 +158,16 @@ class Authenticator:
         return _holder(token)
 
     async def still(self, identity: str) -> Principal:
-        """The holder of the token with this id, which `principal` has verified before. Raises as `principal` does when it has
-        expired or was revoked since."""
+        """Return the holder of the token with this id, which `principal` verified before. Raises as `principal` does when the
+        token has expired or was revoked since."""
         token = await self._token(identity)
         if token is None:
             raise _refused("invalid_token", "The token is not one of this server.")
         return _holder(token)
 
     async def _token(self, identity: str) -> Token | None:
-        """What the store says, or said less than `CACHE_SECONDS` ago. Unknown ids are not remembered: a new token works at
-        once, and a stranger cannot fill the cache."""
+        """Return the token with this id as the store had it at most `CACHE_SECONDS` ago, None for an unknown id. Unknown ids
+        are not cached: a new token works at once, and a stranger cannot fill the cache."""
         asked = time.monotonic()
         if (known := self._known.fresh(identity, asked, CACHE_SECONDS)) is not None:
             return known
@@ -178,12 +180,12 @@ class Authenticator:
 
 
 def is_alive(token: Token) -> bool:
-    """Whether a token still opens something."""
+    """Tell whether a token is neither revoked nor expired."""
     return token.revoked_at is None and (token.expires_at is None or token.expires_at > time.time())
 
 
 def _holder(token: Token) -> Principal:
-    """Whose token it is. Raises `ApiError` (401) for one that opens nothing any more."""
+    """Return the holder of a token. Raises `ApiError` (401) when it is revoked or expired."""
     if token.revoked_at is not None:
         raise _refused("revoked_token", f"The token {token.id} was revoked.")
     if not is_alive(token):
@@ -197,12 +199,12 @@ def _refused(kind: str, why: str) -> ApiError:
 
 
 AUTOMATIC = "made by the server at its first start"
-"""The name of the token that a server makes when there is none."""
+"""The name of tokens that a server makes by itself."""
 
 
 async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
-    """Return when a server of this store may bind `host`. Raises `ConfigError` unless that is loopback, or there is a token
-    that a person made and that still opens something. `place` is the store's URL, for the message."""
+    """Check that a server of this store may listen on `host`. Raises `ConfigError` unless that is loopback, or a person has
+    made a token that is still valid. `place` is the store's URL, for the message."""
     if is_loopback(host):
         return
     if any(is_alive(token) and token.name != AUTOMATIC for token in await list_tokens(store)):

@@ -1,8 +1,8 @@
-"""What the body of a request was compressed with, taken off before a route reads it.
+"""Decompression of request bodies, before a route reads them.
 
-The invariant: a packed body is counted as it arrives and as it is unpacked. A route is given it a piece at a time, and looks at
-its own limit first; the memory of bodies grants each piece before the next one is unpacked. So the limits of bytes and of JSON
-values are those of a body that comes as it is.
+The invariant: a compressed body is counted as it arrives and as it is decompressed. A route gets it piece by piece and checks
+its own limit at each; the memory budget of bodies grants each piece before the next one is decompressed. So the limits of bytes
+and of JSON values are those of an uncompressed body.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from lightning.gateway.http import KEY, RefusalError, RequestBody
 from starlette.types import Message, Receive, Scope
 
 PIECE = 64 * 1024
-"""Bytes that are unpacked at a time, so that others have their turn between."""
+"""Bytes that are decompressed at a time; other requests are served between two pieces."""
 PARTS = 1024
-"""Steps of a decoder that have a turn, where they make less than that."""
+"""A decoder's steps that are joined into one piece at most, when they yield less than `PIECE` bytes."""
 GZIP = 31
-"""What zlib calls a body with the header of gzip, and the largest window."""
+"""The `wbits` of zlib for a body with gzip's header and the largest window."""
 ZSTD_STEP = 64
-"""Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
+"""Compressed bytes given to the zstd decoder at a time. They can become 2 MB, and the library has no limit on its output."""
 ZSTD_WINDOW = 8 << 20
-"""The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
+"""The largest window of a zstd decoder in bytes; RFC 9659 allows no more over HTTP."""
 SENDABLE = "gzip, deflate, zstd"
 DISCONNECTED: Message = {"type": "http.disconnect"}
 
 
 def unpacking(scope: Scope, receive: Receive, encodings: Sequence[str]) -> Receive:
-    """What a route receives of a request whose body is packed; the scope says no more that it is. Receiving raises
-    `RefusalError`: 415 for an encoding that is not known, 400 for one that is broken, and what `RequestBody` raises."""
+    """Return a `receive` that gives a route the decompressed body; the scope's header `content-encoding` is removed. It raises
+    `RefusalError`: 415 for an unknown encoding, 400 for a broken body, and those of `RequestBody`."""
     scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
     messages = _unpacked(encodings, scope[KEY])
 
@@ -85,7 +85,7 @@ def _message(body: bytes, *, more: bool = True) -> Message:
 
 
 def _pieces(encoding: str, payload: bytes) -> Iterator[bytes]:
-    """What a body holds, a piece at a time. Raises what the decoders raise, `EOFError` for one that is cut off."""
+    """Yield a body decompressed, piece by piece. Raises the decoder's errors, and `EOFError` for a body that is cut off."""
     parts: list[bytes] = []
     size = 0
     for part in READERS[encoding](payload) if payload else ():
@@ -113,7 +113,7 @@ def _zlib(payload: bytes, wbits: int) -> Iterator[bytes]:
 
 
 def _deflate(payload: bytes) -> Iterator[bytes]:
-    """With zlib's header, as the standard has it, or without, as some clients do."""
+    """Decompress deflate with zlib's header, as the standard says, or without, as some clients send it."""
     return _zlib(payload, 15 if payload[0] & 0x0F == zlib.DEFLATED else -15)
 
 

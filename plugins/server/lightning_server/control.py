@@ -1,9 +1,9 @@
-"""A gateway's port opened to clients, beside a trainer or without one: the control API on it, and the first tokens.
+"""The control API on a gateway's port, beside a trainer or without one; and the first tokens of a store.
 
-The invariant: the API is on the port before the port is open, so that no client is ever told that there is none; a token's
-plain text is written once, into a file that only its owner can read, and no file of another database's token is lost by it.
-Every server over a store says the same of a lease, whoever's token it is: how the agents of a run are to call the model is kept
-with the run by its trainer (`HowToCall`), and the rest is in the rollout. Prompts are those of the run's project.
+The invariant: the API is mounted before the port opens, so that it answers every client from the first. A token's plain text is
+written once, into a file that only its owner can read; a file with a token of another database is never overwritten. Every
+server over a store gives the same access for a lease: the trainer keeps with its run how agents call the model (`HowToCall`),
+and the rest is in the rollout. Prompts are those of the run's project.
 """
 
 from __future__ import annotations
@@ -78,37 +78,38 @@ class Control:
 
     @property
     def url(self) -> str:
-        """What clients are given as `--server`."""
+        """The URL that clients are given as `--server`."""
         return self._public_url or self._gateway.url
 
     async def invite(self, run: Run, folder: Path) -> Invitation:
-        """See `ClientDoor.invite`: a token for runners of the run's project is in `folder`."""
+        """Return how clients reach this server; `folder` gets a token for runners of the run's project."""
         file, token = await runner_token(self._store, folder, run.project, only=True)
         command = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {self.url} MODULE:AGENT"
         return Invitation(Site(self.url, token, run.id, self._store), command)
 
     async def close(self) -> None:
-        """Let everybody go who waits for changes."""
+        """Answer all clients that wait for changes."""
         await self._api.close()
 
 
 def on_server_port(config: Config) -> Config:
-    """The configuration with the gateway on the port of the section `server`, under the name that clients know it by."""
+    """Return the settings with the gateway on the host and port of the section `server`. Behind a proxy on this machine the
+    name of `server.public_url` is added to the allowed hosts."""
     settings: dict[str, object] = {"gateway.host": config.server.host, "gateway.port": config.server.port}
     name = urlsplit(config.server.public_url).hostname
-    if name and is_loopback(config.server.host):  # a proxy is before it, and passes the name on
+    if name and is_loopback(config.server.host):  # a proxy in front passes the public name on
         settings["gateway.limits.hosts"] = [*config.gateway.limits.hosts, name]
     return with_settings(config, settings)
 
 
 def token_file(store: Store, folder: Path, name: str) -> Path:
-    """Where a first token of the store goes. A store in memory has files of its own: its tokens open nothing after it, so that
-    the next such store may replace them, and nothing else."""
+    """Return the file for a first token of the store. A store in memory has a file of its own, whose token the next such store
+    may replace: it is invalid once the store is gone."""
     return folder / (f"{name}.memory" if isinstance(store, MemoryStore) else name)
 
 
 async def first_admin_token(store: Store, folder: Path) -> Path | None:
-    """The file of a new admin token when the store has none that still opens anything, else None.
+    """Make an admin token and return its file, unless the store has a valid admin token: then return None.
 
     Raises `ConfigError` when the file cannot be written.
     """
@@ -120,8 +121,9 @@ async def first_admin_token(store: Store, folder: Path) -> Path | None:
 async def runner_token(
     store: Store, folder: Path, project: str = DEFAULT_PROJECT, *, only: bool = False
 ) -> tuple[Path, str]:
-    """The file of a token for runners, and its plain text. It is made for `project` unless a good one is there: of any project,
-    with `only` of that one. One that was set aside for another database's is still good where it is.
+    """Return the file of a token for runners, and its plain text. A valid one in the folder is used, of any project; with
+    `only`, of `project`. That includes files that were renamed for another database's token. Without one, a token for `project`
+    is made.
 
     Raises `ConfigError` when the file cannot be read or written.
     """
@@ -151,7 +153,7 @@ async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> 
         _take_back(file, token, older)
         raise
     if older is not None and await get_token(store, older.suffix[1:]) is not None:
-        older.unlink(missing_ok=True)  # this database's own, and replaced
+        older.unlink(missing_ok=True)  # a token of this database, now replaced
     elif older is not None:
         log.warning(
             "%s had a token of another database, which is in %s now: give each database a folder of its own with --out, or "
@@ -163,7 +165,7 @@ async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> 
 
 
 def _take_back(file: Path, token: Token, older: Path | None) -> None:
-    """Undo the writing of a token that the store did not take, unless another server has put its own there meanwhile."""
+    """Undo the writing of a token that the store refused, unless another server has written its own there meanwhile."""
     found = _token_in(file)
     if found is not None and found[1] == token.id:
         file.unlink()
@@ -179,7 +181,7 @@ def _token_in(file: Path) -> re.Match[str] | None:
 
 
 def _set_aside(file: Path) -> Path | None:
-    """Rename a file that has a token, to a name with the token's id. None where there is none."""
+    """Rename a file that has a token, with the token's id at the end, and return the new path. None where there is none."""
     found = _token_in(file)
     if found is None:
         return None
@@ -199,37 +201,37 @@ def _write_private(file: Path, text: str) -> None:
 
 
 class LightningServer:
-    """A `RunServer`, made of what `lightning serve` is made of."""
+    """The server that a trainer opens, made of the parts of `lightning serve`."""
 
     def on_port(self, config: Config) -> Config:
-        """See `RunServer.on_port`: the port of the section `server`."""
+        """Return the settings with the gateway on the port of the section `server`."""
         return on_server_port(config)
 
     async def check_exposure(self, store: Store, host: str) -> None:
-        """See `RunServer.check_exposure`: a token that a person made is needed."""
+        """Raise `ConfigError` for a host beyond loopback, unless a person has made a token for the store."""
         await check_exposure(store, host)
 
     def open(self, store: Store, gateway: Gateway, config: Config) -> Control:
-        """See `RunServer.open`."""
+        """Put the control API on a gateway that has not started."""
         return Control(store, gateway, config)
 
     def check_project(self, project: str) -> None:
-        """See `RunServer.check_project`: a project is what a token can be bound to."""
+        """Raise `DataError` for a project that no token can be bound to."""
         check_project(project, Scope.RUNNER)
 
     def of_project(self, store: Store, project: str) -> Store:
-        """See `RunServer.of_project`."""
+        """Return the view of one project on a store of all projects."""
         return ProjectStore(store, project)
 
 
 REMEMBERED = 1024
-"""Runs, and texts of prompts, that a server has at hand."""
+"""At most this many runs, and as many texts of prompts, are cached."""
 FRESH_SECONDS = 2.0
-"""How long it is believed what a run's trainer has said."""
+"""Seconds for which the settings that a run's trainer keeps are cached."""
 
 
 class AgentAccess:
-    """Gives agents access to the model behind a gateway. `url` is where agents reach it, empty: where it listens."""
+    """Gives agents access to the model behind a gateway. `url` is the gateway's URL for agents; empty: where it listens."""
 
     def __init__(self, gateway: Gateway, url: str) -> None:
         self._gateway, self._url = gateway, url.rstrip("/")
@@ -237,7 +239,8 @@ class AgentAccess:
         self._texts = Bounded[tuple[str, str, int], str](REMEMBERED)
 
     async def llm_for(self, lease: Lease, store: Store) -> LLM:
-        """The model as the agent of a lease is to see it; `store` is the one that the lease's holder sees."""
+        """Return the access to the model for the agent of a lease; `store` is the view of the lease's holder. Raises
+        `StoreError` for a prompt that does not exist."""
         how, project = await self._how(lease.rollout.run, store)
         temperature = None if lease.rollout.split == TRAIN else how.eval_temperature
         llm = self._gateway.llm(lease, sampling=None if temperature is None else {"temperature": temperature})
@@ -252,7 +255,7 @@ class AgentAccess:
         )
 
     async def _how(self, run: str, store: Store) -> tuple[HowToCall, str]:
-        """What the trainer of a run has kept, and the run's project."""
+        """Return how the agents of a run call the model, as its trainer keeps it, and the run's project."""
         now = time.monotonic()
         if (known := self._runs.fresh(run, now, FRESH_SECONDS)) is not None:
             return known

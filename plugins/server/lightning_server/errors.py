@@ -1,8 +1,8 @@
-"""What the control API answers when it says no: from errors to answers, and answers onto the wire.
+"""The error answers of the control API: how an exception becomes an answer, and how answers are sent.
 
-The invariant: an `ApiError` carries everything of its answer: the status, a machine's word for what is wrong, and a message for
-people that names the culprit and the cure. Whatever goes wrong has one; what the server itself got wrong is logged in full and
-told in one sentence.
+The invariant: an `ApiError` has everything that its answer needs: the status, a word for programs, and a message for people
+that names the cause and the cure. Every exception becomes one. A fault of the server itself is logged in full, and the client
+is told one sentence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_server.messages import Failure, Problem
 
 
 class ApiError(Exception):
-    """A request that is refused. Raised anywhere below a route, turned into an answer once, at the route."""
+    """A request that is refused. It may be raised anywhere below a route; the route turns it into the answer."""
 
     def __init__(self, status: int, type: str, message: str, headers: Mapping[str, str] | None = None) -> None:  # noqa: A002
         super().__init__(message)
@@ -48,11 +48,12 @@ KINDS: tuple[tuple[type[LightningError], int, str], ...] = (
     (ConfigError, 422, "misconfigured"),
     (LightningError, 503, "unavailable"),
 )
-"""The first that fits; a store over HTTP makes the same errors of the words again."""
+"""The status and word for each class of error; the first class that fits counts. `HttpStore` makes the same errors of these
+words."""
 
 
 def refusal_of(error: Exception, where: str) -> ApiError:
-    """The refusal for whatever a request raised; `where` names the request in the log."""
+    """Return the refusal for an exception that a request raised; `where` names the request in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusalError):
@@ -69,7 +70,7 @@ def refusal_of(error: Exception, where: str) -> ApiError:
 
 
 async def refuse(send: Send, refusal: ApiError) -> None:
-    """Answer with an error."""
+    """Send the error answer of a refusal."""
     body = json_codec.to_bytes(Failure(Problem(refusal.type, refusal.message)))
     headers = dict(refusal.headers)
     if refusal.status == 401:
@@ -78,7 +79,7 @@ async def refuse(send: Send, refusal: ApiError) -> None:
 
 
 async def answer(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-    """Send a whole answer."""
+    """Send a whole JSON answer; `headers` are added to the usual ones."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), "cache-control": "no-store"}
     fields |= headers or {}
     pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]

@@ -1,7 +1,9 @@
-"""A served model that follows an alias: when it is moved to another version of the weights, the running vLLM gets that version.
+"""A served model that follows an alias: when the alias moves to another version of the weights, the running vLLM loads that
+version.
 
-The invariant: no token of a version that failed its probe is seen by a client. Calls in flight are let end first, new ones wait
-at the gateway; then the version is loaded and probed behind the closed gateway, and what fails is taken back before it opens.
+The invariant: no client sees a token of a version that failed its probe. Calls in flight may end first, and new ones wait at
+the gateway. Then the version is loaded and probed while the gateway is closed; if it fails, the previous version is loaded
+again before the gateway opens.
 """
 
 from __future__ import annotations
@@ -35,27 +37,28 @@ from lightning_resources.weights import checked_weights
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often the alias is looked at."""
+"""Seconds between two looks at the alias."""
 DRAIN_SECONDS = 60.0
-"""How long calls in flight may take before the gateway opens again and the version waits; at most half of
-`gateway.hold_timeout`."""
+"""Seconds that calls in flight may take to end, or half of `gateway.hold_timeout` if that is less. If they take longer, the
+gateway opens again and the update is tried later."""
 DRAIN_LOOK = 0.005
 MOST_WAIT = 600.0
-"""Seconds until the next try, which doubles with each that failed."""
+"""The longest pause in seconds before a version is tried again; the pause doubles with each failed try."""
 DROP: Final = 3.0
-"""By how many nats a token may become less likely in the mean, of tokens that the version before had sampled: beyond that it is
-no better-trained version of the same model."""
+"""The largest allowed mean fall, in nats per token, of the logprobs of tokens that the previous version sampled. Beyond it the
+weights cannot be a better-trained version of the same model."""
 LEAST = 8
-"""Sampled tokens that are worth a comparison."""
+"""A recorded call is used for the comparison only if it sampled at least this many tokens."""
 MOST = 1024
-"""Tokens that are asked about at most."""
+"""At most this many tokens, the last of a call, are compared."""
 MOST_LOOKED_AT, LOOKED_AT_ONCE = 1024, 32
-"""Conversations of a run that are searched for an answer, the newest first: as many may be unanswered as there are clients."""
+"""How many conversations of a run are searched for an answered call, newest first, and how many are read at once. As many may
+be unanswered as there are clients."""
 
 
 async def drained(policy: Policy, seconds: float) -> bool:
-    """Call it inside a hold: wait until vLLM has answered every call that was sent, so that its tokens are all of the present
-    version. Whether it has in time."""
+    """Wait until vLLM has answered every call that was sent, for `seconds` at most; return whether it has. Call it inside a
+    hold, so that no new calls are sent: then all sampled tokens are of the present version."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while policy.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
@@ -66,7 +69,7 @@ async def drained(policy: Policy, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RecordedProbe:
-    """Tokens and the logprobs that the trainer computed for them with a version's weights, in `dtype`."""
+    """Tokens of a version's probe, with the logprobs that the trainer computed for them with these weights in `dtype`."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -74,7 +77,7 @@ class RecordedProbe:
 
     @classmethod
     def of(cls, resource: Resource) -> RecordedProbe | None:
-        """What a version brings along; None for one that was put by hand."""
+        """Return the probe in a version's metadata; None where there is none, as for a version that was put by hand."""
         kept = resource.metadata.get(PROBE)
         if not isinstance(kept, Mapping):
             return None
@@ -90,8 +93,8 @@ def _numbers(value: Json) -> list[float]:
 
 @dataclass
 class Follower:
-    """Keeps what a policy server serves at where `reference` points. `current` is the version that it serves, with its files in
-    `folder`; `weights` is the store that has the resource, `served` the one that has the conversations."""
+    """Keeps a policy server at the version that `reference` points to. `current` is the version that it serves, with its files
+    in `folder`. `weights` is the store that has the resource, `served` the store that has the conversations."""
 
     weights: Store
     reference: ResourceReference
@@ -102,10 +105,11 @@ class Follower:
     current: Resource
     folder: Path
     refused: dict[int, str] = field(default_factory=dict)
-    """Versions that failed, and why, until the alias moves on."""
+    """Why versions were refused, by their number, until the alias points to another one."""
 
     async def follow(self) -> None:
-        """Look at the alias for ever. Raises `PolicyServerError` when the policy server serves no version for certain."""
+        """Look at the alias for ever, and load the versions that it moves to. Raises `PolicyServerError` when it is not certain
+        which version the policy server has."""
         tried, waits = 0, 0.0
         while True:
             await asyncio.sleep(max(LOOK_SECONDS, waits))
@@ -124,8 +128,9 @@ class Follower:
             waits = 0.0 if done or tried != before else min(MOST_WAIT, 2 * (waits or LOOK_SECONDS))
 
     async def take(self, wanted: Resource) -> bool:
-        """Serve a version from now on; whether that was decided, for or against it (`refused`): False while calls in flight do
-        not end. Raises `PolicyServerError` when it failed and the one before could not be put back."""
+        """Load a version into the policy server, or refuse it (`refused`). Return True when either was done, False when calls
+        in flight did not end in time: the version must be tried again. Raises `PolicyServerError` when the version failed and
+        the previous one could not be loaded again."""
         try:
             folder = await asyncio.to_thread(checked_weights, wanted)
         except ConfigError as error:
@@ -153,7 +158,8 @@ class Follower:
         return True
 
     async def _exchange(self, wanted: Resource, folder: Path, own: RecordedProbe | None, before: Sequence[int]) -> str:
-        """Load, probe and, where that fails, put back what was there, behind the closed gateway. Returns what was wrong."""
+        """Load and probe a version behind the closed gateway; load the previous version again if that fails. Return what was
+        wrong, empty for nothing."""
         was = self.current.version
         old = await self._logprobs(None, was, before)
         try:
@@ -175,7 +181,8 @@ class Follower:
         return problem
 
     async def _logprobs(self, weights: Path | None, version: int, ids: Sequence[int]) -> Sequence[float]:
-        """Have the policy server serve weights (None: those it has) as a version; its logprobs of tokens, but the first."""
+        """Make the policy server load weights (None: keep its own) as a version, and return its logprobs of the tokens `ids`
+        except the first."""
         probe = Probe(ids, [0.0] * len(ids)) if ids else None
         update = await self.policy.update(weights, version, probe)
         self.gateway.own.update(update)
@@ -202,8 +209,8 @@ class Follower:
         )
 
     async def _known_tokens(self) -> tuple[int, ...]:
-        """Tokens that the present version has sampled, with what came before them: those it was published with, or of the last
-        conversation; nothing where there are none."""
+        """Return tokens that the present version sampled, with their context: those of its own probe, or of the last answered
+        call. Empty where there are none."""
         if (own := RecordedProbe.of(self.current)) is not None:
             return own.ids
         for run in await self.served.list_runs(brief=True):
@@ -218,7 +225,8 @@ class Follower:
 
 
 def _drop(old: Sequence[float], new: Sequence[float]) -> str:
-    """What is wrong when tokens of the version before have become so much less likely, or have no probability at all."""
+    """Return what is wrong when tokens of the previous version became too unlikely or impossible; empty for nothing. `old` and
+    `new` are their logprobs before and after the update."""
     if not old:
         return ""
     fell = float(np.mean(old)) - float(np.mean(new))

@@ -1,4 +1,4 @@
-"""What an operation of a store is over HTTP: where it is, who may use it, and how it travels.
+"""A store operation over HTTP: its path, who may use it, and the types of its request and answer.
 
 The invariant: everything that client, server and project check must know of an operation is derived from its signature and its
 one line, in `lightning_server.operations` or in a plugin's table.
@@ -19,7 +19,7 @@ from lightning_server import json_codec
 
 REQUIRED: Final = inspect.Parameter.empty
 PAGING: Final = ("after", "cursor", "limit")
-"""Arguments that say which part of a list is wanted."""
+"""Arguments that choose a part of a list."""
 QUERY: Final[Mapping[str, str]] = {
     "project": "Runs of this project only.",
     "split": "Of this split only: `train` or the name of an evaluation.",
@@ -28,14 +28,14 @@ QUERY: Final[Mapping[str, str]] = {
     "attempt": "The attempt; by default the rollout's current one.",
     "run": "The run; empty for what belongs to the whole store, which is for admins.",
 }
-"""What parameters of a query mean, where an operation does not say."""
+"""Descriptions of query parameters, for operations that give none themselves."""
 ANSWER_SECONDS: Final = 90.0
-"""Without a byte from a server for so long, it counts as gone."""
+"""A client takes a server for gone after this many seconds without a byte from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of an operation. `default` is `REQUIRED` where it must be given."""
+    """An argument of an operation. `default` is `REQUIRED` where the argument must be given."""
 
     name: str
     hint: Any
@@ -43,12 +43,12 @@ class Argument:
 
 
 class HttpOperation:
-    """An operation as its line says. `path` has arguments in braces; `query` and `body` have the others, but for `once` and for
-    which part of a list is wanted.
+    """An operation, described from its `HttpLine`. `path` names arguments in braces. `query` and `body` have the other
+    arguments, except `once` and those of `PAGING`.
 
-    `told` says what the parameters of the query mean. `sent` and `answered` are the types that travel, `item` is that of a
-    list's items. `empty` says that a caller who asks for what is not its project's gets what there is of nothing; otherwise it
-    is refused.
+    `told` describes each query parameter. `sent` and `answered` are the types of the request's body and of the answer; `item`
+    is the type of a list's items, None where the answer is no list. `empty` says how a caller is answered who asks for
+    something outside its project: with `nothing()` if true, with a refusal otherwise.
     """
 
     def __init__(self, operation: Operation, line: HttpLine) -> None:
@@ -90,16 +90,17 @@ class HttpOperation:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a long request may be several: items to be kept, of which the answer is the number."""
+        """Whether a client may split a long request into several: its body is a list of items to store, its answer how many
+        were stored."""
         return self.result is int and len(self.body) == 1 and _is_sequence(self.body[0].hint)
 
     @property
     def is_read_in_parts(self) -> bool:
-        """Whether an answer may have only what is asked for by the first items of the request."""
+        """Whether a server may answer a list request for its first items only; the client then asks for the rest."""
         return get_origin(self.result) is list and len(self.body) == 1 and _is_sequence(self.body[0].hint)
 
     def nothing(self) -> Any:
-        """What is answered of what is not there."""
+        """Return the answer about something that does not exist: an empty page or list, 0, or None."""
         if self.is_page:
             return Page(())
         return [] if get_origin(self.result) is list else 0 if self.result is int else None
@@ -129,7 +130,7 @@ def _is_sequence(hint: Any) -> bool:
 
 
 def _record(name: str, doc: str, parts: Sequence[Argument]) -> type:
-    """A dataclass with these fields. What may be nothing (any JSON, a mapping) may be left out."""
+    """Make a dataclass with these fields. A field of any JSON or of a mapping may be left out."""
     fields = []
     for part in parts:
         options: dict[str, Any] = {} if part.default is REQUIRED else {"default": part.default}

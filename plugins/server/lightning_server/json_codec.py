@@ -41,8 +41,9 @@ REF: Final = "#/components/schemas/"
 
 @dataclass(frozen=True, slots=True)
 class Codec(Generic[T]):
-    """How one type travels. `decode(value, where, strict)` raises `DataError` that names `where`; only when `strict` are fields
-    refused that the type does not have (a newer server may answer with more of them). `encode` raises it for wrong types."""
+    """How one type travels as JSON. `decode(value, where, strict)` raises `DataError` that names `where`. With `strict` it
+    refuses fields that the type does not have; without, it ignores them (a newer server may send more). `encode` raises
+    `DataError` for a value of another type."""
 
     encode: Callable[[T], Json]
     decode: Callable[[object, str, bool], T]
@@ -64,11 +65,11 @@ class AnyJson:
 
 
 LOCAL: Final = {"TokenIds": _Ids, "LogProbs": _LogProbs, "Json": AnyJson}
-"""Names that mean something else while the hints of what travels are resolved."""
+"""What these names stand for while the type hints of nouns are resolved."""
 
 
 def write(value: Json) -> bytes:
-    """JSON text. Raises `DataError` for what is not JSON at all."""
+    """Return JSON text. Raises `DataError` for a value that is not JSON."""
     try:
         try:
             return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
@@ -103,12 +104,13 @@ def _with_named_numbers(value: Json) -> Json:
 
 
 def to_bytes(value: object, hint: object = None) -> bytes:
-    """A value as JSON text, as one of the type `hint` (None: of its own). Raises `DataError` for one of another type."""
+    """Return a value as JSON text, encoded as the type `hint` (None: its own type). Raises `DataError` for a value of another
+    type."""
     return write(codec_of(type(value) if hint is None else hint).encode(value))
 
 
 def from_bytes(hint: object, payload: bytes, what: str, strict: bool = False) -> Any:
-    """The value of a type in JSON text. Raises `DataError` that names `what`, or the field of it."""
+    """Read JSON text as a value of a type. Raises `DataError` that names `what` and the field."""
     return codec_of(hint).decode(read(payload, what), what, strict)
 
 
@@ -122,7 +124,7 @@ def _number_to_json(value: float) -> Json:
 
 
 def _is_number(value: object, *kinds: type) -> bool:
-    """Whether it is of one of these kinds; true and false are no numbers."""
+    """Whether a value is of one of these types of numbers; booleans are not."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
@@ -163,8 +165,9 @@ def _scalar(
     write: Callable[[Any], Json],
     kind: str = "",
 ) -> Codec[Any]:
-    """`read` makes the value of what JSON says, which must be what is `expected`. It raises `TypeError` or `ValueError` for
-    anything else. Of a value that is written `is_one` says whether it is of this type, which an error calls `kind`."""
+    """Make the codec of a scalar type. `read` turns the JSON value into the type's, or raises `TypeError` or `ValueError`; the
+    error then says what was `expected`. `is_one` tells whether a value to be encoded is of the type, which an error calls
+    `kind`; `write` encodes it."""
 
     def encode(value: Any) -> Json:
         if not is_one(value):
@@ -236,7 +239,8 @@ _SCALARS: Final[Mapping[object, Codec[Any]]] = {
 
 
 def codec_of(hint: object) -> Codec[Any]:
-    """The codec of a type: a scalar, an enumeration, a dataclass, or a sequence, mapping or optional of such."""
+    """Return the codec of a type: a scalar, an enumeration, a dataclass, or a sequence, mapping or optional of these. Raises
+    `TypeError` for other types."""
     return _codec_of(cast("Any", hint))
 
 
@@ -345,7 +349,8 @@ def _enumeration(cls: type[Enum]) -> Codec[Any]:
 
 
 def _record(cls: type) -> Codec[Any]:
-    """A dataclass as an object with its fields; on the way in, fields that have a default may be left out."""
+    """Make the codec of a dataclass: an object with its fields. Fields that have a default may be left out when it is
+    decoded."""
     fields = {field.name: codec_of(hint) for field, hint in _fields(cls)}
     required = frozenset(_required(cls))
 
@@ -385,9 +390,9 @@ def _required(cls: type) -> list[str]:
 
 
 def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
-    """The JSON schema of a class that codecs refer to by name, and the classes that it refers to in turn.
+    """Return the JSON schema of a class that codecs refer to by name, and the classes that this schema refers to.
 
-    A field's `metadata` are further words of its schema.
+    A field's `metadata` is added to its schema.
     """
     description = " ".join((cls.__doc__ or "").split())
     if issubclass(cls, Enum):
@@ -405,7 +410,7 @@ def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
 
 
 def check_names(given: Mapping[str, object], known: Mapping[str, object], where: str) -> None:
-    """Raise `DataError` for the first name that is not known, with the nearest one that is."""
+    """Raise `DataError` for the first name that is not known, with the nearest known one."""
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known).removeprefix("; ") or f"known: {', '.join(known) or 'none'}"
@@ -413,7 +418,7 @@ def check_names(given: Mapping[str, object], known: Mapping[str, object], where:
 
 
 def wrong(value: object, where: str, expected: str) -> DataError:
-    """The error for a value of another type."""
+    """Return the error for a value of another type than `expected`."""
     return DataError(f"{where} is {_shown(value)}; it must be {expected}")
 
 

@@ -1,7 +1,7 @@
-"""What the control API's requests and answers say beyond the nouns and what `lightning_server.operations` derives: frozen
-values that client and server share.
+"""The control API's requests and answers that are neither nouns of `lightning.types` nor derived by
+`lightning_server.operations`: frozen values that client and server share.
 
-The invariant: everything that travels is one of these, of those, or a noun of `lightning.types`, in the form that
+The invariant: everything that travels is one of these values, a derived one, or a noun, in the JSON that
 `lightning_server.json_codec` derives; neither side knows any other JSON.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 from lightning.types import LLM, Lease
 
 ONCE_HEADER: Final = "idempotency-key"
-"""The header in which a request carries its caller's id for it (`once` of the store's methods)."""
+"""The header with the id that a caller made for its request (`once` of the store's methods)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The body of every answer that says no."""
+    """The body of every error answer."""
 
     error: Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the server can do its work; `status` is `ok` or says what is missing."""
+    """Whether the server can do its work: `status` is `ok` or says what is missing."""
 
     status: str
 
@@ -60,7 +60,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeasedRollout:
-    """A lease, and what its agent needs to call the model; `llm` is null where the server has no gateway."""
+    """A lease, and the access to the model that its agent needs; `llm` is null where the server has no gateway."""
 
     lease: Lease
     llm: LLM | None = None
@@ -68,8 +68,8 @@ class LeasedRollout:
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """What was leased; fewer than asked for when there is no more. `over` is true when the run has come to its end: there will
-    be no more unless somebody resumes it."""
+    """What was leased: fewer than asked for when there are no more. `over` is true when the run is finished: there will be no
+    more rollouts unless somebody resumes it."""
 
     leases: tuple[LeasedRollout, ...]
     over: bool = False
@@ -77,7 +77,7 @@ class Leases:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """The holder of an attempt prolongs its lease by `ttl` seconds from now."""
+    """Asks to prolong the lease of an attempt that `worker` holds, by `ttl` seconds from now."""
 
     worker: str
     ttl: float = 60.0

@@ -1,7 +1,7 @@
-"""The store's operations over HTTP: the one table that client, server, description and project check are made from.
+"""The store's operations over HTTP: the table from which client, server, description and project check are made.
 
 The invariant: an operation is added by a method of `Store` and a line here, or by a plugin's table (`register_operations`).
-What is in neither does not travel, except `watch`, which does not answer once, and what servers say of themselves.
+Only such operations travel, except `watch`, which answers more than once, and what servers say of themselves.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_server import messages
 from lightning_server.http_operation import HttpOperation
 
 LEASE_ANSWER: Final = 10.0
-"""Seconds without a byte from a server until it counts as gone where a lease may expire meanwhile: another one is asked while
-there is time to renew it."""
+"""A client takes a server for gone after this many seconds without a byte, at requests during which a lease may expire: it then
+has time to renew the lease at another server."""
 OUTCOME_ANSWER: Final = 20.0
-"""The same for an outcome, which may be long."""
+"""The same for sending an outcome, which may be long."""
 
 RUNS: Final = "GET /runs lists those there are"
 ATTEMPT: Final = "/rollouts/{rollout}/attempts/{attempt}"
@@ -166,12 +166,12 @@ LINES: Final[Mapping[str, HttpLine]] = {
         doc="Keep a small value unless the key has one; the answer has the one that is kept.",
     ),
 }
-"""A line for each method of `lightning.store.operation.Operations`."""
+"""The route of each method of `lightning.store.operation.Operations`."""
 
 
 @cache
 def over_http(operation: Operation) -> HttpOperation:
-    """What an operation of the store or of a plugin is over HTTP."""
+    """Return how an operation of the store or of a plugin travels over HTTP."""
     return HttpOperation(operation, operation.line or LINES[operation.name])
 
 

@@ -1,4 +1,4 @@
-"""What is remote, as a plugin: servers and clients, stores over HTTP, and the commands for them."""
+"""The plugin `server`: Lightning Servers and clients, stores over HTTP, and the commands for them."""
 
 from __future__ import annotations
 
@@ -28,58 +28,59 @@ COMMANDS = {
     "token": ("token_command:app", "Make, list and revoke the tokens of a server's control API."),
     "pull": ("pull_command:pull", "Copy a version of weights into a folder, from this machine or a server."),
 }
-"""Where each command stands in this package, and its line in `lightning --help`."""
+"""Commands by name: the module and object in this package, and the line in `lightning --help`."""
 
 
 @hookspec
 def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
-    """Web applications on the port of `lightning serve`, by the path's first part: `register("pages", make)` answers `/pages`.
+    """Register web applications on the port of `lightning serve`. `register("pages", make)` makes one answer all paths below
+    `/pages`.
 
-    `make(host)` is called before the port opens and should take a moment; it gives a `WebApp`, an ASGI application with a
-    `close`. Who may see what is the application's to check, by `host.authenticator`.
+    `make(host)` is called before the port opens and should return quickly. It returns a `WebApp`: an ASGI application with a
+    `close`. The application itself checks who may see its pages, by `host.authenticator`.
     """
 
 
 @hookimpl
 def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
-    """`lightning`."""
+    """Register `lightning`, the server that a trainer opens for clients."""
     register("lightning", made_later("lightning_server.control:LightningServer"))
 
 
 @hookimpl
 def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> None:
-    """`store`: gateways and trainers that meet in the store."""
+    """Register `store`, the fleet whose gateways and trainers talk to each other through the store."""
     register("store", made_later("lightning_server.fleet.member:ServerFleet"))
 
 
 @hookimpl
 def register_ports(register: Callable[[str, PortGuard], None]) -> None:
-    """`server`: shares of requests, patience and numbers of connections."""
+    """Register `server`, which guards a gateway's port: request shares, timeouts and limits on connections."""
     register("server", _guarded)
 
 
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`remote`."""
+    """Register `remote`, the runner whose agents run in clients elsewhere."""
     register("remote", made_later("lightning_server.remote_runner:remote_runner"))
 
 
 @hookimpl
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
-    """`http` and `https`."""
+    """Register the store over HTTP for URLs of `http` and `https`."""
     register("http", made_later("lightning_server.http_store:HttpStore"))
     register("https", made_later("lightning_server.http_store:HttpStore"))
 
 
 @hookimpl
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
-    """`tokens`."""
+    """Register the store operations on `tokens`."""
     register("tokens", later("lightning_server.tokens:TOKENS"))
 
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
-    """`lightning runner`, `serve`, `token` and `pull`."""
+    """Register the commands `lightning runner`, `serve`, `token` and `pull`."""
     for name, (place, text) in COMMANDS.items():
         register(name, later(f"lightning_server.{place}", text))
 

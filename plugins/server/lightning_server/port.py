@@ -1,12 +1,13 @@
-"""What a client may take of a port: how often it may ask, how slow it may be, how many connections it may have.
+"""Limits on what a client may use of a port: the rate of its requests, how slowly it may send and read, and how many
+connections it may have.
 
-The invariant: no token can take more than its share of requests, and nobody learns anything by trying tokens quickly, nor can
-that keep a good token, an open path or the share of one that is known from anybody; what is remembered of clients is bounded,
-and holds none of their secrets. A request costs three look-ups in dictionaries.
+The invariant: no token gets more than its share of requests. Guessing tokens quickly reveals nothing, and takes nothing from
+valid tokens, from paths that need no token or from the shares of known clients. What is remembered of clients is bounded and
+has none of their secrets. A request costs three dictionary look-ups.
 
-A client that sends its headers or its body too slowly, sends headers without end, or leaves answers unread, holds a
-connection for a bounded time and a bounded number of bytes; one that only waits for its answer is left alone. A request that
-arrives in one piece, as most do, costs no timer. Connections that wait for nothing cannot keep others out.
+A client that sends headers or a body too slowly, sends headers without end, or does not read its answers, holds a connection
+only for a bounded time and a bounded number of bytes. A client that only waits for its answer is left alone. A request that
+arrives in one piece, as most do, costs no timer. Idle connections cannot keep new ones out.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from lightning_server.content_encoding import unpacking
 log = logging.getLogger(__name__)
 
 CLIENTS = 16_384
-"""Tokens and addresses that are remembered at most."""
+"""At most this many tokens, and as many addresses, are remembered."""
 OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})
-"""The paths that need no token, so that an answer there says nothing of one."""
+"""The paths that need no token: an answer there does not show whether a token is valid."""
 
 
 @dataclass(slots=True)
 class Share:
-    """What is left to one client: `allowance` of `most` requests at the time `at` (the monotonic clock). `good` tokens were
-    let in before."""
+    """What one client may still use: `allowance` requests, of at most `most`, at the time `at` (monotonic clock). `good` says
+    that a request with this token was answered without an error before."""
 
     most: float
     allowance: float
@@ -52,25 +53,27 @@ class Share:
     good: bool = False
 
     def wait(self, rate: float, now: float) -> float:
-        """The seconds until a request is left, of `rate` (not 0) per second and at most `most` at once; 0 for now."""
+        """Refill the allowance at `rate` requests per second (not 0), and return the seconds until one request is allowed; 0
+        for now."""
         self.allowance = min(self.most, self.allowance + (now - self.at) * rate)
         self.at = now
         return 0.0 if self.allowance >= 1.0 else (1.0 - self.allowance) / rate
 
 
 class Shares(Bounded[bytes, Share]):
-    """The shares of those who asked lately. The one that asked longest ago is forgotten first, unless it still waits."""
+    """The shares of clients that asked lately. Beyond `CLIENTS` of them the one that asked longest ago is forgotten, unless a
+    request of it is in progress."""
 
     def __init__(self, most: float) -> None:
         super().__init__(CLIENTS)
         self._share = most
 
     def of(self, client: bytes, now: float) -> Share:
-        """The share of a client, which asks now."""
+        """Return the share of a client that asks now; a new one where it is not known."""
         return self.keep(client, self.get(client) or Share(self._share, self._share, now))
 
     def keep(self, client: bytes, share: Share) -> Share:
-        """Remember a share."""
+        """Remember a client's share as the one that asked last, and return it."""
         self[client] = share
         self.move_to_end(client)
         oldest = next(iter(self))
@@ -82,17 +85,17 @@ class Shares(Bounded[bytes, Share]):
 
 
 class Guard:
-    """An ASGI application before another one, behind `lightning.gateway.connections.Entrance`."""
+    """Limits the requests that reach the ASGI application `app`. It stands behind `lightning.gateway.connections.Entrance`."""
 
     def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
         self._app, self._limits = app, limits
         self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
         self._tokens, self._untried = Shares(2.0 * self._rate), Shares(2.0 * self._rate)
-        # Apart, so that any number of tokens that open nothing makes nobody forget one that does.
+        # The untried tokens are kept apart from the valid ones, so that they cannot displace them.
         self._strangers = Shares(limits.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or say why not."""
+        """Pass one request on, or refuse it (429)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -113,7 +116,7 @@ class Guard:
             token.in_flight -= 1
 
     def _admit(self, scope: Scope) -> tuple[Share, Share]:
-        """The shares of the token and of the address. Raises `RefusalError` (429)."""
+        """Count a request, and return the shares of its token and of its address. Raises `RefusalError` (429)."""
         where = (scope["client"] or ("",))[0].encode()
         client, now = scope[CLIENT], time.monotonic()
         token = (self._tokens if client in self._tokens else self._untried).of(client or where, now)
@@ -128,10 +131,11 @@ class Guard:
         return token, address
 
     def _judging(self, scope: Scope, send: Send, client: bytes, token: Share, address: Share) -> Send:
-        """`send`, with an eye on the answer: a token that opens something is good, one that does not costs its address.
+        """Return a `send` that learns from the answer: a token that is accepted becomes good, one that is refused (401) costs
+        its address.
 
-        An address that has nothing left is told of its wrong tokens with 429. The request is asked all the same, since a good
-        token from there, such as that of another machine behind one proxy, is to be let in.
+        An address that has nothing left gets 429 instead of 401. The request is still passed on, because a valid token from the
+        same address, such as another machine's behind one proxy, must be let in.
         """
         refused = False
 
@@ -161,18 +165,18 @@ def _too_many(what: str, seconds: float) -> RefusalError:
 
 
 LONGEST_HEAD = 65_536
-"""Bytes of a request's line and headers."""
+"""The most bytes of a request's line and headers."""
 FILES_FOR_ONE = 3
-"""Open files for a connection: itself, one to vLLM, and what else the process opens."""
+"""Open files counted for a connection: itself, one to vLLM, and another of the process."""
 MOST_IGNORED = 64 << 20
-"""Bytes of a body that are read after its request was refused; then the connection is closed. Common clients read no answer
-before they have sent all, and lose it with the connection."""
+"""Bytes of a body that are read after its request was refused; then the connection is closed. Common clients read the answer
+only after they have sent the whole body, and lose it if the connection is closed before."""
 TELL_AGAIN = 60.0
 """Seconds between two warnings that there are too many connections."""
 
 
 class Owed(Enum):
-    """What a client must still send before it may wait."""
+    """What a client must send next; `NOTHING` while it may wait for its answer."""
 
     HEAD = "headers"
     BODY = "body"
@@ -186,7 +190,8 @@ else:
 
 
 class _Patience(_Base):
-    """What both protocols share. `_owed` says what is owed of which request; a timer runs while something is."""
+    """What the protocols of h11 and httptools share. `_owed` says what the client must send next, and for which request; a
+    timer runs unless that is nothing."""
 
     limits: LimitsConfig
     opened: Connections
@@ -211,7 +216,8 @@ class _Patience(_Base):
         self.resume_writing()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered over HTTP; uvicorn would advise whoever reads the log to install WebSockets."""
+        """Log an upgrade request only at debug level: it is answered over HTTP, and uvicorn's own warning would advise to
+        install WebSockets."""
         log.debug("a client asked for another protocol than HTTP/1.1")
 
     def data_received(self, data: bytes) -> None:
@@ -242,10 +248,10 @@ class _Patience(_Base):
         super().resume_writing()
 
     def _look(self) -> None:
-        """Set `_owed`, where the parser has not."""
+        """Set `_owed` where the parser's callbacks do not."""
 
     def _watch(self) -> None:
-        """Wait for what is owed now, and for nothing else."""
+        """Replace the timer by the one for what is owed now; without anything owed there is none."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -256,7 +262,7 @@ class _Patience(_Base):
             self._timer = self.loop.call_later(seconds, self._too_slow, what, seconds)
 
     def _too_slow(self, what: Owed, seconds: float) -> None:
-        if what is Owed.HEAD and self._answering():  # half a request behind one that is being served
+        if what is Owed.HEAD and self._answering():  # part of the next request, sent while one is answered
             self._watch()
             return
         setting = "header_timeout" if what is Owed.HEAD else "body_timeout"
@@ -267,11 +273,11 @@ class _Patience(_Base):
 
     @property
     def address(self) -> str:
-        """Of the client; empty where it has none."""
+        """The client's address; empty where it has none."""
         return self.client[0] if self.client else ""
 
     def make_room(self) -> bool:
-        """Close, if nobody waits for an answer here."""
+        """Close the connection if no request on it is being answered; return whether it was closed."""
         if self._answering() or self.transport.is_closing():
             return False
         self.transport.close()
@@ -281,7 +287,7 @@ class _Patience(_Base):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _cut(self, refusal: RefusalError) -> None:
-        """Say why, if that can still be said, and close; what serves the request hears that its client has gone."""
+        """Answer with the refusal, if no answer has begun, and close; the application is told that its client has gone."""
         log.info("a client was cut off: %s", refusal)
         if self._answering():
             if self.cycle.response_started:
@@ -303,7 +309,8 @@ class _Patience(_Base):
 
 
 class Connections:
-    """The open connections of one port. `most` at a time (0: any number), and so many from one address that is not loopback."""
+    """The open connections of one port: at most `most` (0: any number), and at most `most_of_one` from one address (0: any
+    number), which does not count for loopback."""
 
     def __init__(self, most: int, most_of_one: int) -> None:
         self._most, self._most_of_one = most, most_of_one
@@ -312,7 +319,8 @@ class Connections:
         self._told_at = -math.inf
 
     def add(self, connection: _Patience) -> str:
-        """Count a connection; or say why there can be no further one. The oldest that waits for nothing makes room."""
+        """Count a connection and return an empty text, or return why it is refused. When the port is full, the oldest idle
+        connection is closed for it."""
         address = connection.address
         if self._most_of_one and self._of_address[address] >= self._most_of_one and not is_loopback(address):
             return (
@@ -329,7 +337,7 @@ class Connections:
         return ""
 
     def remove(self, connection: _Patience) -> None:
-        """It has ended."""
+        """Forget a connection that has ended."""
         address = self._open.pop(connection, None)
         if address is not None:
             self._of_address[address] -= 1
@@ -347,7 +355,7 @@ class Connections:
 
 
 class _PatientH11(_Patience, H11Protocol):
-    """Where httptools is not installed."""
+    """The protocol where httptools is not installed."""
 
     def _look(self) -> None:
         state = self.conn.their_state
@@ -361,7 +369,8 @@ class _PatientH11(_Patience, H11Protocol):
 
 
 def patient(limits: LimitsConfig, *, pure: bool = False) -> type[asyncio.Protocol]:
-    """The HTTP protocol for `uvicorn.Config(http=...)`: httptools' where it is installed, else (and when `pure`) h11's."""
+    """Return the HTTP protocol for `uvicorn.Config(http=...)`: httptools' where it is installed, else (and when `pure`)
+    h11's."""
     base: type[Any] = _PatientH11 if pure else _fastest()
     files = open_files()
     most = min(limits.connections, files // FILES_FOR_ONE) if limits.connections and files else limits.connections
@@ -376,7 +385,7 @@ def _fastest() -> type[Any]:
         return _PatientH11
 
     class PatientHttpTools(_Patience, HttpToolsProtocol):  # type: ignore[misc]
-        """Its parser says what has come."""
+        """The protocol of httptools, whose parser calls back at each part of a request."""
 
         def on_message_begin(self) -> None:
             self._owed = (Owed.HEAD, self._owed[1] + 1)
@@ -394,7 +403,7 @@ def _fastest() -> type[Any]:
 
 
 def open_files() -> int:
-    """How many files this process may have open; 0 for any number."""
+    """Return how many files this process may have open; 0 for any number."""
     try:
         import resource
     except ImportError:

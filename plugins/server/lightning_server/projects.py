@@ -1,12 +1,11 @@
-"""The store as one project sees it: the one place that keeps projects apart.
+"""The store as one project sees it. This module alone keeps projects apart.
 
-The invariant: what belongs to another project answers exactly as what was never created, whichever method is asked; a secret
-in a run's state, and what servers keep there for one another, is told to nobody. Only an id that one asks to *create* can be
-found to be taken elsewhere, since the ids of runs and rollouts are one name space.
+The invariant: every method answers about another project's things exactly as about things that were never created. No token
+reads a secret in a run's state, or what servers keep there for one another. Only a *new* id can be found to be taken by another
+project, since the ids of runs and rollouts are one name space.
 
-Resources and workers have no project of their own in the store, so their names there say it (`Names`): two projects can use one
-name and never mean the same thing. Which ids are a project's is remembered for a minute, so that they need not be looked up
-each time.
+Resources and workers have no project in the store, so their stored names contain it (`Names`): two projects can use one name
+for different things. A project's ids are remembered for a minute, so that they need not be looked up at each request.
 """
 
 from __future__ import annotations
@@ -29,55 +28,57 @@ from lightning_server.operations import over_http
 
 VIEWS = 1024
 REMEMBERED = 16_384
-"""Ids that are known to be a project's; beyond, the oldest are looked up again."""
+"""At most this many ids of a project are remembered; older ones are looked up again."""
 FORGET_AFTER = 60.0
 """Seconds until an id is looked up again."""
 NAMES = frozenset({"run", "rollout", "worker", "key"})
-"""Arguments that are ids."""
+"""Arguments of operations that are ids or names to be checked."""
 WHOLE_STORE = ""
 """The `run` of state that belongs to no run."""
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key of a run's state holds what no token may read or change, such as `gateway_secret`."""
+    """Whether a key of a run's state holds a secret, such as `gateway_secret`, which no token may read or change."""
     return "secret" in key.lower()
 
 
 class Projects:
-    """The views of one store, kept so that each remembers what it has looked up."""
+    """The views of one store, kept because each remembers the ids that it has looked up."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._views = Bounded[str | None, ProjectStore](VIEWS)
 
     def of(self, project: str | None) -> ProjectStore:
-        """The store as `project` sees it; None sees all projects, and no secret either."""
+        """Return the view of a project; None: of all projects, also without secrets."""
         view = self._views.used(project)
         return self._views.keep(project, ProjectStore(self._store, project)) if view is None else view
 
 
 class ProjectStore(Operations):
-    """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair.
+    """A view of one project on a store of many projects (`project=None`: of all). The store's owner opens and closes the store.
 
-    What an operation touches is told by its arguments: runs and rollouts must be the project's, workers get its names; or an
-    operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
+    The arguments of an operation say what it touches: runs and rollouts must be the project's, names of workers are changed to
+    those of the project; an operation may have its own rule instead (`Operation.owned`). Otherwise it is refused, or answered
+    as if nothing existed, as its line in the table says.
     """
 
     def __init__(self, store: Store, project: str | None) -> None:
         self._store = store
         self.project = project
-        """The project that is seen; None: all."""
+        """The project of the view; None: all."""
         self._names = Names(project)
         self._known = Aging[tuple[str, str], bool](REMEMBERED)
 
     async def open(self, *, make: bool = True) -> None:
-        """Nothing: the store under it is open as long as its owner wants."""
+        """Do nothing: the store's owner opens it."""
 
     async def close(self) -> None:
-        """Nothing: others look at the store under it too."""
+        """Do nothing: other views use the same store."""
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Do an operation on what the project sees."""
+        """Do an operation on what the project sees. Raises `UnseenError` for other things, unless the operation is answered as
+        if nothing existed."""
         try:
             if operation.owned is not None:
                 if self.project is None:
@@ -94,7 +95,8 @@ class ProjectStore(Operations):
 
     # what is seen -----------------------------------------------------------------------------------------------
     async def _check(self, kind: str, identity: str) -> None:
-        """Raise `UnseenError` for what the project does not see, `DataError` for what can be no name."""
+        """Raise `UnseenError` for a run, rollout or key that the project does not see; `DataError` for an invalid name and for
+        another project."""
         if kind == "run" and not await self._sees(kind, identity):
             raise UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
         if kind == "rollout" and not await self._sees(kind, identity):
@@ -111,13 +113,13 @@ class ProjectStore(Operations):
             check_id(identity, "key of the state")
 
     def _know(self, kind: str, identities: Iterable[str]) -> None:
-        """These are of the project."""
+        """Remember ids that belong to the project."""
         now = time.monotonic()
         for identity in identities:
             self._known.keep((kind, identity), (True, now))
 
     async def _sees(self, kind: str, identity: str) -> bool:
-        """Whether a run or a rollout is of the project."""
+        """Whether a run or a rollout belongs to the project; with all projects, whether it is no place of the servers."""
         if kind == "run" and is_of_servers(identity):
             return False
         if self.project is None or self._known.fresh((kind, identity), time.monotonic(), FORGET_AFTER):
@@ -134,7 +136,7 @@ class ProjectStore(Operations):
 
     # names on the way in and out --------------------------------------------------------------------------------
     def _in(self, name: str, value: Any) -> Any:
-        """An argument as it is stored. Raises `DataError` for a name that is reserved."""
+        """Return an argument with the names that the store has. Raises `DataError` for a reserved name."""
         match value:
             case Lease():
                 return self._names.lease_in(value)
@@ -143,7 +145,7 @@ class ProjectStore(Operations):
         return value
 
     async def _out(self, value: Any) -> Any:
-        """An answer as the project sees it. Of a list what is not the project's is left out."""
+        """Return an answer with the names that the project sees; runs of other projects are left out of lists."""
         match value:
             case list():
                 return [await self._out(item) for item in value if self._owns(item)]
@@ -162,8 +164,8 @@ class ProjectStore(Operations):
 
     # what has rules of its own ----------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
-        """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
-        `ConflictError` when another project has the id."""
+        """Create a run in this project, or get the one with its id. A run of the default project becomes one of this project.
+        Raises `DataError` for a run of another project, `ConflictError` when another project has the id."""
         check_run_id(run.id)
         if self.project is None:
             return await self._store.put_run(run)
@@ -177,7 +179,7 @@ class ProjectStore(Operations):
     async def list_runs(
         self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
     ) -> list[Run]:
-        """See `Store.list_runs`."""
+        """Return the project's runs, newest first; none where `project` names another one."""
         if self.project is None:
             return await self._store.list_runs(project, after=after, limit=limit, brief=brief)
         if project not in (None, self.project):
@@ -186,13 +188,14 @@ class ProjectStore(Operations):
 
     @asynccontextmanager
     async def watch(self, run: str) -> AsyncIterator[RunWatch]:
-        """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""
+        """Watch a run for changes. Raises `StoreError` on entering for a run that the project does not see."""
         await self._check("run", run)
         async with self._store.watch(run) as watch:
             yield watch
 
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """See `Store.create_rollouts`. Raises `StoreError` for a run that is not there."""
+        """Create rollouts, and return how many are new. Raises `StoreError` for a run or a parent that the project does not
+        see, `ConflictError` when another run has one of the ids."""
         for run in dict.fromkeys(rollout.run for rollout in rollouts):
             await self._check("run", run)
         for rollout in rollouts:
@@ -209,7 +212,7 @@ class ProjectStore(Operations):
 
 
 def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the arguments of an operation name: the kind of each thing, and its id."""
+    """Yield the kind and the id of each thing that the arguments of an operation name."""
     for name, value in arguments.items():
         if name in NAMES and isinstance(value, str):
             yield name, value
@@ -237,11 +240,12 @@ def _named_by(noun: object) -> Iterator[tuple[str, str]]:
 
 LONGEST_ID = 512
 SERVERS = ("gateway/", "policy/")
-"""Begin the places in the store's state where servers keep what they tell one another: no run of anybody is called so."""
+"""Prefixes of the names under which servers keep in the store's state what they tell one another; no run may have such an
+id."""
 
 
 def check_id(identity: str, what: str) -> None:
-    """Raise `DataError` for what no database and no log should get as a name: nothing, control characters, endless text."""
+    """Raise `DataError` for an invalid name: empty, longer than `LONGEST_ID`, or with control characters."""
     if not 0 < len(identity) <= LONGEST_ID or not identity.isprintable():
         raise DataError(
             f"{identity[:80]!r} cannot name a {what}: use 1 to {LONGEST_ID} printable characters; lightning.types.new_id() "
@@ -250,12 +254,12 @@ def check_id(identity: str, what: str) -> None:
 
 
 def is_of_servers(run: str) -> bool:
-    """Whether this names a place of the servers, whose state nobody reads or writes through a server."""
+    """Whether the name is a place of the servers, whose state no client reads or writes."""
     return run.startswith(SERVERS)
 
 
 def check_run_id(identity: str) -> None:
-    """Raise `DataError` for what cannot name a run: what no name can be, and what begins like a place of the servers."""
+    """Raise `DataError` for an invalid id of a run: no valid name, or one that begins like a place of the servers."""
     check_id(identity, "run")
     if is_of_servers(identity):
         raise DataError(
@@ -265,33 +269,33 @@ def check_run_id(identity: str) -> None:
 
 
 class Names:
-    """The names of one project; with None, which sees all projects, names are as they are stored."""
+    """Translates names between one project and the store; with None (all projects) names stay as they are stored."""
 
     def __init__(self, project: str | None) -> None:
         self._resources = None if project is None else ProjectNames(project)
         self._worker = "" if project is None else f"{project}::"
 
     def rollout_in(self, rollout: Rollout) -> Rollout:
-        """A rollout as it is stored. Raises `DataError` for a reserved name of a resource."""
+        """Return a rollout with the stored names of its resources. Raises `DataError` for a reserved name."""
         if self._resources is None or not rollout.resources:
             return rollout
         return replace(rollout, resources={self._resources.stored(name): n for name, n in rollout.resources.items()})
 
     def rollout_out(self, stored: Rollout) -> Rollout:
-        """A rollout as the project sees it."""
+        """Return a stored rollout with the project's names of its resources."""
         if self._resources is None or not stored.resources:
             return stored
         return replace(stored, resources={self._resources.seen(name): n for name, n in stored.resources.items()})
 
     def worker_in(self, worker: str) -> str:
-        """The name under which a worker's leases are stored; an empty one stays what it is, an error of the store."""
+        """Return the name under which a worker's leases are stored. An empty name stays empty, and the store refuses it."""
         return self._worker + worker if worker else worker
 
     def lease_in(self, lease: Lease) -> Lease:
-        """A lease as the store gave it."""
+        """Return a lease with the names that the store has."""
         return replace(lease, rollout=self.rollout_in(lease.rollout), worker=self.worker_in(lease.worker))
 
     def lease_out(self, stored: Lease) -> Lease:
-        """A lease as the project sees it."""
+        """Return a stored lease with the project's names."""
         worker = stored.worker.removeprefix(self._worker)
         return replace(stored, rollout=self.rollout_out(stored.rollout), worker=worker)

@@ -1,7 +1,7 @@
-"""What other plugins answer on the port of `lightning serve`, and what they are given for that. By the hook
-`register_web_apps` of this plugin.
+"""What a plugin implements to serve pages on the port of `lightning serve`, and what it is given for that. Plugins register by
+this plugin's hook `register_web_apps`.
 
-The invariant: an application sees a store of all projects, so it must ask whose token it is dealing with, and show that project
+The invariant: an application is given a store of all projects, so it must ask whose token a request has, and show that project
 alone.
 """
 
@@ -18,22 +18,26 @@ from starlette.types import Receive, Scope, Send
 from lightning_server.auth import Authenticator
 
 SESSION_OF = "session_of"
-"""In the configuration of a session's run: the run whose model it calls, empty for the server's own. No other run has it."""
+"""Key in the configuration of a session's run. Its value is the run whose model the session calls; empty for the server's own
+model. Other runs do not have this key."""
 Served = Callable[[str], Awaitable[bool]]
-"""Whether the model of a run can be called now; of the empty run: the server's own model."""
+"""Tells whether the model of a run can be called now; the empty run means the server's own model."""
 
 
 class OpenSession(Protocol):
-    """Opens a session on the server's gateway: its calls are recorded as one rollout of a run of their own."""
+    """Opens a session on the server's gateway. The session's calls are recorded as one rollout of a run made for the
+    session."""
 
     async def __call__(self, name: str, ttl: float, *, project: str = ..., run: str = ...) -> LLM:
-        """A key for `ttl` seconds, of a session `name` of the project. `run` says whose model answers; empty: the server's."""
+        """Return access to a model for `ttl` seconds, with a key for the session `name` of the project. `run` names the run
+        whose model answers; empty: the server's own model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A server as an application sees it. `path` is below what it answers (`/console`), `url` the server's address for people;
-    empty where it is none but that of the socket. `own_model` says that the server has a model itself."""
+    """What a web application is told of its server. `path` is the path prefix that the application answers (`/console`). `url`
+    is the server's public address; empty where only the address of the socket is known. `own_model` says whether the server
+    itself serves a model."""
 
     path: str
     url: str
@@ -45,7 +49,8 @@ class Host:
 
 
 class WebApp(Protocol):
-    """An ASGI application that is closed before the server is. `scope["path"]` is the whole path of the request."""
+    """An ASGI application that is closed before its server closes. `scope["path"]` is the request's whole path, with the
+    prefix."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 

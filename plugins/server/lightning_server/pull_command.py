@@ -1,7 +1,7 @@
-"""`lightning pull`: the files of a version of weights into a folder of this machine.
+"""`lightning pull`: copies the files of a version of weights into a folder of this machine.
 
-The invariant: the folder is there whole, each file with the SHA-256 that the version was made with, or not at all. A server is
-believed nothing: how much it may send is known before it is written, and the names that it gives are plain ones.
+The invariant: the folder is made whole, each file with the SHA-256 of the version, or not at all. The server is not trusted:
+the size of a file is checked before it is written, and a file's name must be a plain one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_server.http_store.transport import problem_in, whole_body
 
 PIECE = 1 << 20
 LONGEST_ANSWER = 4 << 20
-"""Bytes of what a server says of a version."""
+"""Largest description of a version, in bytes, that is read from a server."""
 LONGEST_MESSAGE = 400
 MOST_FILES = 10_000
 MAX_GB = 100.0
@@ -84,7 +84,7 @@ def pull(
 
 
 def commands_for(folder: Path) -> list[str]:
-    """How other programs take such a folder: nothing of it is run here."""
+    """Return one line for each other program that can load the folder; none of them is run here."""
     return [
         f"vLLM:    vllm serve {folder}",
         f"Ollama:  echo 'FROM {folder.resolve()}' > Modelfile && ollama create NAME -f Modelfile",
@@ -102,8 +102,9 @@ def _copy(url: str, reference: ResourceReference, into: Path) -> str:
 
 
 async def _download(reference: ResourceReference, into: Path, most: int) -> str:
-    """Raises `UnavailableError` for a server that does not answer, `ConfigError` for what it refuses and for more than `most`
-    bytes, `DataError` for a file that came otherwise than it was made, and for an answer that is none of a server of ours."""
+    """Download the files of a version from a server into `into`, and return NAME@VERSION. Raises `UnavailableError` when the
+    server does not answer, `ConfigError` when it refuses or sends more than `most` bytes, `DataError` for a file whose digest
+    is wrong and for an answer that is not a Lightning Server's."""
     token = token_or_complain(None)
     root = f"{reference.place.rstrip('/')}/weights/"
     headers = {"authorization": f"Bearer {token}", "accept-encoding": "identity"}
@@ -129,7 +130,8 @@ def _url(root: str, *parts: str) -> URL:
 
 
 async def _resource(reply: aiohttp.ClientResponse) -> Resource:
-    """What a server says of a version. Raises `ConfigError` where it refuses, `DataError` for any other answer."""
+    """Read a server's description of a version. Raises `ConfigError` when the server refuses, `DataError` for any other
+    answer."""
     server, body = reply.url.origin(), await whole_body(reply, LONGEST_ANSWER)
     if reply.status != 200:
         problem = problem_in(body)
@@ -142,7 +144,8 @@ async def _resource(reply: aiohttp.ClientResponse) -> Resource:
 
 
 async def _size(reply: aiohttp.ClientResponse, name: str, into: Path, most: int) -> int:
-    """How many bytes a file will have; the server can send no more of it. Raises unless it may be written."""
+    """Return a file's size in bytes; the server cannot send more. Raises `ConfigError` or `DataError` when the file must not be
+    written."""
     if reply.status != 200:
         await _resource(reply)  # raises
     size = reply.content_length
@@ -165,7 +168,8 @@ async def _size(reply: aiohttp.ClientResponse, name: str, into: Path, most: int)
 
 
 def _files(content: object) -> dict[str, str]:
-    """The digest of each file. Raises `DataError` for what are no weights, and for a name that may be more than a name."""
+    """Return the digest of each file by its name. Raises `DataError` when `content` does not describe weights, and for a name
+    that is not a plain file name."""
     files = content.get("files") if isinstance(content, Mapping) else None
     if not isinstance(files, Mapping) or not 0 < len(files) <= MOST_FILES:
         raise DataError(f"what was named are no weights: they have no files, or more than {MOST_FILES}")

@@ -1,6 +1,6 @@
-"""The runner that runs no agents: `remote`.
+"""`remote`: the runner of a trainer whose agents run elsewhere.
 
-The invariant: nothing is leased in this process; whoever has the server's URL and a token of the scope `runner` may lease.
+The invariant: this process leases nothing; any program with the server's URL and a token of the scope `runner` may lease.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRunner:
-    """Agents run wherever `lightning runner` (or a program that speaks the control API) is started."""
+    """Runs no agents: they run wherever `lightning runner` (or another program that speaks the control API) is started."""
 
     concurrency = 0
 
     async def start(self) -> None:
-        """Nothing is started here."""
+        """Do nothing."""
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
-        """Raises `RunnerError`: agents run elsewhere."""
+        """Raise `RunnerError`, because agents run elsewhere."""
         raise RunnerError(
             "runner='remote' runs no agents in this process: start `lightning runner` where they are to run"
         )
 
     async def close(self) -> None:
-        """Clients go on: they wait for the next trainer, or for a server."""
+        """Do nothing: clients go on, and wait for the next trainer or server."""
 
 
 def remote_runner(agent: Agent, config: Config) -> RemoteRunner:
-    """Clients of the run's server, started by whoever has its URL and a token."""
+    """Make the runner, and warn of settings that only the clients can meet."""
     if config.runner.tool_limits:
         logger.warning(
             "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "

@@ -109,10 +109,10 @@ async def _serve_model(
 
 
 async def _followed(resources: AsyncExitStack, model: str) -> Followed:
-    """The version of weights that is named, in its store, which `resources` closes."""
+    """Find the version of weights that `model` names, with its store open; `resources` closes the store."""
     from lightning_server.serving import Followed
 
-    # Places are looked through by loops of their own.
+    # `locate` runs an event loop of its own, so it needs a thread.
     url, reference = await asyncio.to_thread(locate, model.removeprefix(PREFIX), "runs")
     store = await resources.enter_async_context(plugins().opened_store(url))
     return Followed(store, reference, await find(store, reference), _folder(url))
@@ -140,6 +140,6 @@ async def _serve_store(
 
 
 def _folder(url: str) -> Path:
-    """Where first tokens go, and weights come from: beside an SQLite file, else where runs are."""
+    """The folder for first tokens, and of the weights that the server sends: beside an SQLite file, else `runs`."""
     where = parse(url)
     return Path(where.path).parent if where.scheme == "sqlite" else Path("runs")

@@ -1,10 +1,10 @@
-"""The two Lightning Servers that no trainer opens: one machine's policy server and gateway, open for agents that run somewhere
-else (`serve`), and control API, gateway and span ingest over a shared database, on one port (`serve_store`).
+"""The two Lightning Servers that run without a trainer. `serve`: one machine's policy server and gateway, for agents that run
+elsewhere. `serve_store`: control API, gateway and span ingest over a shared database, on one port.
 
-The invariant: whoever holds a session's key can call the model, and every call is recorded under that session; nothing else
-can be reached with it. A server over a shared database has nothing of its own: any number of them answer any request of any
-client, and one that is killed costs the calls that were going through it and nothing else. A plugin's web application that
-cannot be made is named in the log and left out, and the server serves without it.
+The invariant: a session's key gives access to the model and to nothing else, and every call is recorded under that session. A
+server over a shared database has no state of its own: any number of such servers answer any request of any client, and killing
+one costs only the calls that go through it. A plugin's web application that cannot be made is named in the log, and the server
+runs without it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from lightning_server.weight_files import MOUNT, WeightFiles
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A running server. `open_session` gives keys; everything stops when the `serve` context ends."""
+    """A running server of one model. `open_session` gives keys; everything stops when the `serve` context ends."""
 
     run: Run
     store: Store
@@ -65,17 +65,18 @@ class RunningServer:
     gateway: Gateway
     log: Path
     web_apps: tuple[str, ...] = ()
-    """Below which paths plugins answer, such as `/console`."""
+    """The paths below which plugins answer, such as `/console`."""
     following: asyncio.Task[None] | None = None
-    """What follows the alias of the weights, if they are those of one."""
+    """The task that follows the alias of the weights; None where they were not named by an alias."""
 
     async def open_session(self, name: str, ttl: float) -> LLM:
-        """A key that is valid for `ttl` seconds; each conversation with it is recorded as a rollout of a run called `name`."""
+        """Return access to the model with a key for `ttl` seconds. Each conversation with the key is recorded as a rollout of a
+        run called `name`."""
         return await Sessions(self.store, self.gateway, self.run.config)(name, ttl, many=True)
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before, or serves no
-        version for certain."""
+        """Return after `seconds`; without them, never. Raises `PolicyServerError` when the policy server dies before, or when
+        it is not certain which version it serves."""
         died = asyncio.create_task(self.policy.wait_died())
         try:
             ends = {died} if self.following is None else {died, self.following}
@@ -91,7 +92,7 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Sessions on a gateway, each a run of its own with one rollout. `config` is kept with those of the server's own model."""
+    """Opens sessions on a gateway; each is a run of its own with one rollout. `config` becomes part of each session's run."""
 
     store: Store
     gateway: Gateway
@@ -100,20 +101,21 @@ class Sessions:
     async def __call__(
         self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "", many: bool = False
     ) -> LLM:
-        """See `OpenSession`. With `many` the key is of many conversations, each of them a rollout of the session's run that
-        feedback completes."""
+        """Open a session: see `OpenSession`. With `many` the key is for many conversations, each of which is a rollout of the
+        session's run that feedback completes."""
         about = {**self.config, SESSION_OF: run}
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
         rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split=SERVED, max_attempts=1)
         await self.store.create_rollouts([rollout])
-        # A run of its own, so that the lease is of this session and no other.
+        # The run has one rollout only, so this leases the rollout of this session.
         (lease,) = await self.store.lease(session.id, f"{session.id}/server", limit=1, ttl=ttl)
         key = self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run, session=session.id if many else "")
         return LLM(f"{self.gateway.url}/v1", key, "policy")
 
 
 def admins(authenticator: Authenticator) -> AdminOf:
-    """Who may rate the conversations of a project, by the tokens of the control API."""
+    """Return the function that tells, from an `Authorization` header, of which project a request may rate conversations. An
+    admin's token may, `*` meaning all projects; any other raises `RefusalError`."""
 
     async def admin_of(authorization: str) -> str:
         try:
@@ -128,8 +130,8 @@ def admins(authenticator: Authenticator) -> AdminOf:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A version of weights that is served, and how it was named: by an alias, which is followed, or by its number. `store` has
-    it, and is open; of its files those below `folder` are given away."""
+    """A version of weights that is served. `reference` named it: an alias, which is followed, or a number. `store` has the
+    version, and is open; files of the version below `folder` may be downloaded."""
 
     store: Store
     reference: ResourceReference
@@ -141,11 +143,12 @@ class Followed:
 async def serve(
     model: Path, config: Config, folder: Path, follows: Followed | None = None
 ) -> AsyncIterator[RunningServer]:
-    """Serve a model folder through a gateway that records into `folder`. With `follows` it is of a version of weights; where
-    that was named by an alias, the server follows it.
+    """Serve a model folder through a gateway that records into `folder`. `follows` says which version of weights the model is;
+    if an alias named it, the server follows the alias.
 
-    Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
-    before anybody has made a token; `PluginError` where no plugin tells conversations apart; and what the rooms raise.
+    Raises `ConfigError` for settings that change the agents, which run elsewhere, and for an address beyond loopback before
+    anybody has made a token; `PluginError` where no plugin tells conversations apart; and the errors of policy server, gateway
+    and store.
     """
     if config.runner.prompts:
         raise ConfigError(
@@ -173,7 +176,7 @@ async def serve(
         policy = make_policy_server(model, config, log=log, version=version, claims=claims, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
-        if follows is not None and policy.version != version:  # an attached one has what it was given last
+        if follows is not None and policy.version != version:  # an attached vLLM still has its last weights
             await policy.update(model, version)
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
@@ -198,15 +201,15 @@ async def serve(
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. `admin_file` has the first admin token when this server has made it, `runner_file` a token for
-    runners; None where nobody has put one into the folder."""
+    """A running server over a shared database. `admin_file` has the first admin token if this server made it, `runner_file` a
+    token for runners; each is None where there is none in the folder."""
 
     url: str
     store: Store
     admin_file: Path | None
     runner_file: Path | None
     web_apps: tuple[str, ...] = ()
-    """Below which paths plugins answer, such as `/console`."""
+    """The paths below which plugins answer, such as `/console`."""
 
     async def wait(self, seconds: float | None = None) -> None:
         """Return after `seconds`; without them, never."""
@@ -215,11 +218,11 @@ class Server:
 
 @asynccontextmanager
 async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[Server]:
-    """Serve the database at a store's URL on the port of the section `server`. First tokens are written into `folder`: that for
-    runners is for the project `trainer.project`, unless a good one of any project is there, such as a trainer's.
+    """Serve the database at a store's URL on the port of the section `server`. First tokens are written into `folder`. The one
+    for runners is for the project `trainer.project`, unless the folder has a valid one of any project, such as a trainer's.
 
-    The policy servers are those that trainers name in the store. Raises `ConfigError` for a URL of a server, and for a bind
-    beyond loopback before anybody has made a token; otherwise what the rooms raise.
+    Calls go to the policy servers that trainers name in the store. Raises `ConfigError` for the URL of a server, and for an
+    address beyond loopback before anybody has made a token; and the errors of store and gateway.
     """
     if url.partition("://")[0] in ("http", "https"):
         raise ConfigError(
@@ -251,7 +254,8 @@ logger = logging.getLogger(__name__)
 
 
 def mount_web_apps(resources: AsyncExitStack, gateway: Gateway, host: Host) -> list[str]:
-    """Mount each of them before the gateway starts; `resources` closes them. Returns their paths."""
+    """Mount the web applications of plugins on a gateway that has not started, and return their paths; `resources` closes them.
+    One that cannot be made is logged and left out."""
     mounted = []
     for name in plugins().names("web_apps"):
         path = f"/{name}"

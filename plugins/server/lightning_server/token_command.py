@@ -1,7 +1,7 @@
-"""`lightning token`: who may use a server's control API, for what, and until when.
+"""`lightning token`: makes, lists and revokes the tokens for a server's control API.
 
-The invariant: a token's plain text is printed once, by `create`, alone on standard output; neither the store nor another
-command has it.
+The invariant: only `create` prints a token's plain text, once, alone on standard output; neither the store nor another command
+has it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def revoke(
 
 
 def seconds(text: str) -> float:
-    """A time such as `90d`, `12h` or `30m`, in seconds. Raises `ConfigError` for anything else."""
+    """Return a duration such as `90d`, `12h` or `30m` in seconds. Raises `ConfigError` for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if found is None:
         raise ConfigError(f"{text!r} is no time: write a number and one of {', '.join(UNITS)}, such as 90d")
@@ -118,6 +118,6 @@ def _state(token: Token) -> str:
 
 
 def _described(token: Token) -> dict[str, object]:
-    """What may be told of a token."""
+    """Return a token's fields as JSON, without its digest, and its state."""
     fields = ("id", "scope", "project", "name", "created_at", "expires_at", "revoked_at")
     return {**{field: getattr(token, field) for field in fields}, "state": _state(token)}

@@ -1,7 +1,7 @@
-"""The operations on tokens of the control API, which a server brings to every store: `await put_token(store, token)`.
+"""The store operations on the control API's tokens, such as `await put_token(store, token)`. A server adds them to every store.
 
-The invariant: a token is kept by the digest of its secret and never deleted; one that was revoked stays revoked. A project sees
-its own tokens, and makes none for another.
+The invariant: the store keeps a token by the digest of its secret and never deletes it; a revoked token stays revoked. A
+project sees its own tokens, and makes none for another project.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from lightning.types import Token
 
 
 class TokenOperations(Protocol):
-    """What may be asked of tokens."""
+    """The signatures of the operations on tokens."""
 
     async def put_token(self, token: Token, *, once: str = "") -> Token:
-        """Keep a token and return it as it is stored. Raises `ConflictError` when its id is taken."""
+        """Store a token and return it as stored. Raises `ConflictError` when its id is taken."""
 
     async def get_token(self, token: str) -> Token | None:
-        """The token with this id, revoked and expired ones too; None when there never was one."""
+        """Return the token with this id, also when it was revoked or has expired; None when there never was one."""
 
     async def list_tokens(self) -> list[Token]:
-        """All tokens, oldest first."""
+        """Return all tokens, oldest first."""
 
     async def revoke_token(self, token: str) -> Token:
-        """Take the right away, now and for good; again changes nothing. Raises `StoreError` for an unknown id."""
+        """Revoke a token for good and return it; revoking it again changes nothing. Raises `StoreError` for an unknown id."""
 
 
 async def _of_project(store: Store, project: str, asked: Operation, arguments: dict[str, Any]) -> Any:
-    """See `Rule`."""
+    """Do an operation on tokens for one project: lists leave other projects' tokens out. Raises `DataError` for a new token of
+    another project, `UnseenError` for an id that is not the project's."""
     token = arguments.get("token")
     if isinstance(token, Token) and token.project != project:
         raise DataError(f"a token of project {project!r} makes nothing for {token.project!r}")

@@ -1,6 +1,6 @@
-"""Tokens in Redis: the hashes `tokens` and `revoked`, by id.
+"""Tokens in Redis, in the hashes `tokens` and `revoked` by id.
 
-The invariant: see `lightning_server.tokens`.
+The invariant: it keeps what `lightning_server.tokens` promises: a token is never deleted, and a revoked one stays revoked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ return {'ok'}
 
 
 async def put(link: Link, token: Token, once: str) -> Token:
-    """See `put_token`. A token without a time of its own is created now."""
+    """Store a token, created now if it has no time. Raises `ConflictError` when its id is taken."""
     text = rows.dump(COLUMNS.values(token, without=("created_at",)))
     known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     arguments = (token.id, time_text(token.created_at), text)
@@ -58,7 +58,7 @@ async def put(link: Link, token: Token, once: str) -> Token:
 
 
 async def get(link: Link, token: str) -> Token | None:
-    """See `get_token`."""
+    """Return the token with this id, None when there never was one."""
     value, revoked = await link.reads.read(
         *((b"HGET", link.keys(table), encoded(token)) for table in ("tokens", "revoked"))
     )
@@ -66,7 +66,7 @@ async def get(link: Link, token: str) -> Token | None:
 
 
 async def every(link: Link) -> list[Token]:
-    """See `list_tokens`."""
+    """Return all tokens, oldest first."""
     flat, ended = await link.reads.read(*((b"HGETALL", link.keys(table)) for table in ("tokens", "revoked")))
     revoked = dict(zip(ended[::2], ended[1::2], strict=True))
     found = [_token(name.decode(), value, revoked.get(name)) for name, value in zip(flat[::2], flat[1::2], strict=True)]
@@ -74,7 +74,7 @@ async def every(link: Link) -> list[Token]:
 
 
 async def revoke(link: Link, token: str) -> Token:
-    """See `revoke_token`."""
+    """Revoke a token for good. Raises `StoreError` for an unknown id."""
     done(
         await link.run(REVOKE, [link.keys("tokens"), link.keys("revoked")], token),
         unknown=lambda _: StoreError(f"there is no token {token!r}: list_tokens() says which there are"),
@@ -103,4 +103,4 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "list_tokens": every,
     "revoke_token": revoke,
 }
-"""By the names of the operations."""
+"""The functions of the operations, by the operations' names."""

@@ -1,6 +1,6 @@
-"""Tokens in SQL databases.
+"""Tokens in SQL databases, in one table.
 
-The invariant: see `lightning_server.tokens`.
+The invariant: it keeps what `lightning_server.tokens` promises: a token is never deleted, and a revoked one stays revoked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REVOKE: Final = "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS
 
 
 async def put(transaction: Transaction, token: Token, once: str) -> Token:
-    """See `put_token`. A token without a time of its own is created now."""
+    """Store a token, created now if it has no time. Raises `ConflictError` when its id is taken."""
     known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     await done_once(transaction, known_as, "", lambda: _insert(transaction, token))
     stored = await get(transaction, token.id)
@@ -48,18 +48,18 @@ async def _insert(transaction: Transaction, token: Token) -> None:
 
 
 async def get(transaction: Transaction, token: str) -> Token | None:
-    """See `get_token`."""
+    """Return the token with this id, None when there never was one."""
     row = await transaction.one(SELECT, (token,))
     return None if row is None else COLUMNS.read(row)
 
 
 async def every(transaction: Transaction) -> list[Token]:
-    """See `list_tokens`."""
+    """Return all tokens, oldest first."""
     return [COLUMNS.read(row) for row in await transaction.all(SELECT_ALL)]
 
 
 async def revoke(transaction: Transaction, token: str) -> Token:
-    """See `revoke_token`."""
+    """Revoke a token for good. Raises `StoreError` for an unknown id."""
     await transaction.run(REVOKE, (await transaction.now(), token))
     stored = await get(transaction, token)
     if stored is None:

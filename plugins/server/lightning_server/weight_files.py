@@ -1,8 +1,8 @@
-"""The files of versions of weights, over HTTP: `GET /weights/NAME@WHICH` says what there is, `.../FILE` gives one.
+"""The files of weights over HTTP: `GET /weights/NAME@WHICH` describes a version, `GET /weights/NAME@WHICH/FILE` sends one file.
 
-The invariant: what is sent has the SHA-256 that the version was made with, and lies below the server's own folder. A file is
-opened once, without following links, and that descriptor is hashed and sent: no other file of the machine, put in a version's
-place or named by somebody as one, ever leaves it. A token sees the weights of its project alone.
+The invariant: a file that is sent has the SHA-256 that was recorded with its version, and lies below the server's own folder. A
+file is opened once, without following links, and the same descriptor is hashed and sent. So no other file of the machine can
+leave it, even if it is put in a version's place or named in a version. A token sees the weights of its project alone.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ from lightning_server.projects import Projects
 
 MOUNT: Final = "weights"
 REMEMBERED = 1024
-"""Files whose digests are known, as long as they are not changed."""
+"""The digests of at most this many files are cached. A changed file has another `Stamp`, so its digest is computed again."""
 Stamp = tuple[int, int, int, int, int]
-"""What tells one state of a file from another: device, inode, size, times of change of content and of inode (ns)."""
+"""Identifies one state of a file: device, inode, size, times of change of content and of inode (ns)."""
 READERS = 2
-"""Threads that read files. They are no others' threads, so that large files keep nobody else waiting."""
+"""Threads that only read files of weights, so that large files delay nothing else."""
 PIECE = 4 << 20
-"""Bytes that a thread reads at once: files that are asked for together take turns, and a server ends after a piece."""
+"""Bytes that a thread reads at once. Requests for several files take turns after each piece, and closing waits for one piece at
+most."""
 
 
 class WeightFiles:
-    """The application; mount it at `MOUNT`. It gives files below `folder`, with `only` those of that resource alone."""
+    """The ASGI application; mount it at `MOUNT`. It sends files below `folder`; with `only`, just those of the resource of that
+    name."""
 
     def __init__(self, store: Store, authenticator: Authenticator, folder: Path, only: str = "") -> None:
         self._projects, self._authenticator, self._only = Projects(store), authenticator, only
@@ -97,8 +99,8 @@ class WeightFiles:
         return found
 
     async def _opened(self, resource: Resource, name: str) -> int:
-        """A descriptor of a version's file. Raises `ApiError` (404) for a file that the version has not, `ConfigError` for
-        one that is elsewhere or has another content."""
+        """Return a descriptor of a version's file, whose digest has been checked. Raises `ApiError` (404) for a file that the
+        version does not have, `ConfigError` for a file that lies elsewhere or has another content."""
         content = resource.content if isinstance(resource.content, Mapping) else {}
         files = content.get("files")
         digest = files.get(name) if isinstance(files, Mapping) and "/" not in name else None
@@ -132,7 +134,7 @@ class WeightFiles:
         return self._digests.keep(stamp, digest.hexdigest())
 
     async def _pieces(self, file: int, size: int) -> AsyncIterator[bytes]:
-        """The content. Raises `OSError` where the file has become shorter."""
+        """Yield the first `size` bytes of a file, in pieces. Raises `OSError` when the file has become shorter."""
         loop = asyncio.get_running_loop()
         for start in range(0, size, PIECE):
             length = min(PIECE, size - start)
@@ -143,13 +145,13 @@ class WeightFiles:
 
 
 async def client_left(receive: Receive) -> None:
-    """Return when the client has closed its connection; what is left of the request's body is thrown away."""
+    """Return when the client has closed its connection. The rest of the request's body is thrown away."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_listening(receive: Receive, opening: Coroutine[Any, Any, int]) -> int | None:
-    """The descriptor, or None where the client left first: nobody reads on for it."""
+    """Return the descriptor that `opening` opens, or None when the client disconnects first; `opening` is then cancelled."""
     opened, gone = asyncio.create_task(opening), asyncio.create_task(client_left(receive))
     try:
         await asyncio.wait({opened, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +161,8 @@ async def while_listening(receive: Receive, opening: Coroutine[Any, Any, int]) -
 
 
 def open_below(root: Path, path: Path) -> int:
-    """A descriptor of a regular file below a folder, to read from; no link on the way is followed. Raises `OSError`."""
+    """Open a regular file below a folder for reading and return its descriptor. No symbolic link below the folder is followed.
+    Raises `OSError`, also for a path that is not below `root` or is no regular file."""
     parts = path.relative_to(root).parts if path.is_relative_to(root) else ()
     if not parts or ".." in parts:
         raise FileNotFoundError(f"{path} is not below {root}")

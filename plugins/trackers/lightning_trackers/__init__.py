@@ -1,1 +1,2 @@
-"""Trackers of other systems, from TensorBoard to W&B. Each is imported when a run begins that asks for it."""
+"""Trackers that send a run's metrics and rollouts to other systems, such as TensorBoard or W&B. A tracker's library is imported
+only when a run uses it."""

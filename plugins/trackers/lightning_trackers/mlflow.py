@@ -1,7 +1,7 @@
-"""The `mlflow` tracker: a run of MLflow, with each finished rollout as a trace of it, and alarms as its tags.
+"""The `mlflow` tracker: write an MLflow run, with each attempt of a finished rollout as a trace, and alarms as tags.
 
-The invariant: the `MLFLOW_*` variables decide where it goes; MLflow's own state of this process (its active run, experiment
-and tracking URI) stays the program's own.
+The invariant: the `MLFLOW_*` variables decide where the run is stored. MLflow's global state in this process (active run,
+experiment and tracking URI) is not changed.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ logger = logging.getLogger(__name__)
 
 CURE: Final = "Look at MLFLOW_TRACKING_URI and MLFLOW_TRACKING_TOKEN; sqlite:///FILE.db needs no server"
 DEFAULTS: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false"}
-"""What is set unless the environment says otherwise: MLflow would try for minutes, and once more when the program ends."""
+"""Environment variables that are set if they are unset. Otherwise MLflow would retry for minutes, and again at the program's
+end."""
 RETRIES: Final = "urllib3.connectionpool"
 ODD: Final = re.compile(r"[^\w\-./: ]")
-"""What MLflow does not take in a name."""
+"""Characters that MLflow does not accept in a name; each becomes `_`."""
 PARAMS, LONGEST_PARAM, LONGEST_TAG = 100, 6000, 5000
-"""How many parameters a request may have, and the characters of one and of a tag."""
+"""MLflow's limits: parameters of one request, characters of a parameter, and characters of a tag."""
 
 
 class MLflow:
-    """Metrics by step, settings as parameters (those that a resumed run changed as tags, since parameters stay as they are),
-    alarms as tags, and each attempt as a trace: its model calls and its tools."""
+    """The tracker `mlflow`. It writes metrics by step, settings as parameters (those that a resume changed as tags, because
+    parameters cannot change), alarms as tags, and each attempt as a trace of its model calls and tools."""
 
     _client: MlflowClient
     _run: str
@@ -63,11 +64,11 @@ class MLflow:
         self._quiet = Quiet(RETRIES, 0)
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
-        """Begin a run, or go on with the one that the run's folder names."""
+        """Begin an MLflow run, or continue the one whose id is in the run's folder."""
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         if not mlflow.get_tracking_uri().startswith(("http", "databricks", "file")):
-            for needed in ("alembic", "sqlalchemy"):  # a database needs both, which MLflow says otherwise
+            for needed in ("alembic", "sqlalchemy"):  # a database needs both; MLflow's own error names no extra
                 import_extra("mlflow", needed)
         self._quiet.begin()
         try:
@@ -81,7 +82,7 @@ class MLflow:
         remember_run(folder, "mlflow", self._run)
 
     def _known(self, run: str) -> tuple[str, str] | None:
-        """The run that the folder names, open again; None where MLflow does not have it."""
+        """Reopen the MLflow run with this id, and return it with its experiment; None if MLflow does not have it."""
         if not run:
             return None
         try:
@@ -116,14 +117,14 @@ class MLflow:
             self._client.log_batch(self._run, tags=tags[:PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step."""
+        """Send the metrics of a step to MLflow."""
         now = int(time.time() * 1000)
         metrics = [Metric(ODD.sub("_", name), value, now, step) for name, value in finite(values).items()]
         with cured(f"MLflow did not take the metrics of step {step}", CURE):
             self._client.log_batch(self._run, metrics=metrics)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Send an attempt as a trace."""
+        """Send an attempt to MLflow as a trace of its model calls and tools."""
         (begin, end), error, facts = times_of(record), error_of(record), facts_of(record)
         with cured(f"MLflow did not take the rollout {record.rollout.id}", CURE):
             top = self._client.start_trace(
@@ -161,7 +162,7 @@ class MLflow:
         self._client.end_span(top.trace_id, span.span_id, answered, None, status, nanoseconds(call.ended_at))
 
     def _tool(self, top: Any, event: ToolEvent) -> None:
-        """A tool run, of which the time of its end alone is known."""
+        """Add a tool run to the trace as a span without duration, because only the time of its end is known."""
         at, status = nanoseconds(event.at), "OK" if event.status == "ok" else "ERROR"
         attributes = {"status": event.status, "call_id": event.call_id}
         span = self._client.start_span(event.name, top.trace_id, top.span_id, "TOOL", event.arguments, attributes, at)
@@ -174,7 +175,7 @@ class MLflow:
             self._client.set_tag(self._run, f"lightning.alarm.{name}", text[:LONGEST_TAG])
 
     def close(self) -> None:
-        """End the run."""
+        """End the MLflow run, and stop filtering its library's log."""
         try:
             with cured("MLflow did not end the run", CURE):
                 self._client.set_terminated(self._run)

@@ -1,9 +1,9 @@
-"""The `otel` tracker: finished rollouts as OpenTelemetry traces, sent by the standard OTLP exporter to the user's own backend.
+"""The `otel` tracker: send finished rollouts as OpenTelemetry traces to the user's backend, with the standard OTLP exporter.
 
 The invariant: the standard variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `_HEADERS`, `OTEL_SERVICE_NAME`, ...) decide where spans
-go; a backend that is down costs spans, one line in the log, and nothing else. Ids depend only on what is recorded: sending an
-attempt again gives the same spans; a trace that services continued keeps its id, so that what they sent to the same backend
-themselves hangs under the same top.
+go. If the backend is down, spans are lost and one line is logged; nothing else happens. Ids depend only on recorded data, so
+that sending an attempt again gives the same spans. A trace that services continued keeps its id, so that spans that they sent
+to the same backend themselves are below the same root span.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROTOCOL: Final = "http/protobuf"
 BATCH: Final = 512
-"""Spans in one request, the standard's own default."""
+"""Most spans in one request: the default of the OpenTelemetry standard."""
 EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 class OpenTelemetry:
-    """One trace for each attempt of each finished rollout. Metrics of steps are not sent: they are no spans.
+    """The tracker `otel`, which sends one trace for each attempt of each finished rollout. Metrics of steps are not sent.
 
-    It exports in the tracker's own thread, behind the bounded queue that every tracker has. Raises `ConfigError` when the
+    It exports in the tracker's own thread, behind the bounded queue of every tracker. `start` raises `ConfigError` if the
     environment asks for another protocol than OTLP over HTTP.
     """
 
@@ -56,7 +56,7 @@ class OpenTelemetry:
         self._quiet = Quiet(EXPORTER, 1)
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
-        """Make the exporter from the environment."""
+        """Make the exporter from the environment's variables. Raises `ConfigError` for another protocol than OTLP over HTTP."""
         asked = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), PROTOCOL)
         if asked != PROTOCOL:
             raise ConfigError(f"the tracker otel sends {PROTOCOL}, not {asked!r}: set {PROTOCOLS[0]}={PROTOCOL}")
@@ -68,18 +68,18 @@ class OpenTelemetry:
         self._quiet.begin()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing: metrics have trackers of their own."""
+        """Do nothing: metrics are not sent as spans."""
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Send one attempt."""
+        """Send the spans of one attempt. Spans that the backend does not take are counted and lost."""
         made = self._maker.spans_of(record, await spans(store, record.rollout.id, record.attempt))
         for begin in range(0, len(made), BATCH):
             if self._exporter.export(made[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:
-                self._failures += len(made) - begin  # whoever did not take this does not take the rest either
+                self._failures += len(made) - begin  # the rest would fail, too
                 return
 
     def close(self) -> None:
-        """Close the exporter; say what was lost."""
+        """Close the exporter, and log how many spans were lost."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
         self._quiet.end()
         if self._failures:
@@ -87,18 +87,18 @@ class OpenTelemetry:
 
 
 MODEL = "policy"
-"""The name by which agents call the model that is trained, whichever it is (docs/gateway.md)."""
+"""The name under which agents call the trained model (docs/gateway.md)."""
 STATUS = {"ok": StatusCode.OK, "error": StatusCode.ERROR, "unset": StatusCode.UNSET}
 
 
 class TraceMaker:
-    """Makes the spans of one run's attempts; `resource` describes this program."""
+    """Makes the spans of one run's attempts. `resource` describes this program as their source."""
 
     def __init__(self, run: str, resource: Resource) -> None:
         self._run, self._resource = run, resource
 
     def spans_of(self, record: AttemptRecord, told: Sequence[Span]) -> list[ReadableSpan]:
-        """Every span of an attempt, the top first; `told` are those that others sent."""
+        """Return every span of an attempt, the root span first. `told` are the spans that other programs sent to lightning."""
         trace_id = _trace_id(record, told)
         top = _context(trace_id, root_span_id(trace_id))
         known = {span.span_id for span in told}
@@ -159,7 +159,7 @@ class TraceMaker:
         )
 
     def _tool(self, event: ToolEvent, number: int, top: SpanContext) -> ReadableSpan:
-        """A tool run that was reported with the time of its end only."""
+        """Return the span of a reported tool run; it has no duration, because only the time of its end is known."""
         attributes: dict[str, Json] = {
             genai.OPERATION: genai.EXECUTE_TOOL,
             genai.TOOL_NAME: event.name,
@@ -181,7 +181,7 @@ class TraceMaker:
         )
 
     def _foreign(self, span: Span) -> ReadableSpan:
-        """A span that another program sent, as it was."""
+        """Return a span that another program sent, unchanged."""
         return ReadableSpan(
             span.name,
             _context(span.trace_id, span.span_id),
@@ -196,9 +196,9 @@ class TraceMaker:
 
 
 def _trace_id(record: AttemptRecord, told: Sequence[Span]) -> str:
-    """The trace that services continued from the attempt; where none did, one made from the attempt's name.
+    """Return the id of the trace that services continued from the attempt; if none did, an id made from the attempt's name.
 
-    The spans of one trace alone are of that trace too when the agent's own span, which they hang under, was not sent here.
+    If all spans are of one trace, its id is also taken when the agent's own span, their parent, was not sent here.
     """
     for span in told:
         if span.parent_id == root_span_id(span.trace_id):
@@ -236,7 +236,7 @@ def _status(status: str, error: str) -> Status:
 
 
 def _attributes(values: Mapping[str, Json]) -> dict[str, str | bool | int | float | Sequence[str]]:
-    """Attributes of the kinds that every release of OpenTelemetry takes: other JSON as text, null left out."""
+    """Return attributes of the types that every release of OpenTelemetry accepts: other JSON becomes text, None is left out."""
     return {key: _attribute(value) for key, value in values.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The plugin that brings trackers of other systems; each is imported when it is made."""
+"""The trackers plugin. A tracker's module and its library are imported when the tracker is made."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TRACKERS = {
     "mlflow": "MLflow",
     "trackio": "Trackio",
 }
-"""The class of each tracker. Its module has the tracker's name, as has the extra that installs its library."""
+"""The class of each tracker, by the tracker's name, which its module and the extra for its library have, too."""
 USUAL = "tensorboard"
-"""The one that is meant where a user names none."""
+"""The tracker that is used if the user names none."""
 
 
 @hookimpl
 def register_trackers(register: RegisterTracker) -> None:
-    """`trackers=["tensorboard", "otel", "wandb", "mlflow", "trackio"]`."""
+    """Register the trackers `tensorboard`, `otel`, `wandb`, `mlflow` and `trackio`."""
     for name in TRACKERS:
         register(name, partial(make_tracker, name), usual=name == USUAL)
 
 
 def make_tracker(name: str, _: Config) -> Tracker:
-    """The tracker of a name. Raises `MissingExtraError` when its library is not installed."""
+    """Make the tracker of a name. Raises `MissingExtraError` if its library is not installed."""
     made: Tracker = getattr(import_extra(name, f"lightning_trackers.{name}"), TRACKERS[name])()
     return made

@@ -1,4 +1,4 @@
-"""What trackers of several systems share: which run of theirs is ours, what an attempt says, and errors with their cure.
+"""Helpers of several trackers: remember the tracker's id of a run, describe an attempt, and turn errors into sentences.
 
 The invariant: only the core and the reader of recorded texts are imported, so that a tracker needs its own library and no other
 tracker's.
@@ -24,13 +24,13 @@ from lightning.types import Json, Span, Transition
 from lightning_record.exchanges import Exchange, parents_of, read
 
 PROJECT: Final = "lightning"
-"""The project, or experiment, of runs for which the environment names none."""
+"""The project, or experiment, of a run if the environment names none."""
 LOST: Final = "the attempt was lost through no fault of the agent, and the rollout was tried again"
 
 
 class Quiet(logging.Filter):
-    """Leaves out what a library logs in this thread after its first `lines`, such as that it tries again. The program's other
-    threads may log what they like. `begin` and `end` are called when the tracker is."""
+    """A log filter for a library's `logger`: it passes the first `lines` lines that the thread of its creation logs, and drops
+    later ones, such as those about retries. Lines of other threads pass."""
 
     def __init__(self, logger: str, lines: int) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class Quiet(logging.Filter):
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
-        """Filter from now on."""
+        """Add the filter to the logger."""
         self._logger.addFilter(self)
 
     def end(self) -> None:
-        """Filter no more."""
+        """Remove the filter from the logger."""
         self._logger.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is logged."""
+        """Return whether a line passes, and count it if it is of this thread."""
         if record.thread != self._thread:
             return True
         self._left -= 1
@@ -55,7 +55,7 @@ class Quiet(logging.Filter):
 
 @contextmanager
 def cured(what: str, cure: str) -> Iterator[None]:
-    """Make whatever a library raises one line: what was not done, why, and what helps."""
+    """Turn an exception of a tracker's library into a one-line `PluginError` that says what failed, why, and how to mend it."""
     try:
         yield
     except LightningError:
@@ -66,19 +66,19 @@ def cured(what: str, cure: str) -> Iterator[None]:
 
 
 def known_run(folder: Path, tracker: str) -> str:
-    """The id under which a tracker keeps this run, from the run's folder; empty for a run that it does not know yet."""
+    """Read the tracker's id of this run from the run's folder; empty if there is none yet."""
     file = _file(folder, tracker)
     return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 def remember_run(folder: Path, tracker: str, name: str) -> None:
-    """Keep the id, so that a resumed run goes on in the same run of the tracker."""
+    """Write the tracker's id of this run into the run's folder, so that a resume continues the same run of the tracker."""
     folder.mkdir(parents=True, exist_ok=True)
     _file(folder, tracker).write_text(name + "\n", encoding="utf-8")
 
 
 def new_name(run: str) -> str:
-    """An id for a run that no other run of the same name has, elsewhere or later."""
+    """Return a unique id for a run: its name with a random suffix."""
     return f"{run}-{uuid4().hex[:8]}"
 
 
@@ -87,17 +87,17 @@ def _file(folder: Path, tracker: str) -> Path:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """The values that a curve can show."""
+    """Return the finite values."""
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 def nanoseconds(seconds: float) -> int:
-    """A time as spans have it."""
+    """Convert a time in seconds to whole nanoseconds, at least 0."""
     return max(round(seconds * 1e9), 0)
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Settings by the dotted names that `--set` takes; lists and empty sections as JSON."""
+    """Return settings by the dotted names that `--set` takes; lists and empty sections become JSON texts."""
     found: dict[str, Json] = {}
     for name, value in settings.items():
         if isinstance(value, dict) and value:
@@ -108,7 +108,8 @@ def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 
 def facts_of(record: AttemptRecord) -> dict[str, Json]:
-    """What names an attempt and, for the last one, how it ended; what is not known is left out."""
+    """Return the names of an attempt (rollout, task, ...) and, for the last attempt, its status, reward and fault. Unknown
+    facts are left out."""
     rollout = record.rollout
     facts: dict[str, Json] = {
         "rollout": rollout.id,
@@ -125,14 +126,15 @@ def facts_of(record: AttemptRecord) -> dict[str, Json]:
 
 
 def error_of(record: AttemptRecord) -> str:
-    """Why an attempt has no reward; empty where it has one."""
+    """Return why an attempt has no reward; empty if it has one."""
     if record.attempt != record.rollout.attempt:
         return LOST
     return "" if record.rollout.reward is not None else record.rollout.error or record.rollout.status.value
 
 
 def times_of(record: AttemptRecord, spans: Sequence[Span] = ()) -> tuple[float, float]:
-    """When the attempt began and ended, as far as what happened in it tells; its own duration is known, not its beginning."""
+    """Return when an attempt began and ended (Unix seconds), from its calls, spans and tools, and from the rollout's duration,
+    because its start is not recorded."""
     happened: list[Transition | Span] = [*record.transitions, *spans]
     begins = [one.started_at for one in happened]
     ends = [*(one.ended_at for one in happened), *(event.at for event in record.tool_events)]
@@ -142,18 +144,30 @@ def times_of(record: AttemptRecord, spans: Sequence[Span] = ()) -> tuple[float, 
 
 
 async def calls_of(record: AttemptRecord, store: Store) -> list[tuple[Transition, Exchange | None]]:
-    """The model calls with what was sent and got, where it is recorded. Raises `StoreError` for what cannot be read."""
+    """Return the model calls of an attempt, each with its exchange (None if not recorded). Raises `StoreError` for exchanges
+    that cannot be read."""
     (parent,) = await parents_of(store, [record.rollout])
     pairs = zip(record.transitions, read(record.transitions, parent), strict=True)
     return [(call, exchange) for call, exchange in pairs if call.choice == 0]
 
 
 def messages_of(exchange: Exchange) -> list[dict[str, Any]]:
-    """The messages of a call, the answer last, as the API that was used has them."""
+    """Return the messages of a call, those of the answer last, in the form of the API that was used."""
     request = exchange.request if isinstance(exchange.request, dict) else {}
-    reply = exchange.reply if isinstance(exchange.reply, dict) else {}
-    sent = request.get("messages") or request.get("input") or []
+    sent: Any = request.get("messages") or request.get("input") or request.get("prompt") or []
     asked = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
-    choices = reply.get("choices")
-    answered: Any = [choices[0].get("message")] if choices else reply.get("output") or [reply]
-    return [one for one in [*asked, *answered] if isinstance(one, dict) and one]
+    return [one for one in [*asked, *_answered(exchange.reply)] if isinstance(one, dict) and one]
+
+
+def _answered(reply: Any) -> list[Any]:
+    match reply:
+        case {"choices": [{"message": message}, *_]}:
+            return [message]
+        case {"choices": [{"text": text}, *_]}:
+            return [{"role": "assistant", "content": text}]
+        case {"output": [first, *others]}:
+            return [first, *others]
+        case dict() | None:
+            return [reply]
+        case _:  # what a proxy said in the place of JSON
+            return [{"role": "assistant", "content": reply}]

@@ -1,6 +1,6 @@
-"""The `tensorboard` tracker: scalars in `tensorboard/` of the run's folder, for `tensorboard --logdir runs`.
+"""The `tensorboard` tracker: write scalars to `tensorboard/` in the run's folder, for `tensorboard --logdir runs`.
 
-The invariant: it needs TensorBoard alone; neither torch nor TensorFlow is imported.
+The invariant: it needs only TensorBoard; neither torch nor TensorFlow is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Writes every finite value as a scalar of its name."""
+    """The tracker `tensorboard`, which writes every finite metric as a scalar of its name."""
 
     _writer: EventFileWriter
 
@@ -35,5 +35,5 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Flush and close the event file."""
         self._writer.close()

@@ -1,7 +1,7 @@
-"""The `trackio` tracker: a run of Trackio, with each finished rollout as a trace and its alerts.
+"""The `trackio` tracker: write a Trackio run, with each attempt of a finished rollout as a trace, and alarms as alerts.
 
-The invariant: `TRACKIO_DIR`, `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` decide where it goes, a database on this machine
-without them.
+The invariant: `TRACKIO_DIR`, `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` decide where the run is stored; without them, it is a
+database on this machine.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ CURE: Final = (
 
 
 class Trackio:
-    """Metrics by step, settings, alerts, and each attempt as a trace: its messages, its model calls and its tools."""
+    """The tracker `trackio`. It writes metrics by step, settings, alarms as alerts, and each attempt as a trace: its messages,
+    model calls and tools."""
 
     _run: trackio.Run
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
-        """Begin a run, or go on with the one that the run's folder names."""
+        """Begin a Trackio run, or continue the one whose name is in the run's folder."""
         name = known_run(folder, "trackio") or new_name(run)
         with cured("Trackio did not begin the run", CURE):
             project = os.environ.get("TRACKIO_PROJECT") or PROJECT
@@ -56,7 +57,7 @@ class Trackio:
         self._run.log(dict(finite(values)), step=step)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Write an attempt as a trace."""
+        """Write an attempt as a Trackio trace: the messages of its last call, its model calls and its tools."""
         calls, (begin, end) = await calls_of(record, store), times_of(record)
         said = [exchange for _, exchange in calls if exchange is not None]
         messages = messages_of(said[-1]) if said else []
@@ -79,12 +80,12 @@ class Trackio:
         self._run.alert(str(alert["cause"]), str(alert["text"]), level=trackio.AlertLevel.WARN, step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Finish the Trackio run, which writes the remaining data."""
         self._run.finish()
 
 
 def _call(call: Transition, exchange: Exchange | None) -> dict[str, Any]:
-    """A model call as a span; without what was said where that is not recorded."""
+    """Return a model call as a span; input and output are None if its exchange is not recorded."""
     tokens = {"input_tokens": len(call.prompt_ids), "output_tokens": len(call.response_ids)}
     return {
         "id": f"call-{call.seq}",
@@ -104,7 +105,7 @@ def _call(call: Transition, exchange: Exchange | None) -> dict[str, Any]:
 
 
 def _tool(number: int, event: ToolEvent) -> dict[str, Any]:
-    """A tool run, of which the time of its end alone is known."""
+    """Return a tool run as a span without duration, because only the time of its end is known."""
     return {
         "id": f"tool-{number}",
         "name": event.name,

@@ -1,7 +1,7 @@
-"""The `wandb` tracker: a run of Weights & Biases, with a table of the rollouts of each step and its alerts.
+"""The `wandb` tracker: write a Weights & Biases run, with a table of the rollouts of each step, and alarms as alerts.
 
-The invariant: the `WANDB_*` variables and `wandb login` decide where it goes; nothing is asked for on the terminal, nothing
-that the program prints is captured, and neither code nor the command line is sent.
+The invariant: the `WANDB_*` variables and `wandb login` decide where the run is stored. Nothing is asked on the terminal, the
+program's output is not captured, and neither code nor the command line is sent.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ COLUMNS: Final = (
     "answer",
 )
 LONGEST: Final = 4000
-"""Characters of a text in a table."""
+"""Most characters of a text in a table."""
 CURE: Final = "Log in (wandb login), look at WANDB_BASE_URL, or set WANDB_MODE=offline and upload later (wandb sync)"
 SECONDS: Final = 30
-"""How long W&B may take to begin a run, unless WANDB_INIT_TIMEOUT says otherwise."""
+"""Seconds that W&B may take to begin a run, unless WANDB_INIT_TIMEOUT is set."""
 
 
 class WandB:
-    """Metrics by step, settings, alerts, and the finished rollouts of each step as rows of the table `rollouts`. Traces are no
-    part of W&B but of Weave, which is another service: the tracker `otel` sends them to what takes OTLP."""
+    """The tracker `wandb`. It sends metrics by step, settings, alarms as alerts, and the attempts of finished rollouts as rows
+    of the table `rollouts`. It sends no traces, which belong to Weave, another service: use the tracker `otel` for those."""
 
     _run: wandb.Run
 
@@ -61,7 +61,7 @@ class WandB:
         self._rows: list[list[Json]] = []
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
-        """Begin a run, or go on with the one that the run's folder names."""
+        """Begin a W&B run, or continue the one whose id is in the run's folder."""
         known = known_run(folder, "wandb")
         settings: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
         settings |= {"program": "lightning", "x_disable_meta": True, "x_save_requirements": False}
@@ -81,13 +81,13 @@ class WandB:
                 settings=wandb.Settings(**settings),
             )
             self._run.config.update(dict(config), allow_val_change=True)
-            # The step of a resumed run may be one that was told before, which W&B's own step does not allow.
+            # A resumed run may log a step again, which W&B's own step counter does not allow.
             self._run.define_metric("step", hidden=True)
             self._run.define_metric("*", step_metric="step")
         remember_run(folder, "wandb", self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step, and the rollouts that have ended since the last one."""
+        """Send the values of a step, and the table of attempts kept since the last step."""
         told: dict[str, Any] = {**finite(values), "step": step}
         if self._rows:
             told["rollouts"] = wandb.Table(columns=list(COLUMNS), data=self._rows, allow_mixed_types=True)
@@ -95,13 +95,14 @@ class WandB:
         self._run.log(told)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Keep an attempt for the table of its step."""
+        """Keep an attempt as a row of the table `rollouts`, which `log` sends with the next step."""
         facts = facts_of(record) | {"error": error_of(record)}
         facts["tokens"] = sum(len(call.response_ids) for call in record.transitions)
         facts["input"] = _text(record.rollout.task.input)
         calls = await calls_of(record, store)
         said = [exchange for _, exchange in calls if exchange is not None and exchange.reply is not None]
-        facts["answer"] = _text(messages_of(said[-1])[-1].get("content")) if said else ""
+        messages = messages_of(said[-1]) if said else []
+        facts["answer"] = _text(messages[-1].get("content")) if messages else ""
         self._rows.append([facts.get(name) for name in COLUMNS])
 
     def alert(self, alert: Mapping[str, Json]) -> None:
@@ -110,7 +111,7 @@ class WandB:
         self._run.alert(title, text, level="WARN", wait_duration=1)
 
     def close(self) -> None:
-        """End the run; W&B uploads what is left."""
+        """Finish the W&B run, which uploads the remaining data."""
         with cured("W&B did not take all of the run", "Its folder `wandb` has it: wandb sync"):
             self._run.finish()
 

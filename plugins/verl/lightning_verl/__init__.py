@@ -1,1 +1,1 @@
-"""The verl engine: many GPUs, FSDP2 or Megatron, over Ray; the same code on CPUs with gloo."""
+"""The verl engine: training on many GPUs over Ray, by FSDP2 or Megatron. The same code runs on CPUs with gloo."""

@@ -1,6 +1,6 @@
-"""Every name of verl's that is used, in one place: its worker API is young, and this is what to look at when it moves.
+"""All names of verl that this package uses, in one place, because verl's worker API is young and its names move.
 
-Importing this takes seconds. On a machine without an accelerator `platform.choose` must have been called before.
+Importing this takes seconds. On a machine without an accelerator `device.choose` must have been called before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ with warnings.catch_warnings():
 
 
 def megatron_engine() -> Any:
-    """verl's engine class over Megatron, which is imported here alone. Raises `ImportError` where it is not installed."""
+    """Import and return verl's engine class over Megatron, which nothing else imports. Raises `ImportError` where it is not
+    installed."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     return MegatronEngineWithLMHead

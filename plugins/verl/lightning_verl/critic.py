@@ -1,8 +1,8 @@
-"""The critic on verl's engine: both engines' value head, on the hidden states of a model that is sharded.
+"""The critic on verl's engine: the same value head as in the torch engine, on the hidden states of a sharded model.
 
-The invariant: the head and its moments are the same on all ranks, bit for bit: each begins with the same zeros and takes the
-same steps, on gradients that are averaged over all ranks as FSDP averages the policy's. So it is in no shard of the model:
-the policy's gradient norm, its weights and its files know nothing of it.
+The invariant: the head and its moments are the same on all ranks, bit for bit: all begin with zeros and take the same steps, on
+gradients averaged over all ranks as FSDP averages the policy's. The head is in no shard of the model, so that the policy's
+gradient norm, weights and files do not contain it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 from lightning_verl import api
 
 Wanted = Literal["none", "also", "only"]
-"""Whether a pass gives the values of hidden states: beside the logprobs of tokens, or without them."""
+"""Whether a pass computes values of hidden states: not, beside the tokens' logprobs, or without logprobs."""
 WANTED = "values_wanted"
 
 
 class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
-    """verl's engine for language models, whose passes also give values where a critic was attached and they are `WANTED`."""
+    """verl's engine for language models, whose passes also compute values if a critic was attached and they are `WANTED`."""
 
     _critic: ValueHead | None = None
     _wanted: Wanted = "none"
@@ -33,18 +33,18 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
     _keeps_logits = False
 
     def attach(self, critic: ValueHead) -> None:
-        """Value hidden states with this critic from now on."""
+        """Compute values with this critic from now on."""
         model = unwrapped(self.module)
         getattr(model, model.base_model_prefix).register_forward_hook(self._note)
         self._critic, self._keeps_logits = critic, "logits_to_keep" in signature(model.forward).parameters
 
     def read_again(self) -> nn.Module:
-        """The model of the folder, sharded as the trained one and beside it. All ranks must call it."""
+        """Load the folder's model again, sharded like the trained one and beside it. All ranks must call it."""
         module: nn.Module = self._build_fsdp_module(self._build_module())
         return module
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See verl. Where values alone are wanted the output layer is spared but for one token."""
+        """Prepare a micro-batch as verl does. Where only values are wanted, the output layer computes just one token."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         self._wanted = api.get_non_tensor_data(micro_batch, WANTED, "none")
         if self._wanted == "only" and self._keeps_logits:
@@ -54,20 +54,20 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """See verl. `values` are those of each token's hidden state, (tokens,) for each row."""
+        """Prepare the outputs as verl does, and add `values`: those of each token's hidden state, (tokens,) for each row."""
         hidden, self._hidden = self._hidden, None
         found: dict[str, torch.Tensor] = {}
         if self._wanted != "only":
             found = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self._critic is not None and hidden is not None:
-            # Values, not hidden states, are what ranks that share a sequence send one another. All tokens are valued, though
-            # the loss alone knows which few count: 8 bytes for each of a token's hidden units, beside 12 for each word.
+            # Ranks that share a sequence exchange values, not hidden states. All tokens get values, though
+            # only the loss knows which few count: 8 bytes for each of a token's hidden units, beside 12 for each word.
             values = self._gather_and_unpad_packed(self._critic(hidden.squeeze(0)), output_args["pad_size"])
             found["values"] = torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())
         return found
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """A forward hook of the model without its output layer."""
+        """A forward hook of the model without its output layer: keep the hidden states where values are wanted."""
         if self._wanted != "none":
             self._hidden = output.last_hidden_state
 
@@ -88,11 +88,11 @@ class Learner:
         )
 
     def discard(self) -> None:
-        """Forget the gradient."""
+        """Drop the gradient."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
-        """Average the gradient over the ranks and clip it; returns its norm as it was, the same on all of them."""
+        """Average the gradient over the ranks and clip it. Returns the norm before clipping, the same on all ranks."""
         parameters = [*self.critic.parameters().values()]
         # A rank whose rows have no valued state has no gradient.
         grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
@@ -105,14 +105,15 @@ class Learner:
         return float(nn.utils.clip_grad_norm_(parameters, self._largest))
 
     def update(self, lr: float) -> None:
-        """Take a step with the clipped gradient."""
+        """Update the head with the clipped gradient."""
         (group,) = self._optimizer.param_groups
         group["lr"] = lr
         self._optimizer.step()
         self.discard()
 
     def begin(self, steps: int) -> None:
-        """Be as after so many steps but for the numbers of `tensors`, which are then read."""
+        """Reset the optimizer to the state after this many steps, with moments of zero, so that the numbers of `tensors` can be
+        read."""
         self.discard()
         self._optimizer.state.clear()
         for own in self.critic.parameters().values() if steps else ():
@@ -121,7 +122,7 @@ class Learner:
             self._optimizer.state[own] = {"step": taken, **moments}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a training state has of it, by the names there; they share memory with what is learned."""
+        """Return the tensors of the critic in a training state, by their names there. They share memory with the critic."""
         found: dict[str, torch.Tensor] = {}
         for name, own in self.critic.parameters().items():
             found[f"weight.{name}"] = own.data.view(-1)

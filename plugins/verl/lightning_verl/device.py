@@ -1,6 +1,6 @@
-"""Which device verl computes on. Importing this imports neither torch nor verl.
+"""The device that verl computes on. Importing this imports neither torch nor verl.
 
-The invariant: the choice is made before verl is imported, in the trainer and in every worker alike.
+The invariant: the device is chosen before verl is imported, in the trainer and in every worker.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _VARIABLE = "VERL_PLATFORM"
 
 
 def choose(device: str) -> str:
-    """`cpu` or `cuda`, by `engine.device`; verl is told so in this process. `auto` looks at this machine only: where the
-    GPUs are on others, say `cuda`. Raises `ConfigError` for anything else."""
+    """Choose `cpu` or `cuda` by `engine.device`, tell verl in this process, and return the choice. `auto` looks at this machine
+    only: where the GPUs are on other machines, set `cuda`. Raises `ConfigError` for other values."""
     if device == "auto":
         import torch
 
@@ -31,7 +31,8 @@ def choose(device: str) -> str:
 
 
 def environment(device: str, *, local: bool) -> dict[str, str]:
-    """What a worker's environment must have. On this machine that is also where modules lie: a loss may be anybody's."""
+    """Return the environment variables of a worker. A worker on this machine also gets the paths of modules, since a loss may
+    be the user's own."""
     chosen = {_VARIABLE: "cpu"} if device == "cpu" else {}
     found = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))} if local else {}  # noqa: PTH109
     return {**chosen, **found, "TOKENIZERS_PARALLELISM": "false"}

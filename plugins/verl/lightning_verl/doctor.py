@@ -1,6 +1,6 @@
-"""What `lightning doctor` says of verl: flash attention, its workers, Megatron.
+"""The checks of verl in `lightning doctor`: flash attention, verl's workers, Megatron.
 
-The invariant: importing verl, which takes half a minute, is done only when it was asked for, in a process of its own.
+The invariant: verl, whose import takes half a minute, is imported only if the user asked for it, in a separate process.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from lightning.cli.check import Check, ProbeError, list_gpus, probe, version_of
 from lightning.installation import install_command
 
 VERL_SECONDS = 300
-"""Time limit for importing verl."""
+"""Time limit for importing verl, in seconds."""
 OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
-"""Versions of verl: the first with the workers that are used, and the first that was not looked at."""
+"""The range of verl's versions: the first with the workers that are used, and the first that was not tested."""
 
 
 def check_verl(tried: str | None) -> Iterator[Check]:
-    """verl and what its engine uses besides; with `--try verl` its workers are imported."""
+    """Check verl and what its engine needs; with `--try verl` also import its workers."""
     if tried:
         yield Check(
             "verl", "low", f"--try verl={tried} names something, and verl has nothing to choose", "use --try verl"
         )
     try:
         gpus = bool(list_gpus())
-    except ProbeError:  # the check of GPUs says why
+    except ProbeError:  # the check of GPUs reports it
         gpus = False
     if gpus:
         yield _flash_attention()
@@ -62,7 +62,7 @@ def _verl(*, try_it: bool) -> Check:
 
 
 def _megatron(*, gpus: bool) -> Iterator[Check]:
-    """Of the strategy `megatron`, which few need."""
+    """Check what the strategy `megatron` needs."""
     found, install = version_of("megatron-core"), install_command("verl-megatron")
     if found is None:
         yield Check("megatron", "missing", "for engine.verl.strategy = megatron; fsdp2 needs none", install)
@@ -82,6 +82,6 @@ def _megatron(*, gpus: bool) -> Iterator[Check]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version, as numbers."""
+    """Return the release part of a version as numbers."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in release.group().split(".")) if release else ()

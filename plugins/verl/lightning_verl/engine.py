@@ -1,8 +1,8 @@
-"""The verl engine: our rows and losses on verl's workers, however many GPUs they are.
+"""The verl engine: our rows and losses on verl's workers, on any number of GPUs.
 
-The invariant: the loss and its gradient are those of the rows alone. Rows are dealt out to ranks whole, each to exactly one
-place; places have equally many rows, which is what collectives need, and a row that only fills a place up has no weight and
-no call, so it is in no sum; and every rank's loss is a sum, so that their sum is the step's.
+The invariant: the loss and its gradient are those of the rows alone. Whole rows are dealt to the data-parallel places, each row
+to one place. All places get equally many rows, as collectives need; a row that only fills a place up has no weights and no
+spans, so it is in no sum. Every rank's loss is a sum, so that the sum over ranks is that of the step.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What `open` was called with, so that workers that died can be made again."""
+    """The arguments of `open`, with which lost workers can be started again."""
 
     model: Path
     optimizer: OptimizerConfig
     seed: int
     vocab_size: int
     trunk: Trunk | None
-    """Of the critic, if there is one."""
+    """The critic's trunk; None without a critic."""
     reference: Path | None
-    """A teacher's folder, if there is one."""
+    """The teacher's folder; None without a teacher."""
 
 
 class VerlEngine:
-    """Implements `lightning.engines.protocol.Engine`. All that is set is in `Config.engine` and `Config.engine.verl`."""
+    """Trains on verl's workers. Implements `lightning.engines.protocol.Engine`. Its settings are `Config.engine` and
+    `Config.engine.verl`."""
 
     revives_workers: Literal[True] = True
 
@@ -76,28 +77,28 @@ class VerlEngine:
         self._saved: tuple[Path, Taken] | None = None
         self._restarts, self._died_at = 0, 0
         self._turn = threading.Lock()
-        """Held during a call, and during a transfer: weights may have to be sent to a vLLM that was started again while a step
-        is computed."""
+        """Held during a call and during a transfer, because weights may have to be sent to a restarted vLLM while a step is
+        computed."""
         self._sends = threading.Lock()
-        """Held during one call of a transfer: the call that leaves it is made while another is under way."""
+        """Held during one call of a transfer, because the call that leaves the group is made while another is under way."""
         self._budget = config.engine.tokens_per_microbatch
         self._driver = StepDriver(config.engine.max_nonfinite_steps)
         self._moved = (0, 0)
-        """How many updates of the step that is under way moved the policy and the critic."""
+        """How many updates of the present step changed the policy and the critic."""
         self._summed: Sequence[Sample] = ()
-        """The rows that the gradient at hand is of."""
+        """The rows of the present gradient."""
         self._longest = 0
-        """Tokens of the longest row that is computed on; no micro-batch is smaller. 0 where none is."""
+        """Tokens of the longest row in the present call; micro-batches are never smaller. 0 outside a call."""
 
     def check(self, model: Path) -> str:
-        """See `lightning.engines.protocol.ChecksModel`."""
+        """Check that the model folder can be trained, and return remarks on it. Raises `ConfigError` for FP8 weights."""
         found = contents(model, lora=self._config.engine.lora, max_model_len=served_length(self._config.policy_server))
         if found.fp8:
             raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
         return found.remark()
 
     def check_teacher(self, teacher: Path) -> None:
-        """See `lightning.engines.protocol.ChecksTeacher`."""
+        """Check that the teacher can be the reference model. Raises `ConfigError` or `EngineError` otherwise."""
         refuse_beside(self._config, critic=False, teacher=True)
         read_model(teacher, device_map="meta")
 
@@ -117,12 +118,12 @@ class VerlEngine:
         self._start()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Current policy's logprobs, shape (T,) each; index 0 is NaN."""
+        """Return the current policy's logprobs, shape (T,) for each row; index 0 is NaN."""
         self._checked(samples)
         return self._again(lambda: self._read("logprobs", samples, reference=False))
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """The critic's value of the state before each span, shape (spans,) each."""
+        """Return the critic's values of the state before each span, shape (spans,) for each row."""
         self._checked(samples)
         if self._ready().trunk is None:
             raise no_critic()
@@ -131,17 +132,17 @@ class VerlEngine:
         return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
 
     def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
-        """A step on the sum of the rows' losses, as `StepDriver` takes it.
+        """Take a step on the sum of the rows' losses, as `StepDriver` does.
 
-        Raises `DataError` for a row that cannot be computed on and `EngineError` when too many updates in a row are not finite
-        (`engine.max_nonfinite_steps`). Workers that die are made again from the last checkpoint, if that is the last step's,
-        and the step is taken again from its beginning.
+        Raises `DataError` for rows that cannot be computed on, and `EngineError` when too many updates in a row are not finite
+        (`engine.max_nonfinite_steps`). Workers that die are started again from the last checkpoint, if it is that of the last
+        step, and the whole step is repeated.
         """
         trained = self._trainable(samples)
         return self._again(lambda: self._step(trained, loss, lr))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """See `lightning.engines.protocol.Engine`. Workers that die take the gradient with them: that is an error here."""
+        """Add the gradient of these rows to the present one. Workers that die lose the gradient, so that is an error here."""
         trained = self._trainable(samples)
         with self._turn:
             try:
@@ -151,7 +152,7 @@ class VerlEngine:
                 raise
 
     def optim_step(self, lr: float | None = None) -> StepResult:
-        """See `lightning.engines.protocol.Engine`."""
+        """Clip the gradient, update at the rate `lr` (None: the optimizer's), and drop the gradient."""
         self._ready()
         with self._turn:
             self._moved = (0, 0)
@@ -160,7 +161,7 @@ class VerlEngine:
             return result
 
     def prepare(self, samples: Sequence[Sample], loss: Loss) -> Sequence[Sample]:
-        """See `lightning.engines.step.Computer`."""
+        """Return the rows with the logprobs that the loss needs of their tokens; other losses get the rows unchanged."""
         if not is_prepared(loss):
             return samples
         tokens = trained_tokens(samples)
@@ -168,7 +169,8 @@ class VerlEngine:
         return prepared(loss, samples, tokens, current, reference)
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
-        """See `lightning.engines.step.Computer`."""
+        """Add the gradient of these rows. Raises `EngineError` for an error of the loss, `NonFiniteError` where a loss is not
+        finite; the gradient is then dropped."""
         added = bool(self._summed)
         reports: list[Report] = [report for _, report in self._dealt("accumulate", samples, loss, step, added)]
         problems = [report.problem for report in reports if report.problem]
@@ -186,7 +188,8 @@ class VerlEngine:
         return tally
 
     def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
-        """See `lightning.engines.step.Computer`. What has no gradient is left alone."""
+        """Clip the gradient, update, and return the norms. A policy or critic without a gradient is not changed. Raises
+        `NonFiniteError` for a norm that is not finite."""
         policy, critic = self._moves(self._summed)
         self._summed = ()
         norms: dict[str, float] = self._run("update", lr if policy else None, critic_lr if critic else None)[0]
@@ -196,7 +199,7 @@ class VerlEngine:
         return norms
 
     def save(self, folder: Path) -> None:
-        """Write the whole training state to a folder, atomically; one that exists is replaced."""
+        """Write the whole training state to a folder, atomically. An existing folder is replaced."""
         opened, taken = self._ready(), self._taken
         with self._turn, whole_folder(folder) as path:
             for host, files in self._run("save", path.resolve(), taken.policy):
@@ -205,8 +208,8 @@ class VerlEngine:
         self._saved = folder.resolve(), taken
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, with however many workers (Megatron's: with as many, cut alike); the optimizer's settings
-        stay those given to `open`."""
+        """Restore what `save` wrote, with any number of workers (Megatron: with as many, and the same parallel sizes). The
+        optimizer's settings stay those of `open`."""
         opened = self._ready()
         recover(folder)
         taken = read_state(folder, opened.trunk, layout(self._config))
@@ -215,11 +218,11 @@ class VerlEngine:
         self._drop()
 
     def export(self, folder: Path) -> Path:
-        """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
+        """Write a model folder that `transformers` and vLLM load, LoRA merged, and return it."""
         return self._written(folder, folder / "config.json", model=True)
 
     def weights(self, file: Path) -> Path:
-        """Write the current full weights as one safetensors file, LoRA merged; return it."""
+        """Write the current full weights as one safetensors file, LoRA merged, and return it."""
         return self._written(file, file, model=False)
 
     def _written(self, target: Path, seen: Path, *, model: bool) -> Path:
@@ -229,7 +232,7 @@ class VerlEngine:
         return target
 
     def numerics(self) -> dict[str, Json]:
-        """In what it computes (`trainer.context.Numeric`)."""
+        """The numeric settings of the computation (`trainer.context.Numeric`)."""
         self._ready()
         return {
             "dtype": self._dtype(),
@@ -239,12 +242,12 @@ class VerlEngine:
         }
 
     def sender(self) -> FirstWorker:
-        """The first worker, which writes the file of `weights`."""
+        """The sender of weights: the first worker, which writes the file of `weights`."""
         return FirstWorker(self._sending, self._turn, self._config.engine)
 
     def close(self) -> None:
         """End the workers, and the cluster if it was started here. Idempotent."""
-        self._opened = None  # first: a call in another thread would start again the workers that die of this
+        self._opened = None  # first, or a call in another thread would start the ended workers again
         group, self._group = self._group, None
         self._end(group)
 
@@ -263,7 +266,8 @@ class VerlEngine:
         return self._opened
 
     def _sending(self, method: str, *arguments: object) -> tuple[Any, str]:
-        """A call of the first worker's sender, by who holds the turn: what it answers, and what went wrong."""
+        """Call a method of the first worker's sender, and return its answer and its error. The caller must have the lock
+        `_turn`."""
         with self._sends:
             answer: tuple[Any, str] = self._until_done(lambda: self._run("sending", method, arguments))[0]
         return answer
@@ -279,7 +283,7 @@ class VerlEngine:
         return compute_dtype(self._config, self._device)
 
     def _start(self, *, again: bool = False) -> None:
-        """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
+        """Start the workers. Raises `EngineError` when they cannot be started, or `close` was called meanwhile."""
         from lightning_verl.settings import refuse_holes, teacher_config, worker_config
         from lightning_verl.worker_group import Alone, OnRay, connect
 
@@ -303,18 +307,18 @@ class VerlEngine:
             self._ranks = group.run("place", [()] * group.size)
             self._group = group
         finally:
-            if self._opened is None:  # `close` was called meanwhile, and saw nothing of these
+            if self._opened is None:  # `close` was called meanwhile, and could not end these workers
                 self._group = None
                 self._end(group)
         self._ready()
 
     def _again(self, call: Callable[[], T]) -> T:
-        """What a call returns, made when no other is under way; see `_until_done`."""
+        """Make a call when no other is under way, and return its result; see `_until_done`."""
         with self._turn:
             return self._until_done(call)
 
     def _until_done(self, call: Callable[[], T]) -> T:
-        """What a call returns; when workers die, they are made again and it is made again."""
+        """Make a call and return its result. When workers die, they are started again and the call is repeated."""
         lost: WorkersLostError | None = None
         while True:
             try:
@@ -340,7 +344,7 @@ class VerlEngine:
                 f"lower engine.tokens_per_microbatch, which is {self._budget} now, and resume the run; or {MORE_ROOM}"
             )
         steps = self._taken.steps
-        if steps != self._died_at:  # a step was taken: workers work, and what they died of weeks ago is over
+        if steps != self._died_at:  # a step was taken since, so earlier deaths no longer count
             self._restarts, self._died_at = 0, steps
         if self._restarts >= allowed:
             raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: {cure}") from error
@@ -366,39 +370,42 @@ class VerlEngine:
         return result
 
     def _note(self, result: StepResult) -> None:
-        """A step was taken: only now, since workers that died before are brought back to where it began."""
+        """Count a step that was taken. It is counted only at its end, because workers that die before it are brought back to
+        its beginning."""
         if result.metrics["stepped"]:
             policy, critic = self._moved
             self._taken = Taken(self._driver.steps, self._taken.policy + policy, self._taken.critic + critic)
 
     def _drop(self) -> None:
-        """The workers have no gradient, or are to forget it with the next one."""
+        """Forget the gradient; the workers drop theirs with the next one."""
         self._summed = ()
         self._driver.dropped()
 
     def _trainable(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The rows that are trained, up to their last trained token. Raises `DataError` for what cannot be computed on."""
+        """Return the trained rows, each up to its last trained token. Raises `DataError` for rows that cannot be computed
+        on."""
         self._checked(samples)
         if self._ready().trunk is None:
             refuse_targets(samples)
         return [rows.cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
 
     def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
-        """Whether a step on these rows has a gradient for the policy, and for the critic. What has none is left alone: by a
-        gradient of 0 Adam would move it on. (A shared trunk whose rows have values alone takes its output layer with it.)"""
+        """Return whether a step on these rows has a gradient for the policy, and for the critic. A part without a gradient is
+        not updated, because with a gradient of 0 Adam would still move it. (With a shared trunk the policy counts as having one
+        whenever the critic has, and its output layer is updated, too.)"""
         critic = any(span.value_weight for sample in trained for span in sample.spans)
         shared = critic and self._ready().trunk == "shared"
         return shared or any(bool(sample.weights.any()) for sample in trained), critic
 
     def _logprobs(self, samples: Sequence[Sample], tokens: Tokens, *, reference: bool) -> Numbers:
-        """Logprobs (N,) of some tokens of rows, by the reference model or by the one that is trained."""
+        """Return the logprobs (N,) of some tokens of rows, by the reference model or by the trained one."""
         found = self._read("logprobs", samples, reference=reference)
         return np.array(
             [found[row][column] for row, column in zip(tokens.rows, tokens.columns, strict=True)], np.float32
         )
 
     def _read(self, method: str, samples: Sequence[Sample], **named: Any) -> list[FloatArray]:
-        """What a method of the workers reads of each row, in their order."""
+        """Return what a method of the workers computes for each row, in the order of the rows."""
         if not samples:
             return []
         found: dict[int, FloatArray] = {}
@@ -409,7 +416,7 @@ class VerlEngine:
     def _dealt(
         self, method: str, samples: Sequence[Sample], *arguments: Any, **named: Any
     ) -> list[tuple[list[int], Any]]:
-        """For each place the numbers of its rows, and what it answers about them."""
+        """Call a method with each place's rows. Return for each place the indices of its rows, and its answer."""
         places = max(place for place, _ in self._ranks) + 1
         hands = deal([len(sample) for sample in samples], places)
         count = max(len(hand) for hand in hands)
@@ -422,7 +429,7 @@ class VerlEngine:
         return [(hand, spoken[place]) for place, hand in enumerate(hands)]
 
     def _run(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
-        """The same call on every rank."""
+        """Make the same call on every rank, and return the answers."""
         group = self._working()
         return group.run(method, [arguments] * group.size, **named)
 
@@ -445,25 +452,25 @@ def _vocab_size(model: Path) -> int:
 
 
 def deal(lengths: Sequence[int], places: int) -> list[list[int]]:
-    """For each place the numbers of its rows, longest first, so that places have about equally many tokens; the last ones
-    may have one row less."""
+    """Deal rows to places: return the indices of each place's rows, longest first, so that places have about equally many
+    tokens. The last places may have one row less."""
     order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
     hands: list[list[int]] = [[] for _ in range(places)]
     for turn, start in enumerate(range(0, len(order), places)):
         row = order[start : start + places]
-        # To and fro: who got the longest of one round gets the shortest of the next.
+        # To and fro: the place with the longest row of one round gets the shortest of the next.
         for place, index in zip(range(places) if turn % 2 == 0 else reversed(range(places)), row, strict=False):
             hands[place].append(index)
     return hands
 
 
 def filler(sample: Sample) -> Sample:
-    """A copy of a row that is computed and counts for nothing."""
+    """Return a copy of a row without weights and spans, which is computed and counts for nothing."""
     zeros = np.zeros(len(sample), np.float32)
     return replace(sample, weights=zeros, spans=())
 
 
 def share(samples: Sequence[Sample], hand: Sequence[int], count: int) -> list[Sample]:
-    """The rows of a place, filled up to a number with the shortest row of all."""
+    """Return the rows of a place, filled up to `count` with copies of the shortest row of all."""
     shortest = min(samples, key=len)
     return [*(samples[index] for index in hand), *[filler(shortest)] * (count - len(hand))]

@@ -1,7 +1,7 @@
-"""The model of a job that FSDP2 cuts: every weight and its moments in pieces, one for each rank.
+"""The model of a job that FSDP2 divides: every weight and its moments in pieces, one for each rank.
 
-The invariant: what is saved, by all ranks as safetensors without pickle, may be read by any number of ranks; and weights and
-moments are touched in one of verl's modes, since outside of them those that it offloads may still be on their way.
+The invariant: any number of ranks can read what all ranks save, as safetensors without pickle. Weights and moments are touched
+only in one of verl's modes, because outside them offloaded tensors may still be on their way.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _STEP = ".step"
     model_type="language_model", backend="fsdp2", device=api.get_device_name(), vendor=api.get_vendor()
 )
 class Fsdp2Engine(PolicyEngine):
-    """Implements `lightning_verl.strategy.Strategy`."""
+    """verl's FSDP2 engine as a `lightning_verl.strategy.Strategy`, with a critic where one is attached."""
 
     def begin(self, max_model_len: int | None) -> None:
-        """See `Strategy.begin`."""
+        """Prepare the loaded model for our losses: no dropout, the policy server's positions, packed rows that do not depend on
+        each other, softmax in float32, no weight decay on vectors."""
         self.trained.train = partial(_train, self.trained)  # type: ignore[method-assign]  # verl calls it for each gradient
         folder = Path(self.model_config.local_path)
         context = fix_positions(self.trained, folder, max_model_len)
@@ -70,12 +71,12 @@ class Fsdp2Engine(PolicyEngine):
 
     @property
     def trained(self) -> nn.Module:
-        """See `Strategy.trained`."""
+        """This rank's part of the model."""
         module: nn.Module = self.module
         return module
 
     def first_weights(self, *, moved: bool) -> ReferenceWeights:
-        """See `Strategy.first_weights`."""
+        """Return the weights of the model's folder; the present ones where they have not `moved`."""
         if not moved:
             with self.eval_mode():
                 return ReferenceWeights.of(self.trained)
@@ -84,21 +85,21 @@ class Fsdp2Engine(PolicyEngine):
         return found
 
     def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """See `Strategy.whole_weights`."""
+        """Return all weights under their Hugging Face names, on the CPU; none where they are not `wanted`."""
         with self.eval_mode():
             found = export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
             return {
                 name: tensor.clone() for name, tensor in found.items()
-            }  # the model's own may be moved behind this block
+            }  # the model's own tensors may be moved after this block
 
     def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
-        """See `Strategy.save`. Of a critic, which all ranks have whole, one rank's is written."""
+        """Write this rank's part of the training state. A critic, which all ranks have whole, is written once."""
         with self.train_mode(zero_grad_on_exit=False):
             tensors = self._tensors(self._moments() if steps else {}, critic)
             save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
     def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
-        """See `Strategy.load`."""
+        """Read a training state that any number of ranks wrote."""
         with self.train_mode(zero_grad_on_exit=True):
             state = self._moments() if steps else {}
             if critic is not None:
@@ -111,12 +112,13 @@ class Fsdp2Engine(PolicyEngine):
                 self.optimizer.state.clear()
 
     def _moments(self) -> dict[str, Any]:
-        """The optimizer's state by the parameters' names; where no step was taken yet, zeros."""
+        """Return the optimizer's state by the parameters' names; zeros where no step was taken yet."""
         found: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
         return found
 
     def _tensors(self, state: dict[str, Any], critic: Learner | None) -> dict[str, torch.Tensor]:
-        """What files have: all that is trained, and the moments. They share memory with it."""
+        """Return the tensors of a training state: trained weights and moments. They share memory with the model and the
+        optimizer."""
         trained = self.module.named_parameters()
         weights = {f"weight.{name}": value.data for name, value in trained if value.requires_grad}
         moments = {
@@ -127,11 +129,12 @@ class Fsdp2Engine(PolicyEngine):
         return {**weights, **moments, **(critic.tensors() if critic else {})}
 
     def end(self) -> None:
-        """See `Strategy.end`."""
+        """Do nothing: FSDP2 leaves nothing behind."""
 
 
 def _train(module: nn.Module, mode: bool = True) -> nn.Module:
-    """In the place of `nn.Module.train`: without noise."""
+    """Replaces `nn.Module.train`: the module stays in evaluation mode, without dropout; with `mode` it is set up for
+    gradients."""
     nn.Module.train(module, mode=False)
     if mode:
         gradient_mode(module)
@@ -143,14 +146,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_float32(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """A forward hook."""
+    """A forward hook: convert the logits to float32."""
     if getattr(output, "logits", None) is not None:
         output.logits = output.logits.float()
     return output
 
 
 def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:
-    """Weight decay is for matrices; norms and biases do without, as in the torch engine."""
+    """Switch weight decay off for norms and biases, as the torch engine does."""
     (group,) = optimizer.param_groups
     vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
     group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
@@ -159,7 +162,8 @@ def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _let_go() -> None:
-    """Give the memory of a sharded model back that nothing uses: FSDP2 leaves it in cycles, which Python seldom looks for."""
+    """Free the memory of a sharded model that is no longer used: FSDP2 leaves it in reference cycles, which Python seldom
+    collects."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""The model of a job that Megatron cuts: by tensors, layers, experts and tokens, as `engine.verl.megatron` says.
+"""The model of a job that Megatron divides by tensors, layers, experts and tokens, as `engine.verl.megatron` says.
 
-The invariant: the gradient is that of the rows, as FSDP2's is. verl multiplies the loss by the number of micro-batches and our
-losses by that of the data-parallel ranks, and Megatron divides by both; ranks that hold parts of one copy of the model get
-the same rows, of which those of the last layers alone have outputs; and a gradient that is not finite changes nothing.
+The invariant: the gradient is that of the rows, as with FSDP2. verl multiplies the loss by the number of micro-batches, our
+losses are multiplied by that of the data-parallel ranks, and Megatron divides by both. Ranks that hold parts of one copy of the
+model get the same rows, and only those of the last layers have outputs. A gradient that is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ _OUTPUT_LAYER = "output_layer.weight"
     model_type="language_model", backend="megatron", device=api.get_device_name(), vendor=api.get_vendor()
 )
 class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
-    """Implements `lightning_verl.strategy.Strategy`, without a critic."""
+    """verl's Megatron engine as a `lightning_verl.strategy.Strategy`, without a critic."""
 
     def __init__(self, **named: Any) -> None:
         with _here():
             super().__init__(**named)
 
     def initialize(self) -> None:
-        """See verl."""
+        """Load the model, as verl does, on the chosen device."""
         with _here():
             super().initialize()
 
     def forward_backward_batch(self, *arguments: Any, **named: Any) -> Any:
-        """See verl."""
+        """Run verl's passes on the chosen device."""
         with _here():
             return super().forward_backward_batch(*arguments, **named)
 
     def optimizer_zero_grad(self) -> None:
-        """See verl."""
+        """Drop the gradient, as verl does."""
         with _here():
             super().optimizer_zero_grad()
 
     def optimizer_step(self) -> float:
-        """See verl. Where the norm, which is returned, is not finite no step is taken: Megatron itself would take it."""
+        """Update the weights and return the gradient's norm. Where the norm is not finite no update is made; Megatron itself
+        would make it."""
         with _here():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -63,17 +64,17 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
         return norm
 
     def begin(self, max_model_len: int | None) -> None:
-        """See `Strategy.begin`. Nothing is left to do: dropout is off in the settings, Megatron returns logits in float32 and
-        spares norms and biases the weight decay."""
+        """Do nothing: dropout is off by the settings, Megatron returns logits in float32, and has no weight decay on norms and
+        biases."""
 
     @property
     def trained(self) -> nn.Module:
-        """See `Strategy.trained`."""
+        """This rank's part of the model."""
         return nn.ModuleList(self.module)
 
     def first_weights(self, *, moved: bool) -> ReferenceWeights:
-        """See `Strategy.first_weights`. The folder is read into the model itself, which then gets its weights back."""
-        with _here(), self.eval_mode():  # weights that are kept elsewhere are brought
+        """Return the weights of the model's folder. It is read into the model itself, which then gets its own weights back."""
+        with _here(), self.eval_mode():  # eval_mode brings offloaded weights back
             present = ReferenceWeights.of(self.trained)
             if not moved:
                 return present
@@ -85,7 +86,7 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
                 present.put(self.trained)
 
     def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """See `Strategy.whole_weights`."""
+        """Return all weights under their Hugging Face names, on the CPU; none where they are not `wanted`."""
         found: dict[str, torch.Tensor] = {}
         with _here(), self.eval_mode(), torch.no_grad():
             weights, _ = self.get_per_tensor_param()
@@ -95,7 +96,7 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
         return found
 
     def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
-        """See `Strategy.save`."""
+        """Write this rank's shards of weights and moments."""
         del critic
         with _here(), self.train_mode(zero_grad_on_exit=False):
             tensors = {}
@@ -105,10 +106,10 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
                 tensors |= {f"{name}.{moment}": own[moment] for moment in _MOMENTS if moment in own}
             whole = {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(whole, folder / _file())
-        dist.barrier()  # so that nobody looks at the folder while another's file has a name for the time being
+        dist.barrier()  # so that no rank reads the folder while another's file has a temporary name
 
     def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
-        """See `Strategy.load`; by as many ranks as wrote it, with the same parts of the model."""
+        """Read what `save` wrote; as many ranks must read it, with the same parts of the model."""
         del critic, critic_steps
         tensors = load_file(folder / _file())
         with _here(), self.train_mode(zero_grad_on_exit=True), torch.no_grad():
@@ -116,7 +117,7 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
                 parameter.data.copy_(tensors[f"{name}.{_WEIGHT}"])
                 moments = {moment: tensors.get(f"{name}.{moment}") for moment in _MOMENTS}
                 own = {name: value.to(parameter.device) for name, value in moments.items() if value is not None}
-                if own and isinstance(optimizer, torch.optim.AdamW):  # others count for a group
+                if own and isinstance(optimizer, torch.optim.AdamW):  # other optimizers count steps by group
                     own["step"] = torch.tensor(float(steps))
                 optimizer.state.pop(parameter, None)
                 optimizer.state |= {parameter: own} if own else {}
@@ -129,24 +130,24 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
                 chunk.start_param_sync(force_sync=True)
 
     def end(self) -> None:
-        """See `Strategy.end`."""
+        """Destroy Megatron's process groups."""
         parallel_state.destroy_model_parallel()
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
         if self.vanilla_bridge and not self.share_embeddings_and_output_weights:
-            # mbridge notes in the class that a model's output layer is its embedding, for all models of the process.
+            # mbridge marks in the class, for all models of the process, that the output layer is the embedding.
             self.bridge._DIRECT_MAPPING = {**self.bridge._DIRECT_MAPPING, _OUTPUT_LAYER: "lm_head.weight"}  # noqa: SLF001
         if api.get_device_name() == "cpu":
             without_transformer_engine(self.bridge)
 
     def _optimizers(self) -> list[Any]:
-        """Megatron's, one for each kind of parameters; without those that have none on this rank."""
+        """Return Megatron's optimizers, one for each kind of parameters, without those that have no parameters on this rank."""
         return [own for own in self.optimizer.chained_optimizers if not own.is_stub_optimizer]
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor, torch.optim.Optimizer]]:
-        """What this rank updates, in float32, which is a part of what it computes with; in an order that is the same in each
-        job that is cut alike."""
+        """Yield the float32 shards that this rank updates, with a name and their optimizer. The order is the same in every job
+        with the same parallel sizes."""
         for number, own in enumerate(self._optimizers()):
             for place, group in enumerate(own.optimizer.param_groups):
                 for index, parameter in enumerate(group["params"]):

@@ -1,7 +1,7 @@
-"""Megatron on a CPU: its layers without Transformer Engine, and what it asks of CUDA answered by the CPU.
+"""Megatron on a CPU: its layers without Transformer Engine, and its calls to CUDA answered by the CPU.
 
-The invariant: all of it holds inside `no_cuda` alone and where verl's platform is the CPU; verl's and Megatron's code runs as
-it does on GPUs, packed rows included, but for attention and norms, which Transformer Engine computes there.
+The invariant: all changes hold only inside `no_cuda`, and where verl's platform is the CPU. verl's and Megatron's code runs as
+on GPUs, with packed rows; only attention and norms differ, which Transformer Engine computes there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _NORMS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-"""Transformer Engine has a layer's norms in the linear layers that follow them, and mbridge knows them by those names."""
+"""Names of norms: Transformer Engine puts a layer's norms into the linear layers that follow them, and mbridge knows them by
+those names."""
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked to be on a GPU are on the CPU, and say that they are on a GPU."""
+    """Puts tensors meant for a GPU on the CPU, and reports their type as one on a GPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -47,7 +48,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextmanager
 def no_cuda() -> Iterator[None]:
-    """Megatron's calls of CUDA mean the CPU inside, in this thread (of `torch.cuda` itself: in this process)."""
+    """Make Megatron's calls to CUDA use the CPU for the block, in this thread (functions of `torch.cuda`: in this process)."""
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", lambda: "cpu"),
         (torch.cuda, "synchronize", lambda *_: None),
@@ -60,14 +61,14 @@ def no_cuda() -> Iterator[None]:
         for module, name, answer in answers:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, answer)
-        # What Megatron lets torch compile for a GPU is computed as it is.
+        # Functions that Megatron would compile for a GPU run uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_OnCpu())
         yield
 
 
 class PackedAttention(DotProductAttention):  # type: ignore[misc]  # Megatron has no types
-    """Causal attention of packed rows, each by itself: what Transformer Engine's kernel computes."""
+    """Causal attention within each of the packed rows, as Transformer Engine's kernel computes it."""
 
     def forward(
         self,
@@ -78,7 +79,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]  # Megatron ha
         packed_seq_params: Any,
         **__: object,
     ) -> torch.Tensor:
-        """Of (tokens, heads, width) each."""
+        """Return the attention's output, (tokens, heads, width) like each input."""
         ends = packed_seq_params.cu_seqlens_q_padded.tolist()
         rows = [self._row(query[start:stop], key[start:stop], value[start:stop]) for start, stop in pairwise(ends)]
         return torch.cat(rows)
@@ -92,7 +93,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]  # Megatron ha
 
 
 class Norm(nn.RMSNorm):
-    """A norm whose input may be shared out over the tensor-parallel ranks: its gradient is then added up over them."""
+    """An RMS norm whose input may be divided among the tensor-parallel ranks; Megatron then sums its gradient over them."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -100,7 +101,7 @@ class Norm(nn.RMSNorm):
 
 
 def without_transformer_engine(bridge: Any) -> None:
-    """Let a bridge of mbridge's make models that need no Transformer Engine, and no GPU."""
+    """Make an mbridge bridge build models that need neither Transformer Engine nor a GPU."""
     named = bridge._weight_name_mapping_mcore_to_hf  # noqa: SLF001 — no public way in
 
     def layers(self: Any, vp_stage: int | None = None) -> Any:

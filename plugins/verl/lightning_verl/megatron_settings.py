@@ -1,4 +1,4 @@
-"""What Megatron is told, and what it is not asked for. Importing this imports neither verl nor Megatron.
+"""Our settings for Megatron, and refusals of what it cannot do here. Importing this imports neither verl nor Megatron.
 
 The invariant: what the engine cannot do with Megatron is refused by name before a worker starts.
 """
@@ -44,7 +44,7 @@ OWN_ENGINE = {
     "param_offload": "the engine, which keeps a gradient from its passes to the step: verl's offloading forgets it",
     "virtual_pipeline_model_parallel_size": "the engine, whose batches are of any number of rows",
 }
-"""Options of verl's `McoreEngineConfig` that other settings decide."""
+"""Options of verl's `McoreEngineConfig` that other settings decide, with that setting."""
 OWN_TRANSFORMER = {
     "attention_dropout": "the engine, which has none",
     "hidden_dropout": "the engine, which has none",
@@ -71,11 +71,12 @@ OWN_OPTIMIZER = {
     "use_precision_aware_optimizer": "the engine, whose checkpoints hold float32 moments",
     "override_optimizer_config": "engine.betas and engine.eps",
 }
-"""Options of verl's `McoreOptimizerConfig` that other settings decide."""
+"""Options of verl's `McoreOptimizerConfig` that other settings decide, with that setting."""
 
 
 def refuse(config: Config, device: str) -> None:
-    """Raises `ConfigError` for what the engine cannot do with Megatron, `MissingExtraError` where it is not installed."""
+    """Raise `ConfigError` for settings that the engine cannot meet with Megatron, `MissingExtraError` where Megatron is not
+    installed."""
     engine, options = config.engine, config.engine.verl.megatron
     if engine.lora is not None:
         raise ConfigError(
@@ -106,7 +107,7 @@ def refuse(config: Config, device: str) -> None:
 
 
 def refuse_model(config: Config, hf_config: object) -> None:
-    """Raises `ConfigError` for a model that mbridge would compute otherwise than it is meant."""
+    """Raise `ConfigError` for a model that mbridge would compute wrongly."""
     found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     kinds = [one for one in found.values() if isinstance(one, dict)] or [
         found
@@ -120,8 +121,7 @@ def refuse_model(config: Config, hf_config: object) -> None:
 
 
 def refuse_beside(config: Config, *, critic: bool, teacher: bool) -> None:
-    """Raises `ConfigError` for a critic, and for a reference model that is another one than is trained, where Megatron cuts the
-    model."""
+    """Raise `ConfigError` for a critic, and for a teacher as reference model, where Megatron divides the model."""
     if critic and config.engine.verl.strategy == "megatron":
         raise ConfigError(
             "a critic has no hidden states to value where Megatron cuts the model: set engine.verl.strategy = fsdp2, or take "
@@ -135,7 +135,8 @@ def refuse_beside(config: Config, *, critic: bool, teacher: bool) -> None:
 
 
 def layout(config: Config) -> dict[str, object]:
-    """How a training state is cut: it is read by a job that is cut alike. FSDP2's are read by any number of ranks."""
+    """Return how a training state is divided: a job that reads it must be divided the same way. FSDP2's can be read by any
+    number of ranks."""
     verl = config.engine.verl
     if verl.strategy != "megatron":
         return {"strategy": verl.strategy}
@@ -144,12 +145,12 @@ def layout(config: Config) -> dict[str, object]:
 
 
 def given(config: Config) -> dict[str, object]:
-    """The user's options of `McoreEngineConfig`, without the table that `megatron_engine` adds to ours."""
+    """Return the user's options of `McoreEngineConfig`, except the table that `megatron_engine` merges with ours."""
     return {name: value for name, value in config.engine.verl.megatron.items() if name != TRANSFORMER}
 
 
 def megatron_engine(config: Config, seed: int) -> dict[str, object]:
-    """Our values of `McoreEngineConfig`."""
+    """Return our values of `McoreEngineConfig`."""
     engine = config.engine
     theirs = _table(config, TRANSFORMER, "TransformerConfig", OWN_TRANSFORMER)
     _table(config, DATA_PARALLEL, "DistributedDataParallelConfig", OWN_DATA_PARALLEL)
@@ -157,7 +158,7 @@ def megatron_engine(config: Config, seed: int) -> dict[str, object]:
     ours: dict[str, object] = {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # Moved while gradients are computed, by no optimizer, it would be in no checkpoint.
+        # The bias would change during the gradient, without an optimizer, and be in no checkpoint.
         "moe_router_bias_update_rate": 0.0,
         **(again if engine.gradient_checkpointing else {}),
     }
@@ -173,7 +174,8 @@ def megatron_engine(config: Config, seed: int) -> dict[str, object]:
 
 
 def megatron_optimizer(optimizer: OptimizerConfig) -> dict[str, object]:
-    """Our values of `McoreOptimizerConfig`. The rate is set before each step; Megatron's schedule, which must be, is unused."""
+    """Return our values of `McoreOptimizerConfig`. The rate is set before each step; Megatron needs a schedule, which is not
+    used."""
     first, second = optimizer.betas
     return {
         "lr": optimizer.lr,
@@ -188,7 +190,8 @@ def megatron_optimizer(optimizer: OptimizerConfig) -> dict[str, object]:
 
 
 def _table(config: Config, name: str, kind: str, own: Mapping[str, str]) -> dict[str, JsonValue]:
-    """The user's options of one of Megatron's configurations."""
+    """Return the user's options of one of Megatron's configurations. Raises `ConfigError` for an option that another setting
+    decides."""
     setting = f"engine.verl.megatron.{name}"
     theirs = config.engine.verl.megatron.get(name, {})
     if not isinstance(theirs, dict):

@@ -1,8 +1,8 @@
-"""What verl's engine calls with a micro-batch's outputs: our losses on exactly the tokens of its rows.
+"""The loss function that verl's engine calls with a micro-batch's outputs: our losses on exactly the tokens of its rows.
 
-The invariant: every trained token and every valued state of a rank's rows is in one call of the loss, with its own weight;
-filler rows have none, and how verl packs and orders rows changes nothing. Nothing is raised here: a rank that stopped would
-leave the others waiting for it in a collective for ever, so what is wrong is noted, and the trainer acts on it.
+The invariant: every trained token and every valued state of a rank's rows is in exactly one call of the loss, with its own
+weight; filler rows have none. How verl packs and orders rows changes nothing. Nothing is raised here, because the other ranks
+would wait for ever in a collective for a rank that stopped; errors are noted, and the trainer acts on them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Report:
-    """What one rank says of its share of a step."""
+    """A rank's report on its share of a step."""
 
     tally: Tally = field(default_factory=Tally)
     problem: str = ""
-    """What is wrong with a loss; empty when nothing is."""
+    """The error of a loss; empty without one."""
     nonfinite: str = ""
-    """Which loss is not finite; empty when none is."""
+    """Which loss is not finite; empty when all are."""
 
 
 class LossPass:
-    """A loss function as verl calls it. `samples` are the rank's rows, in the order of the `row` numbers of its data."""
+    """A loss function as verl calls it. `samples` are the rank's rows, in the order of the `row` numbers of verl's data."""
 
     def __init__(self, samples: Sequence[Sample], loss: Loss, step: int) -> None:
         self._samples, self._loss, self._step = samples, loss, step
@@ -51,12 +51,13 @@ class LossPass:
     def __call__(
         self, model_output: Mapping[str, torch.Tensor], data: TensorDict, dp_group: object = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss of a micro-batch, times the number of data-parallel ranks, over which gradients will be averaged."""
+        """Return the loss of a micro-batch, times the number of data-parallel ranks, because gradients are averaged over
+        these."""
         ids, rows = data["input_ids"], data["row"].tolist()
         self._computed += ids.values().numel()
         self.report.tally.parts += 1
         loss = self._policy_loss(model_output, ids, rows)
-        if loss is None:  # a rank that computed nothing backwards would leave the others waiting for it
+        if loss is None:  # without a backward pass the other ranks would wait for this one
             loss = model_output["log_probs"].values().sum() * 0.0
         value = self._value_loss(model_output, ids, rows)
         return (loss if value is None else loss + value) * float(data["dp_size"]), {}
@@ -64,7 +65,7 @@ class LossPass:
     def _policy_loss(
         self, model_output: Mapping[str, torch.Tensor], ids: torch.Tensor, rows: Sequence[int]
     ) -> torch.Tensor | None:
-        """The loss of some rows' tokens; None without any, or when there is a problem."""
+        """Return the policy's loss on the tokens of some rows; None without any, or after an error."""
         chosen = _entries(self._starts, rows)
         if not len(chosen):
             return None
@@ -77,7 +78,7 @@ class LossPass:
         self._seen.note(chosen, ids.values()[places], sampled)
         try:
             output = self._loss(batch)
-        except Exception as error:  # noqa: BLE001 — it is anybody's function, and the other ranks go on
+        except Exception as error:  # noqa: BLE001 — the loss is user code, and the other ranks go on
             self._note(f"the loss raised {error!r}", rows)
             return None
         value = float(output.loss.detach())
@@ -93,7 +94,7 @@ class LossPass:
     def _value_loss(
         self, model_output: Mapping[str, torch.Tensor], ids: torch.Tensor, rows: Sequence[int]
     ) -> torch.Tensor | None:
-        """The critic's loss of some rows' states; None without any, or when there is a problem."""
+        """Return the critic's loss on the states of some rows; None without any, or after an error."""
         chosen = _entries(self._firsts, rows)
         if not len(chosen):
             return None
@@ -108,12 +109,12 @@ class LossPass:
         return output.loss
 
     def finished(self) -> Report:
-        """The report, when all micro-batches are through."""
+        """Return the report after the last micro-batch."""
         self.report.tally.computed(self._computed, self._seen.digests(self._samples))
         return self.report
 
     def _places(self, rows: Ints, columns: Ints, ids: Any, packed: Sequence[int]) -> torch.Tensor:
-        """Where some tokens of the packed rows stand in the packed ids."""
+        """Return the positions of some tokens in the packed ids."""
         offsets = np.zeros(len(self._samples), np.int64)
         offsets[packed] = ids.offsets()[:-1].cpu().numpy()
         return torch.from_numpy(offsets[rows] + columns).to(ids.device)
@@ -129,6 +130,6 @@ class LossPass:
 
 
 def _entries(starts: Ints, rows: Sequence[int]) -> Ints:
-    """The numbers of some rows' entries; `starts` says where each row's begin."""
+    """Return the indices of some rows' entries; `starts` has where each row's entries begin."""
     found: Ints = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
     return found

@@ -1,4 +1,4 @@
-"""The engine over verl, as a plugin; verl is imported when one is made."""
+"""The plugin `verl`: the engine over verl, which is imported when an engine is made."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
-    """`verl`."""
+    """Register the engine `verl`."""
     register("verl", verl_engine)
 
 
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
-    """`verl`."""
+    """Register the check `verl` of `lightning doctor`."""
     register("verl", made_later("lightning_verl.doctor:check_verl"))
 
 
 def verl_engine(config: Config) -> Engine:
-    """A `VerlEngine` by the `engine` section. Raises `MissingExtraError` when verl or Ray is not installed."""
+    """Make a `VerlEngine` from the section `engine`. Raises `MissingExtraError` when verl or Ray is not installed."""
     for package in ("verl", "ray"):
         if find_spec(package) is None:
             raise MissingExtraError("verl", package)

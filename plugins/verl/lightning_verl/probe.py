@@ -1,4 +1,5 @@
-"""What `lightning doctor --try verl` imports, in a process of its own: `python -m lightning_verl.probe worker|megatron`."""
+"""Imports verl's workers or its Megatron engine for `lightning doctor --try verl`, in a separate process, and prints the
+device: `python -m lightning_verl.probe worker|megatron`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""verl's first worker as the one that sends weights to vLLM: it wrote their file, and over NCCL it has the GPU.
+"""verl's first worker as the sender of weights to vLLM: it wrote their file, and over NCCL it has the GPU.
 
-The invariant: the workers do one thing after another, and a transfer is one thing: vLLM, which waits for its next part, never
-waits for a step. Where workers have to be started again for a part, the first of the new ones is in no group, and says so.
+The invariant: workers do one thing after another, and a whole transfer is one such thing, so that vLLM, which waits for the
+next part, never waits for a step. If workers are started again during a transfer, the new first worker is in no group, and says
+so.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from lightning_verl.device import choose
 
 
 class FirstWorker:
-    """Implements `lightning_attach.sending.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender
-    and returns what it answered, and what went wrong; whoever calls the workers holds `turn`."""
+    """Sends weights from the first worker. Implements `lightning_attach.sending.Sender`. `call(method, *arguments)` calls the
+    first worker's own sender, and returns its answer and its error. Every call to the workers needs the lock `turn`."""
 
     def __init__(self, call: Callable[..., tuple[Any, str]], turn: threading.Lock, config: EngineConfig) -> None:
         self._call, self._turn, self._config = call, turn, config
         self._holds = False
 
     def check(self, backend: str) -> None:
-        """See `Sender.check`."""
+        """Raise `ConfigError` for NCCL without GPUs."""
         if backend == "nccl" and choose(self._config.device) == "cpu":
             raise no_cuda("for verl's workers (engine.device = 'cuda' where they are on other machines)")
 
     def hold(self) -> bool:
-        """See `Sender.hold`."""
+        """Reserve the workers for a transfer; return False when they are busy."""
         if not self._turn.acquire(blocking=False):
             return False
         self._holds = True
         return True
 
     def release(self) -> None:
-        """See `Sender.release`."""
+        """Release the workers."""
         self._holds = False
         self._turn.release()
 
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
-        """See `Sender.listen`. A vLLM on the trainer's loopback is where the trainer's machine is, seen from other machines;
-        where there are none loopback is kept, which no firewall closes and nobody else hears."""
+        """Leave the present group and listen for a new one. When vLLM is on the trainer's loopback and the cluster has several
+        machines, the worker listens towards the trainer's machine instead; with one machine loopback is kept, which no firewall
+        closes and no other machine can reach."""
         if self._config.verl.world_size and is_loopback(towards):
             import ray
 
@@ -58,19 +60,19 @@ class FirstWorker:
         return meeting
 
     def join(self, group: str) -> None:
-        """See `Sender.join`."""
+        """Wait until all receivers have joined; the new group has the name `group`."""
         self._answer("join", group)
 
     def group(self) -> str:
-        """See `Sender.group`."""
+        """Return the name of the present group; empty without one."""
         return str(self._answer("group"))
 
     def send(self, files: Sequence[Path]) -> None:
-        """See `Sender.send`."""
+        """Send every tensor of some safetensors files."""
         self._answer("send", [file.resolve() for file in files])
 
     def leave(self) -> None:
-        """See `Sender.leave`. A `send` is waited for, which ends by itself."""
+        """Leave the group. A `send` that is under way is waited for; it ends by itself."""
         self._answer("leave")
 
     def _answer(self, method: str, *arguments: object) -> Any:

@@ -1,7 +1,7 @@
-"""Our settings in verl's words.
+"""Translates our settings to verl's configuration.
 
-The invariant: every option of verl's can be given, one that verl does not know is refused by name, and so is one that this
-engine decides itself, with the setting that decides it.
+The invariant: every option of verl can be given. An option that verl does not know is refused by name, and so is one that this
+engine decides, with the setting that decides it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ OWN = {
         "lr_scheduler_type": "engine.warmup_steps",
     },
 }
-"""Options of verl's that other settings decide."""
+"""Options of verl that other settings decide, with that setting."""
 
 
 def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, seed: int, device: str) -> Any:
-    """verl's `TrainingWorkerConfig`. Raises `ConfigError` for what verl does not know or cannot do, and `MissingExtraError`
-    for a strategy that is not installed."""
+    """Return verl's `TrainingWorkerConfig`. Raises `ConfigError` for options that verl does not know or cannot meet,
+    `MissingExtraError` for a strategy that is not installed."""
     theirs = config.engine.verl
     cut, unused, other = (
         ("megatron", "sharding", "fsdp2") if theirs.strategy == "megatron" else ("fsdp2", "megatron", "megatron")
@@ -101,8 +101,8 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
 
 
 def teacher_config(config: Config, teacher: Path, optimizer: OptimizerConfig, device: str) -> Any:
-    """verl's `TrainingWorkerConfig` of a teacher, which is read beside the trained model and never trained: all of its weights,
-    without adapters, on the CPU between passes where there is a GPU."""
+    """Return verl's `TrainingWorkerConfig` of a teacher, which is loaded beside the trained model and never trained: all its
+    weights, without adapters; with a GPU they are on the CPU between passes."""
     verl, engine = config.engine.verl, config.engine
     sharding = {**verl.sharding, **({"param_offload": True} if device != "cpu" else {})}
     plain = engine.model_copy(
@@ -112,8 +112,8 @@ def teacher_config(config: Config, teacher: Path, optimizer: OptimizerConfig, de
 
 
 def refuse_holes(made: Any) -> None:
-    """Raises `EngineError` naming the folder where it does not hold all weights of the model as the settings have it, which
-    verl's workers would make up: they read the folder the same way, and do not look at what was missing."""
+    """Raise `EngineError` for a folder that does not have all weights of the model. verl's workers read it the same way, and
+    would make up missing weights without a word."""
     model = made.model_config
     read_model(
         Path(model.local_path),
@@ -126,7 +126,7 @@ def refuse_holes(made: Any) -> None:
 
 
 def compute_dtype(config: Config, device: str) -> str:
-    """What is computed in, and exported: `float32` or `bfloat16`; weights are trained in float32."""
+    """Return the dtype of computation and export, `float32` or `bfloat16`. Weights are trained in float32."""
     auto = "float32" if device == "cpu" else "bfloat16"
     return auto if config.engine.dtype == "auto" else config.engine.dtype
 
@@ -141,7 +141,7 @@ def _model(config: Config, model: Path, device: str) -> Any:
         "path": str(model.resolve()),
         "use_remove_padding": True,
         "enable_gradient_checkpointing": ours.gradient_checkpointing,
-        # Packed rows are kept apart by their positions; flash attention does that without computing what lies between.
+        # Packed rows are kept apart by their positions; flash attention does not compute attention between rows.
         "override_config": {"attn_implementation": "flash_attention_2" if flash else "sdpa", **override},
     }
     if ours.lora is not None:
@@ -202,7 +202,8 @@ def _made(
     theirs: Mapping[str, object],
     own: Mapping[str, str] | None = None,
 ) -> T:
-    """One of verl's dataclasses from our values and the user's, but for `own` options, which other settings decide."""
+    """Make one of verl's dataclasses from our values and the user's. Raises `ConfigError` for an unknown option, and for one in
+    `own`, which another setting decides."""
     own = OWN[section] if own is None else own
     known = {item.name for item in fields(kind)}  # type: ignore[arg-type]  # verl has no types
     for name in theirs:

@@ -1,6 +1,6 @@
-"""What a training state of the verl engine says of itself, beside the files of the workers.
+"""The description of a verl training state, beside the files of the workers.
 
-The invariant: no worker is asked to read what another engine wrote, or a job that was cut another way.
+The invariant: no worker reads a state that another engine wrote, or one of a job whose model was divided differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _FILE = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Optimizer steps that were taken, and how many of them moved the policy and the critic: Adam counts them apart."""
+    """How many optimizer steps were taken, and how many of them changed the policy and the critic: Adam counts these
+    separately."""
 
     steps: int = 0
     policy: int = 0
@@ -32,7 +33,7 @@ class Taken:
 def write_state(
     folder: Path, taken: Taken, optimizer: OptimizerConfig, trunk: Trunk | None, layout: Mapping[str, object]
 ) -> None:
-    """Say what the workers have written to a folder."""
+    """Write the description of the workers' files into their folder."""
     state = {
         "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(optimizer), "critic": trunk or "",
         "policy_steps": taken.policy, "critic_steps": taken.critic, "layout": layout,
@@ -41,8 +42,8 @@ def write_state(
 
 
 def read_state(folder: Path, trunk: Trunk | None, layout: Mapping[str, object]) -> Taken:
-    """The steps after which a state was saved. Raises `EngineError` for one that is not the verl engine's, that has not the
-    same critic, or that these workers cannot read."""
+    """Read how many steps a state was saved after. Raises `EngineError` for a state of another engine, with another critic, or
+    in parts that these workers cannot read."""
     try:
         state: Mapping[str, Any] = json.loads((folder / _FILE).read_text())
     except (OSError, ValueError) as error:
@@ -77,7 +78,7 @@ def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[s
 
 
 def check_seen(host: str, files: Sequence[Path], target: Path) -> None:
-    """Raises `EngineError` when a worker wrote to a disk that this machine does not see."""
+    """Raise `EngineError` when a worker's files cannot be seen from this machine."""
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
         raise EngineError(

@@ -1,7 +1,7 @@
 """One rank of a training job: verl's worker, which computes our losses on rows and writes our files.
 
-The invariant: whatever goes wrong with data is returned, not raised, so that no rank waits for one that stopped; what is
-raised (no memory, a dead peer) ends the whole group.
+The invariant: errors of data are returned, not raised, so that no rank waits for one that stopped. What is raised (no memory, a
+lost peer) ends the whole group.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lightning_verl.passes import LossPass, Report
 from lightning_verl.strategy import ReferenceWeights, Strategy
 
 MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
-"""By strategy, what says how a model is cut: Megatron is imported where it is used."""
+"""The module that divides a model, by strategy; Megatron is imported only where it is used."""
 
 
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
-    """Holds this rank's shard of the model and of its optimizer, and a critic where one is told on which `trunk`. `seed` is
-    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model.
-    `max_model_len` is the policy server's (`lightning.engines.loading`), `teacher` the configuration of another reference
-    model, where there is one."""
+    """Holds this rank's shard of the model and of its optimizer, and a critic where `trunk` is given. `seed` is the seed of new
+    adapters, the same on all ranks. `optimizer` has the critic's settings; those of the model are in `config`. `max_model_len`
+    is the policy server's (`lightning.engines.loading`). `teacher` is the configuration of another reference model; None: there
+    is none."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             if not dist.is_initialized():  # verl would ask for gloo twice, which torch refuses
                 dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         torch.manual_seed(seed)
-        # Each makes its engine known to verl.
+        # Importing the module registers its engine with verl.
         import_module(f"lightning_verl.{MODULES[config.engine_config.strategy]}")
         super().__init__(config)
         self.engine.initialize()
@@ -74,11 +74,12 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         self._teacher = None if teacher is None else _read_beside(teacher, max_model_len)
 
     def place(self) -> tuple[int, bool]:
-        """The rank's place among those that share out rows, and whether it is the one of its place that answers."""
+        """Return the rank's index among the data-parallel ranks, and whether it is the rank that answers for that index."""
         return int(self.engine.get_data_parallel_rank()), bool(self.engine.is_mp_src_rank_with_outputs())
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int, added: bool, budget: int) -> Report:
-        """Compute the gradient of this rank's rows, `added` to what is there or in its place."""
+        """Compute the gradient of this rank's rows. With `added` it is added to the present gradient, else it replaces it.
+        `budget` is the tokens of a micro-batch."""
         if not added:
             self.discard()
         found = LossPass(samples, loss, step)
@@ -89,15 +90,15 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return found.finished()
 
     def discard(self) -> None:
-        """Forget the gradient."""
+        """Drop the gradient."""
         if self._learner is not None:
             self._learner.discard()
         with self.engine.train_mode(zero_grad_on_exit=False):
             self.engine.optimizer_zero_grad()
 
     def update(self, lr: float | None, critic_lr: float | None) -> dict[str, float]:
-        """Clip the policy's gradient and the critic's, each by its own norm, and take a step at these rates; without a rate
-        there is none. Returns the norms as they were; where one is not finite nothing is changed."""
+        """Clip the policy's and the critic's gradient, each by its own norm, and update each at its rate; None: no update.
+        Returns the norms before clipping. Where a norm is not finite nothing is changed."""
         norms = {"grad_norm": 0.0} if self._learner is None else {"grad_norm": 0.0, "critic_grad_norm": 0.0}
         if self._learner is not None and critic_lr is not None:
             norms["critic_grad_norm"] = self._learner.clip()
@@ -112,8 +113,8 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return norms
 
     def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
-        """Logprobs (T,) of this rank's rows, by the model or by the reference, which is the teacher or the model that training
-        began with; index 0 is NaN."""
+        """Return the logprobs (T,) of each of this rank's rows, by the model or by the reference, which is the teacher or the
+        model at the start of training. Index 0 is NaN."""
         data = self._data(samples, budget, calculate_entropy=False, values="none")
         engine = self.engine
         weights: AbstractContextManager[None] = nullcontext()
@@ -126,7 +127,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return [] if found is None else _rows(found)
 
     def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
-        """What the states before the calls (spans,) of each of this rank's rows are worth to the critic."""
+        """Return the critic's values of the states before the calls, (spans,) for each of this rank's rows."""
         data = self._data(samples, budget, calculate_entropy=False, values="only")
         with self.engine.eval_mode(), torch.no_grad():
             found = _infer(self.engine, data, "values")
@@ -135,47 +136,49 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
 
     def write(self, source: Path, target: Path, dtype: str, *, model: bool) -> None:
-        """Write the full weights as a file, or as a `model` folder; every rank takes part, the first one writes."""
+        """Write the full weights as a file, or with `model` as a model folder. Every rank takes part, and the first one
+        writes."""
         weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
             (write_folder if model else write_file)(source, weights, getattr(torch, dtype), target)
 
     def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
-        """A call of the first rank's sender: what it answers, and what went wrong, whatever it is: a transfer that failed
-        ends no worker. Other ranks have nothing to send."""
+        """Call a method of the first rank's sender; return its answer, and its error as text, so that a failed transfer ends no
+        worker. Other ranks do nothing."""
         if self.rank:
             return None, ""
         try:
             return getattr(self._sender, method)(*arguments), ""
         except LightningError as error:
             return None, str(error)
-        except Exception as error:  # noqa: BLE001 — raised, it would end all workers
+        except Exception as error:  # noqa: BLE001 — an exception would end all workers
             return None, f"{type(error).__name__}: {error}"
 
     def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
-        """Write this rank's shards of weights and moments, after so many steps, into a folder that exists; returns this
-        machine's name and the files that it sees there."""
+        """Write this rank's shards of weights and moments into an existing folder, after this many steps. Returns this
+        machine's name and the names of the files that it sees there."""
         self._part.save(self._learner, folder, steps)
         return socket.gethostname(), sorted(file.name for file in folder.iterdir())
 
     def load(self, folder: Path, steps: int, critic_steps: int) -> None:
-        """Read weights and moments, written by however many ranks; the policy took so many steps, and the critic so many."""
+        """Read weights and moments that any number of ranks wrote, after `steps` of the policy and `critic_steps` of the
+        critic."""
         self._part.load(self._learner, folder, steps, critic_steps)
         self._moved = steps > 0
 
     def end(self) -> None:
-        """Leave this process as it was before."""
+        """Restore the process as it was before."""
         self._part.end()
 
     def _first_weights(self) -> ReferenceWeights:
-        """What training began with, kept from when it is first asked for, which all ranks do together. Where the weights have
-        moved by then, as in a run that was resumed, the folder's are read again."""
+        """Return the weights at the start of training, which are kept from the first call on; all ranks must call it together.
+        If the weights have moved by then, as in a resumed run, the folder's are read again."""
         if self._reference is None:
             self._reference = self._part.first_weights(moved=self._moved)
         return self._reference
 
     def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
-        """Rows in verl's form: packed ids, with a number for each row by which its tokens are found."""
+        """Return rows in verl's form: packed ids, with a number for each row by which its tokens are found."""
         lengths = [len(sample) for sample in samples]
         ids = [torch.from_numpy(sample.ids.astype(np.int64)) for sample in samples]
         heat = [sample.temperature for sample in samples]
@@ -209,7 +212,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
 
 
 def _read_beside(config: Any, max_model_len: int | None) -> Any:
-    """Another model than the worker's own, as verl's engine, sharded over the same ranks. All of them must call it."""
+    """Load another model as a verl engine, sharded over the same ranks. All ranks must call it."""
     config.model_config.model_type = config.model_type
     config.engine_config.use_remove_padding = True
     engine = api.EngineRegistry.new(
@@ -227,7 +230,7 @@ def _read_beside(config: Any, max_model_len: int | None) -> Any:
 
 
 def _infer(engine: Any, data: Any, name: str) -> torch.Tensor | None:
-    """What a model says of rows; None on a rank that has not the last layer."""
+    """Run a model on rows and return the output `name`; None on a rank without the last layer."""
     output = engine.forward_backward_batch(data, loss_function=None, forward_only=True)
     found: torch.Tensor | None = output["model_output"][name] if output else None
     return found
@@ -238,6 +241,6 @@ def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows(logprobs: torch.Tensor) -> list[FloatArray]:
-    """verl's entry t of a row is what token t + 1 was predicted with."""
+    """Return logprobs (T,) for each row. verl's entry t is that of token t + 1, so each row is shifted by one."""
     blank = np.array([np.nan], np.float32)
     return [np.append(blank, own[:-1].float().cpu().numpy()) for own in logprobs.unbind()]

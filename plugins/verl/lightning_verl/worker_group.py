@@ -1,6 +1,6 @@
-"""The workers of one training job, wherever they are: one call on all ranks, and what each of them answered.
+"""The workers of one training job, in this process or on Ray: one call on all ranks returns each rank's answer.
 
-The invariant: a call ends on all ranks or raises; after `WorkersLostError` none of the group's processes is left.
+The invariant: a call ends on all ranks or raises. After `WorkersLostError` none of the group's processes is left.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ T = TypeVar("T")
 
 ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
-"""Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
+"""CPUs of a local cluster besides one for each worker, for Ray's own work while workers are placed."""
 NOTICED_WITHIN = 30.0
-"""Seconds in which Ray tells that a worker died whose neighbours' collective broke off."""
+"""Seconds in which Ray reports a worker's death after its neighbours' collective broke off."""
 _ONLY_ONE = threading.Lock()
-"""Held while a rank is in this process: a second would compute in the first one's process groups, which end with it."""
+"""Held while a rank is in this process. A second rank would compute in the first one's process groups, which end with it."""
 
 
 class Group(Protocol):
-    """All ranks of a job."""
+    """All ranks of a job. `size` is their number."""
 
     size: int
 
     def run(self, method: str, parts: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
-        """Call a method of `PolicyWorker` on every rank, each with its own arguments."""
+        """Call a method of `PolicyWorker` on every rank, each with its own arguments in `parts`, and return the answers."""
 
     def close(self) -> None:
         """End the workers. Idempotent."""
 
 
 class Alone:
-    """One rank, in this process and in a thread of its own, which ends with it.
+    """A group of one rank, in this process. It runs in a thread of its own, which ends with it.
 
-    torch keeps process groups for each thread that computed with DTensors, also after they were destroyed. When another thread
-    forks, as Ray does to start its processes, the child forgets such a thread and joins the group's threads, which it does not
-    have: it hangs or crashes.
+    Torch keeps process groups for each thread that has computed with DTensors, even after they were destroyed. When another
+    thread forks, as Ray does to start its processes, the child has no such thread, but tries to join the group's threads: it
+    hangs or crashes.
     """
 
     size = 1
 
     def __init__(self, worker_config: Any, arguments: Mapping[str, Any]) -> None:
-        """Raises `EngineError` while there is another, and when the worker cannot be made."""
+        """Start the worker. Raises `EngineError` while another rank is in this process, and when the worker cannot be made."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -88,13 +88,13 @@ class Alone:
                 os.environ.update({} if value is None else {name: value})
 
     def run(self, method: str, parts: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
-        """See `Group.run`."""
+        """Call a method of the worker, and return its answer in a list."""
         if self._worker is None:
             raise EngineError(ENDED)
         return [self._done(method, getattr(self._worker, method), *parts[0], **named)]
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """End the worker and its thread. Idempotent."""
         worker, self._worker = self._worker, None
         try:
             if worker is not None:
@@ -103,7 +103,7 @@ class Alone:
             self._leave()
 
     def _done(self, what: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """What a function returns in the worker's thread. Raises `EngineError` for whatever it raises."""
+        """Run a function in the worker's thread and return its result. Raises `EngineError` for any error."""
         try:
             return self._thread.submit(function, *arguments, **named).result()
         except LightningError:
@@ -118,7 +118,7 @@ class Alone:
 
     def _leave(self) -> None:
         if not self._open:
-            return  # what is there by now is another's
+            return  # a later engine may own the lock and the process groups by now
         self._open = False
         try:
             if self._owns_processes and dist.is_initialized():
@@ -129,12 +129,12 @@ class Alone:
 
 
 class OnRay:
-    """One actor for each rank, placed by verl in the cluster that `connect` gave."""
+    """A group on Ray: one actor for each rank, placed by verl in the cluster that `connect` returned."""
 
     def __init__(
         self, config: VerlConfig, worker_config: Any, arguments: Mapping[str, Any], device: str, *, again: bool
     ) -> None:
-        """`again`: in place of workers that were lost, so that a machine that is away is waited for."""
+        """Place and start the workers. With `again` they replace lost workers, so that missing machines are waited for."""
         import ray
 
         self.size, self._ray = config.world_size, ray
@@ -155,7 +155,8 @@ class OnRay:
     def run(
         self, method: str, parts: Sequence[tuple[Any, ...]], patience: float | None = None, **named: Any
     ) -> list[Any]:
-        """See `Group.run`. Raises `WorkersLostError` when a worker died, and `EngineError` when one failed."""
+        """Call a method on every rank, and return the answers. Raises `WorkersLostError` when a worker died, `EngineError` when
+        one failed."""
         if not self._workers:
             raise EngineError(ENDED)
         errors = self._ray.exceptions
@@ -165,7 +166,7 @@ class OnRay:
         waiting, end = list(calls), time.monotonic() + patience if patience else None
         try:
             while waiting:
-                # The first that fails ends all: the others may wait for it in a collective.
+                # The first failure ends the call, because other ranks may wait for that rank in a collective.
                 left = None if end is None else max(0.0, end - time.monotonic())
                 done, waiting = self._ray.wait(waiting, num_returns=1, timeout=left)
                 if not done:
@@ -182,7 +183,8 @@ class OnRay:
             raise self._failure(method, cause) from error
 
     def _cause(self, error: Exception, waiting: list[Any]) -> Exception:
-        """What ended a call: where a worker died its neighbours' collectives break off, and Ray may tell of those first."""
+        """Return the error that caused a failed call. When a worker dies, its neighbours' collectives fail too, and Ray may
+        report those first."""
         failed, end = self._ray.exceptions.RayTaskError, time.monotonic() + NOTICED_WITHIN
         if not isinstance(error, failed) or ran_out(error):
             return error
@@ -210,12 +212,12 @@ class OnRay:
         return WorkersLostError(f"Ray lost a worker of the verl engine in {method}: {error}")
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """Kill the workers and remove their placement groups. Idempotent."""
         workers, self._workers = self._workers, []
         if not self._ray.is_initialized():
             return  # the workers have ended with the connection, and `ray.kill` would begin another one
         for worker in workers:
-            with suppress(Exception):  # it may be dead already, or Ray gone: what matters is that it is not left
+            with suppress(Exception):  # it may be dead already, or Ray gone; it only must not be left
                 self._ray.kill(worker, no_restart=True)
         for places in self._pool.pgs or ():
             with suppress(Exception):
@@ -223,10 +225,10 @@ class OnRay:
 
 
 def connect(config: VerlConfig, device: str) -> bool:
-    """Connect this process to a cluster, or start one; whether it was started here, so that `ray.shutdown` ends it. A
-    connection that the process has is used.
+    """Connect this process to the cluster at `engine.verl.address`, or start a local one. A connection that the process already
+    has is used. Return True if a cluster was started here, so that the caller ends it with `ray.shutdown`.
 
-    Raises `ConfigError` when there is none at the address, and `EngineError` when none could be started here.
+    Raises `ConfigError` when no cluster answers at the address, `EngineError` when none could be started here.
     """
     import ray
 
@@ -257,7 +259,7 @@ def connect(config: VerlConfig, device: str) -> bool:
 
 
 def _say_which(ray: Any, address: str) -> None:
-    """Warn of an address that nobody looked at: a process is connected to one cluster."""
+    """Warn when the configured address was not used because this process is connected to another cluster."""
     present = getattr(ray.get_runtime_context(), "gcs_address", "") if address not in ("", "auto") else ""
     if present and present != address:
         logger.warning(
@@ -268,8 +270,8 @@ def _say_which(ray: Any, address: str) -> None:
 
 
 def _room(ray: Any, config: VerlConfig, patience: float) -> int:
-    """How many workers a node gets. Raises `ConfigError` when the cluster can never hold all: Ray would wait for ever.
-    Machines that are missing are waited for, `patience` seconds."""
+    """Return the number of workers on each node. Missing machines are waited for, `patience` seconds. Raises `ConfigError` when
+    the cluster cannot hold all workers: Ray would wait for ever."""
     each, rest = divmod(config.world_size, config.nodes)
     if rest:
         raise ConfigError(
@@ -291,7 +293,8 @@ def _room(ray: Any, config: VerlConfig, patience: float) -> int:
 
 
 def _placed(ray: Any, config: VerlConfig, each: int) -> list[Any]:
-    """Places for the workers, one group for each node. Raises `EngineError` when the cluster stays too busy."""
+    """Return placement groups for the workers, one for each node. Raises `EngineError` when the cluster has no room within
+    `start_timeout`."""
     bundle = {"CPU": 1, "GPU": 1}
     groups = [ray.util.placement_group([bundle] * each, strategy="STRICT_PACK") for _ in range(config.nodes)]
     ready = [group.ready() for group in groups]

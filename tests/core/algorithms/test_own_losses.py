@@ -231,7 +231,7 @@ def test_clips_are_said_once_to_do_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert mine("dapo", clip_high=0.5) == mine("dapo", clip_high=0.5)
     mine(clip_low=0.125)
     assert caplog.messages == [
-        f"{given} does nothing: the loss plain is used as it is, and only what it clips itself is clipped; leave {name} out"
+        f"{given} has no effect: the loss plain is used as it is, and only the loss itself can clip ratios; leave {name} out"
         for name, given in (("clip_high", "clip_high=0.5"), ("clip_low", "clip_low=0.125"))
     ]
 

@@ -75,7 +75,7 @@ async def test_what_failed_counts_as_0_beside_the_reward_of_what_came_through(
     assert math.isclose(last["reward"], 0.95)
     assert math.isclose(last["reward_with_failures"], 1.9 / 3)
     table = printed(lambda console: show_summary(summary, "title", console))
-    assert "with the failed as 0" in table
+    assert "if failures count as 0" in table
     assert "0.633" in table
     draw_rewards(summary, "title", tmp_path / "reward.png")
     assert (tmp_path / "reward.png").stat().st_size > 1000

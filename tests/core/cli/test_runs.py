@@ -184,14 +184,14 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
     asyncio.run(fill())
     shown = lightning("runs", "show", "run", "--runs", str(tmp_path)).out
     assert "held-out after 0 steps: 0.500, correct 0.250 over 1 tasks" in shown
-    assert "held-out after 1 steps: - (0.000 with the failed as 0) over 1 tasks" in shown
+    assert "held-out after 1 steps: - (0.000 if failures count as 0) over 1 tasks" in shown
     assert "correct 0.25, polite 0.75 of 2 calls" in shown
     assert "1 of 2 failed: broken" in shown
     told = json.loads(lightning("runs", "show", "run", "--runs", str(tmp_path), "--json").out)
     assert [reward["value"] for reward in told["step_rewards"]["v0"]] == [0.5, 0.25]
     assert [(one["count"], one["reason"]["message"]) for one in told["failures"]] == [(1, "broken")]
     listed = lightning("runs", "--runs", str(tmp_path)).out
-    assert "0.500 → - (0.500 → 0.000 with the failed as 0)" in listed
+    assert "0.500 → - (0.500 → 0.000 if failures count as 0)" in listed
     (row,) = json.loads(lightning("runs", "--runs", str(tmp_path), "--json").out)
     assert (row["before_with_failures"], row["after_with_failures"]) == (0.5, 0.0)
 

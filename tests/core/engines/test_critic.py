@@ -150,7 +150,7 @@ def test_rows_without_targets_are_trained_as_ever(open_engine: Open, make_row: M
 def test_values_without_a_critic_say_how_to_get_one(open_engine: Open, make_row: Make) -> None:
     with pytest.raises(EngineError, match="has no critic: open it with critic=True"):
         open_engine().values(some_rows(make_row))
-    with pytest.raises(EngineError, match="no critic to learn it: open it with critic=True"):
+    with pytest.raises(EngineError, match="no critic to learn them: open it with critic=True"):
         open_engine().step(some_rows(make_row), LOSS)
 
 

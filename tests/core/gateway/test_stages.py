@@ -194,6 +194,56 @@ async def test_a_stage_that_fails_fails_the_call_by_its_name(stranger, build, wa
     assert [call.status for call in before] == ([CallStatus.ABORTED] if point == "kept" else [])
 
 
+READS = """
+import lightning
+from lightning.gateway.http import RefusalError
+from lightning.gateway.stages import CallStage
+
+
+class Stage(CallStage):
+    api, after = 1, ("texts",)
+    seen = []
+
+    def __init__(self, parts): ...
+
+    def reading(self, call, request):
+        self.seen.append((call.is_planned, {**request.body}))
+        raise RAISED
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", Stage)
+"""
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_stage_reads_what_the_agent_sent_and_may_refuse_it(stranger, build, large) -> None:
+    """It is read before the gateway makes the policy server's request of it, of a large one in the same thread."""
+    asked = {**ASKED, **({"extra_list": [0] * 30_000} if large else {})}
+    stranger(READS.replace("RAISED", 'RefusalError(422, "not_today", "Ask tomorrow.")'))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json=asked)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "not_today")
+    assert seen(house) == [(False, asked)]
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason, call.error) == (CallStatus.REFUSED, "not_today", "Ask tomorrow.")
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_stage_that_cannot_read_a_request_fails_the_call_by_its_name(
+    stranger, build, warnings_of, large
+) -> None:
+    stranger(READS.replace("RAISED", "KeyError"))
+    house = await build()
+    asked = {**ASKED, **({"extra_list": [0] * 30_000} if large else {})}
+    answer = await (await house.http()).post("/chat/completions", json=asked)
+    assert "The stage 'stranger' of the plugin 'stranger' failed on this call (reading: KeyError)" in answer.text
+    assert "the stage 'stranger' of the plugin 'stranger' failed on a call of rollout-0 (reading)" in warnings_of()
+    (told,) = await house.recorded()
+    assert (told.status, told.finish_reason) == (CallStatus.ERROR, UNSERVED)
+
+
 async def test_a_store_that_fails_a_stage_is_no_fault_of_the_plugin(stranger, build) -> None:
     source = FAILS.replace("POINT", "admitted").replace("raise KeyError", "raise lightning.errors.StoreError")
     stranger(source.replace("import lightning\n", "import lightning\nimport lightning.errors\n", 1))

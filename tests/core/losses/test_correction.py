@@ -238,9 +238,9 @@ def test_which_loss_prepares_and_what_a_loss_of_ones_own_has() -> None:
     own = from_loss(lambda tokens: -tokens.logprobs)
     assert own().correction == NO_CORRECTION
     assert own(correction="mask").correction == Correction()
-    with pytest.raises(ConfigError, match="which CallCorrected does"):
+    with pytest.raises(ConfigError, match="which CallCorrected has"):
         ClippedPolicyGradient(correction=Correction(level="sequence"))
-    with pytest.raises(ConfigError, match="takes no ratio of calls"):
+    with pytest.raises(ConfigError, match="cannot be used with ratios of whole calls"):
         SequencePolicyGradient(correction=Correction("tis"))
 
 

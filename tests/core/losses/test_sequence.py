@@ -105,7 +105,7 @@ def test_only_it_is_prepared_and_not_where_the_correction_is_decoupled() -> None
 
 def test_an_engine_that_does_not_prepare_is_told() -> None:
     one = torch.ones(1)
-    with pytest.raises(EngineError, match="has to be prepared"):
+    with pytest.raises(EngineError, match="must be prepared"):
         SequencePolicyGradient()(TokenBatch(one, one, one, one, one, one.bool()))
     with pytest.raises(EngineError, match="the engine gave none"):
         ClippedPolicyGradient(kl_coefficient=0.1)(TokenBatch(one, one, one, one, one, one.bool()))

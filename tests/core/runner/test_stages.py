@@ -219,6 +219,26 @@ class Encloses(AttemptStage):
         raise KeyError("nothing to begin in")
 
 
+def test_every_stage_is_closed_also_when_one_fails_at_it() -> None:
+    closed = []
+
+    class Closing(AttemptStage):
+        api = 1
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def closed(self) -> None:
+            closed.append(self.name)
+            if self.name == "one":
+                raise OSError("no room")
+
+    line = AttemptLine([NamedStage(name, Closing(name), "1", "p") for name in ("one", "two")])
+    with pytest.raises(RunnerError, match=r"'one'.*no room"):
+        line.close()
+    assert closed == ["one", "two"]
+
+
 async def test_agents_are_not_enclosed_twice_nor_in_this_process(
     lease: Leases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_truncated_or_lengthened_blobs_are_refused(tokens: codec.CallTokens, len
 @given(st.binary(max_size=200), st.binary(max_size=40))
 def test_garbage_never_becomes_tokens(blob: bytes, parent: bytes) -> None:
     with pytest.raises(StoreError):
-        codec.decode(b"\x01" + blob, parent)
+        codec.decode(b"\x02" + blob, parent)
 
 
 def test_the_wrong_parent_is_noticed() -> None:
@@ -85,13 +85,13 @@ def test_the_wrong_parent_is_noticed() -> None:
 
 
 def test_another_codec_says_what_to_do() -> None:
-    with pytest.raises(StoreError, match="or of codec 2, but this version of lightning works with codec 1 only"):
-        codec.decode(b"\x02whatever")
+    with pytest.raises(StoreError, match="or of codec 3, but this version of lightning works with codec 2 only"):
+        codec.decode(b"\x03whatever")
 
 
 def test_a_frame_that_claims_to_be_huge_is_refused_before_it_is_unpacked() -> None:
     blob = codec.encode(codec.CallTokens(token_ids(), token_ids(), logprobs()))
-    header = blob[:10] + b"\xff\xff\xff\xff\x0f" + blob[11:]
+    header = blob[:13] + b"\xff\xff\xff\xff" + blob[17:]
     with pytest.raises(StoreError, match="corrupt"):
         codec.decode(header)
 

@@ -10,7 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from lightning.store import rows, sql
+from lightning.store import rows
+from lightning.store.relational import operations
 from lightning.store.rows import Columns
 from lightning.store.sqlite import SqliteStore
 
@@ -31,7 +32,9 @@ async def test_the_schema_has_a_column_for_each_field(sqlite: SqliteStore, table
 
 
 def test_statements_have_as_many_places_as_columns() -> None:
-    inserts = [text for name, text in vars(sql).items() if name.startswith("INSERT_") and name != "INSERT_ANSWER"]
+    inserts = [
+        text for name, text in vars(operations).items() if name.startswith("INSERT_") and name != "INSERT_ANSWER"
+    ]
     assert len(inserts) >= 5
     for text in inserts:
         names = text.partition("(")[2].partition(")")[0]

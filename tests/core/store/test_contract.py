@@ -15,7 +15,7 @@ from lightning.plugins import plugins
 from lightning.store import Store
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
-from lightning.store.relational import store as relational_store
+from lightning.store.relational import operations as relational_operations
 from lightning.store.relational import transaction
 from lightning.store.relational.store import RelationalStore
 from lightning.store.rollout_state import EXCUSED
@@ -959,7 +959,7 @@ async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(
         "max_reuse = 0": reusing(6, "a", limit=0, trained="a"),
         "rollout 'a'": reusing(6, "a", trained="aa"),
     }
-    monkeypatch.setattr(relational_store, "IDS_AT_ONCE", 1)  # a bound between the two
+    monkeypatch.setattr(relational_operations, "IDS_AT_ONCE", 1)  # a bound between the two
     for problem, refused in wrong.items():
         with pytest.raises((ConflictError, DataError), match=problem):
             await trained.commit_step(refused)

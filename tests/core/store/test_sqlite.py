@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec
 from lightning.store.codec import Fingerprint, KnownTransition, ParentCache, Prompt, choose
-from lightning.store.relational import rollouts as rollout_ops
+from lightning.store.relational import operations as rollout_ops
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite import connection as sqlite_connection

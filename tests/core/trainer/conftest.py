@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import random
@@ -35,8 +36,8 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import prepare
 from lightning.trainer.epochs import keep_epochs
 from lightning.trainer.loop import Loop
-from lightning.trainer.replay import optimizer_of
-from lightning.trainer.run_stages import Start, run_line
+from lightning.trainer.lr_schedule import optimizer_of
+from lightning.trainer.run_stages import RunLine, Start, run_line
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Asked, Sampler, sampler_of
 from lightning.trainer.stack import Stack
@@ -243,6 +244,7 @@ async def open_bench(
     train: Sequence[Task] = TASKS,
     own_loop: bool = False,
     stages: Callable[[Config], StepLine] = lambda config: StepLine(),
+    run_stages: Callable[[Config], RunLine] = run_line,
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     config = with_settings(
@@ -269,6 +271,7 @@ async def open_bench(
             "config": config.model_dump(mode="json"),
             **({} if record is None else {RECORDED: record}),
         }
+        line = run_stages(config)
         name = folder.name if parent else "run"
         run = await check_run(store, name, described, resume=True)
         start = Start(
@@ -283,7 +286,9 @@ async def open_bench(
             "",
             Reporter(enabled=False),
         )
-        run, epochs, _ = await prepare(start, run_line(config), parent)
+        line.check(config)
+        start, epochs, bring_forward = await prepare(start, line, parent)
+        run = start.run
         await store.put_run(run)
         await keep_epochs(store, run, epochs)
         name_folder(folder, run.id)
@@ -316,6 +321,7 @@ async def open_bench(
                 "the base",
                 sampler,
                 own_loop,
+                bring_forward=bring_forward,
             )
             loop.stages = stages(config)
             yield Bench(loop, engine, policy, store)
@@ -330,7 +336,7 @@ def without_settling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bench() -> Callable[..., AbstractAsyncContextManager[Bench]]:
     """`bench(folder, agent, algorithm=..., script=..., trainer__steps=...)`: one process of a run, without plugins' stages."""
-    return open_bench
+    return functools.partial(open_bench, run_stages=lambda config: RunLine())
 
 
 @pytest.fixture

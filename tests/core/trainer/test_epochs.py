@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,3 @@ async def test_a_step_that_was_begun_with_other_tasks_is_planned_again(bench: Be
             await run.loop.run({})
     _, (record,) = await trained(bench, folder, trainer__steps=1, algorithm=LightningRL("grpo", group_size=3))
     assert record.groups == ("run/1~1/0", "run/1~1/1")
-
-
-async def test_a_step_that_is_computed_elsewhere_is_said_to_be_rounded(
-    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "run"
-    settings = {"trainer__eval_every": 0, "trainer__steps": 2, "trainer__checkpoint_every": 5}
-    for crash_at, threads in ((1, 1), (-1, 3)):
-        async with bench(folder, **settings, engine__threads=threads) as run:
-            run.engine.numerics = lambda threads=threads: {"threads": threads}
-            run.policy.crash_at = crash_at
-            with nullcontext() if crash_at < 0 else pytest.raises(run.Crash):
-                await run.loop.run({})
-    assert "step 1 is taken again with other threads (1 → 3): it is the same but for rounding" in caplog.text

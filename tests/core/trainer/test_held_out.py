@@ -66,25 +66,6 @@ async def test_the_last_model_is_kept_where_nothing_else_is_asked_for(
         assert not (tmp_path / "r/best").exists()
 
 
-async def test_a_run_that_gets_no_better_ends_and_ends_again_when_it_is_resumed(
-    bench: Any, tmp_path: Path, answering: Any
-) -> None:
-    settings = {"trainer__steps": 9, "trainer__keep": "best", "trainer__patience": 2, "trainer__checkpoint_every": 50}
-    async with bench(tmp_path / "r", graded([0.2, 0.5, 0.5, 0.3, 1.0], answering), **settings) as made:
-        made.engine.export = ledger(made.engine)
-        kept = await made.loop.run({})
-        assert (kept.step, made.loop.done) == (1, 3)
-        assert made.engine.did[-1] == "save:step-00000003", "it can be resumed without taking steps again"
-    async with bench(tmp_path / "r", graded([], answering), **settings) as again:
-        kept = await again.loop.run({})
-        assert (kept.step, again.loop.done) == (1, 3)
-    settings |= {"trainer__patience": 3}
-    async with bench(tmp_path / "r", graded([0.9, 0.1, 0.1, 0.1], answering), **settings) as more:
-        more.engine.export = ledger(more.engine)
-        kept = await more.loop.run({})
-        assert (kept.step, more.loop.done) == (4, 7), "with more patience it goes on"
-
-
 async def test_a_crash_before_the_best_model_is_written_costs_nothing(
     bench: Any, tmp_path: Path, answering: Any
 ) -> None:

@@ -6,19 +6,6 @@ from pathlib import Path
 from typing import Any
 
 
-async def test_idle_steps_do_not_use_up_the_interval_of_checkpoints(bench: Any, tmp_path: Path) -> None:
-    async with bench(tmp_path, trainer__steps=3, trainer__checkpoint_every=2) as made:
-        step = made.loop.step
-
-        async def second_idle(number: int) -> Any:
-            made.engine.idle = number == 2
-            return await step(number)
-
-        made.loop.step = second_idle
-        await made.loop.run({})
-        assert [one for one in made.engine.did if one.startswith("save")] == ["save:step-00000003"]
-
-
 async def test_a_server_that_died_after_an_idle_step_comes_back_with_its_weights(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
         await made.loop.run({})

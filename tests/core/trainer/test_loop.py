@@ -6,18 +6,12 @@ import asyncio
 import hashlib
 import itertools
 import json
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from lightning import DPO
-from lightning.algorithms import Batch, from_batch
-from lightning.algorithms.lightning_rl import LightningRL
-from lightning.batch.trajectory import Group
-from lightning.errors import AuditError, ConfigError, EngineError, PolicyServerError, RunnerError
+from lightning.errors import ConfigError, EngineError, PolicyServerError, RunnerError
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.summary import summarize
 from lightning.types import Task
@@ -51,12 +45,22 @@ async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path, caplog: pytes
     assert summary.time["rollout"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint_every", [1, 2, None])
-@pytest.mark.parametrize(
+each_place = pytest.mark.parametrize(
     "where", ["step:1", "save:2", "commit:2", "committed:2", "weights:2", "update:2", "evaluate:1", "weights:3"]
 )
+"""Where a run is cut."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_every", [1, None])
+@each_place
 async def test_wherever_it_is_cut_a_resume_finishes_exactly_once(
+    bench: Any, tmp_path: Path, where: str, checkpoint_every: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cut_and_resumed(bench, tmp_path, where, checkpoint_every, monkeypatch)
+
+
+async def cut_and_resumed(
     bench: Any, tmp_path: Path, where: str, checkpoint_every: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench(tmp_path, trainer__checkpoint_every=checkpoint_every) as made:
@@ -108,25 +112,6 @@ async def test_a_finished_run_is_not_trained_again(bench: Any, tmp_path: Path) -
         await made.loop.run({})
         assert await made.store.steps("run") == before
         await assert_finished(made)
-
-
-async def test_a_changed_store_cannot_be_replayed(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(tmp_path, trainer__checkpoint_every=3) as made:
-        made.policy.crash_at = 2
-        with pytest.raises(made.Crash):
-            await made.loop.run({})
-    async with bench(tmp_path, trainer__checkpoint_every=3) as made:
-        honest = made.store.transitions_of
-
-        async def tampered(attempts: Sequence[tuple[str, int]]) -> Any:
-            calls = await honest(attempts)
-            for call in [call for calls_of_one in calls for call in calls_of_one]:
-                call.response_ids[0] += 1
-            return calls
-
-        monkeypatch.setattr(made.store, "transitions_of", tampered)
-        with pytest.raises(AuditError, match="cannot be replayed"):
-            await made.loop.run({})
 
 
 async def test_failed_rollouts_are_counted_and_the_rest_is_trained(bench: Any, answering: Any, tmp_path: Path) -> None:
@@ -271,57 +256,6 @@ async def test_a_restart_that_fails_during_an_update_ends_the_run_with_its_own_e
         await assert_finished(made)
 
 
-async def test_a_crash_between_a_commit_and_its_checkpoint_is_replayed(bench: Any, tmp_path: Path) -> None:
-    """Checkpoints are written beside the sampling of the next step: the store has a step before its checkpoint is on disk."""
-    async with bench(tmp_path, trainer__checkpoint_every=1) as made:
-        made.engine.crash_at = "save:2"
-        with pytest.raises(made.Crash):
-            await made.loop.run({})
-        assert len(await made.store.steps("run")) == 2
-        assert made.loop.checkpoints.steps() == [1]
-    async with bench(tmp_path, trainer__checkpoint_every=1) as made:
-        await made.loop.restore()
-        assert len(made.engine.ledger) == 2
-        assert made.loop.writer.unsaved
-        await made.loop.run({})
-        await assert_finished(made)
-
-
-async def test_a_run_that_is_told_to_stop_saves_what_it_has_learned(bench: Any, tmp_path: Path) -> None:
-    async with bench(tmp_path, trainer__checkpoint_every=100) as made:
-        sample = made.loop.evaluate
-
-        async def stopped() -> None:
-            if made.loop.done == 2:
-                raise asyncio.CancelledError
-            await sample()
-
-        made.loop.evaluate = stopped
-        with pytest.raises(asyncio.CancelledError):
-            await made.loop.run({})
-        assert made.loop.checkpoints.steps() == [2]
-        assert made.policy.ledger == made.engine.ledger
-    async with bench(tmp_path, trainer__checkpoint_every=100) as made:
-        await made.loop.run({})
-        await assert_finished(made)
-
-
-async def test_what_stops_in_the_middle_of_training_is_not_saved(bench: Any, tmp_path: Path) -> None:
-    """The engine's thread goes on: nobody knows what it has."""
-    async with bench(tmp_path, trainer__checkpoint_every=100) as made:
-        step = made.engine.step
-
-        def interrupted(*args: Any) -> Any:
-            if len(made.engine.ledger) == 1:
-                raise asyncio.CancelledError
-            return step(*args)
-
-        made.engine.step = interrupted
-        with pytest.raises(asyncio.CancelledError):
-            await made.loop.run({})
-        assert made.loop.checkpoints.steps() == []
-
-
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
         made.loop.writer._save = Mock(
@@ -347,44 +281,3 @@ async def test_only_the_named_agents_are_trained(bench: Any, tmp_path: Path) -> 
         await made.loop.run({})
         records = await made.store.steps("run")
         assert [record.rollouts for record in records] == [()] * STEPS
-
-
-async def test_a_loss_of_the_batch_itself_trains_it_also_when_it_is_replayed(
-    bench: Any, answering: Any, tmp_path: Path
-) -> None:
-    async def agent(task: Any, llm: Any) -> float:
-        return float(await answering(task, llm)) + random.Random(llm.api_key).random()
-
-    settings = {"algorithm": DPO(group_size=2), "trainer__steps": 3, "trainer__checkpoint_every": 10}
-    async with bench(tmp_path, agent, **settings) as made:
-        made.policy.crash_at = 2
-        with pytest.raises(made.Crash):
-            await made.loop.run({})
-        trained = [loss.pairs for loss in made.engine.losses]
-    async with bench(tmp_path, agent, **settings) as made:
-        await made.loop.run({})
-        again = [loss.pairs for loss in made.engine.losses]
-    assert all(trained)
-    assert len(again) == 3
-    assert again[: len(trained)] == trained
-
-
-@from_batch
-def passed_on(groups: Sequence[Group], *, group_size: int = 4) -> Batch:
-    """Another algorithm's rows, under a name of its own."""
-    return LightningRL("gspo", group_size=group_size, kl_coefficient=0.5).batch(groups)
-
-
-async def test_rows_that_another_algorithm_made_have_its_loss_also_when_they_are_replayed(
-    bench: Any, tmp_path: Path
-) -> None:
-    settings = {"algorithm": passed_on(), "trainer__steps": 2, "trainer__checkpoint_every": 10}
-    asked_for = LightningRL("gspo", kl_coefficient=0.5).loss
-    async with bench(tmp_path, **settings) as made:
-        made.policy.crash_at = 1
-        with pytest.raises(made.Crash):
-            await made.loop.run({})
-        assert made.engine.losses == [asked_for]
-    async with bench(tmp_path, **settings) as made:
-        await made.loop.run({})
-        assert made.engine.losses == [asked_for] * 2

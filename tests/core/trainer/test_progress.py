@@ -33,7 +33,7 @@ def line(metrics: dict[str, float]) -> str:
 
 def test_the_line_of_a_step_in_turns() -> None:
     assert line(METRICS) == (
-        "step    3/10  reward 0.500 (0.469 with the failed as 0)  rollouts 16 (1 failed)  mixed groups 3/4  120 tok/s  "
+        "step    3/10  reward 0.500 (0.469 if failures count as 0)  rollouts 16 (1 failed)  mixed groups 3/4  120 tok/s  "
         "gap 2.5e-01  3.0 s, 0:21 left"
     )
     assert "  reward 0.500  rollouts 16 (0 failed)  " in line({**METRICS, "failed": 0.0})
@@ -51,4 +51,4 @@ def test_what_was_not_measured_is_no_number() -> None:
     assert "reward -  rollouts 16" in shown
     assert "gap -  stale - (max -)  carried 3" in shown
     failed = {name: value for name, value in METRICS.items() if name != "reward"} | {"reward_with_failures": 0.0}
-    assert "reward - (0.000 with the failed as 0)" in line(failed)
+    assert "reward - (0.000 if failures count as 0)" in line(failed)

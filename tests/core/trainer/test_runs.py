@@ -28,8 +28,7 @@ from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer import Trainer
 from lightning.trainer.context import base_digest
-from lightning.trainer.epochs import Epoch, epoch_at, keep_epochs, read_epochs
-from lightning.trainer.replay import algorithm_of
+from lightning.trainer.epochs import epoch_at, keep_epochs, read_epochs
 from lightning.trainer.runs import (
     changes_of,
     check_run,
@@ -228,7 +227,7 @@ def test_an_algorithm_with_a_function_in_it_keeps_all_its_other_arguments() -> N
     assert rebuild_algorithm({"algorithm": described}) is None
 
 
-def _edited(described: dict[str, Any], *path: str) -> dict[str, Any]:
+def edited_source(described: dict[str, Any], *path: str) -> dict[str, Any]:
     """As if what is there had been another source."""
     described = json.loads(json.dumps(described))
     place = described
@@ -249,7 +248,7 @@ def own_batch(groups: Sequence[Group], *, bar: float = 0.5) -> Batch:
     return Intake().batch([], [])
 
 
-@pytest.mark.parametrize(
+each_function = pytest.mark.parametrize(
     ("algorithm", "path"),
     [
         (LightningRL(credit=own_credit), ("arguments", "credit")),
@@ -260,16 +259,16 @@ def own_batch(groups: Sequence[Group], *, bar: float = 0.5) -> Batch:
         (own_batch(bar=0.25), ("functions", "loss")),
     ],
 )
+"""Algorithms with code of their own, and where their description says which."""
+
+
+@each_function
 async def test_an_edited_function_begins_an_epoch(algorithm: Algorithm, path: tuple[str, ...]) -> None:
     described = describe_algorithm(algorithm)
     store = await _started({**_described(), "algorithm": described})
     assert await _changed(store, {**_described(), "algorithm": describe_algorithm(algorithm)}) == []
-    edited = {**_described(), "algorithm": _edited(described, *path)}
+    edited = {**_described(), "algorithm": edited_source(described, *path)}
     assert await _changed(store, edited) == [".".join(("algorithm", *path, "sha256"))]
-    gone = Epoch(0, 1, edited)
-    with pytest.raises(ConfigError, match="only its own code can make again"):
-        algorithm_of(gone, [algorithm])
-    assert algorithm_of(Epoch(0, 1, {"algorithm": described}), [LightningRL(), algorithm]) is algorithm
 
 
 async def test_an_edited_function_of_a_registered_algorithm_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +277,7 @@ async def test_an_edited_function_of_a_registered_algorithm_is_told_too(monkeypa
     monkeypatch.setattr(known, "names", lambda kind: ["own_loss"] if kind == "algorithms" else [])
     monkeypatch.setattr(known, "algorithm", lambda name: own_loss)
     described = describe_algorithm(own_loss())
-    store = await _started({**_described(), "algorithm": _edited(described, "functions", "loss")})
+    store = await _started({**_described(), "algorithm": edited_source(described, "functions", "loss")})
     changed = await _changed(store, {**_described(), "algorithm": described})
     assert changed == ["algorithm.functions.loss.sha256"]
 

@@ -41,7 +41,7 @@ async def test_preemptions_are_told_once_with_the_cure(warnings_of: Callable[[],
     await found.step(PAIR)
     await found.step(PAIR)
     (told,) = warnings_of()
-    assert "put 2 requests back" in told
+    assert "preempted 2 requests" in told
     assert "policy_server.kv_cache_bytes" in told
 
 

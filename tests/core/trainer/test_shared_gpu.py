@@ -62,21 +62,6 @@ async def test_it_sleeps_while_the_critic_values_states(
     assert "".join(told).count("sleepvaluesstepwake") == told.count("values") > 0
 
 
-async def test_it_sleeps_while_steps_are_taken_again(
-    bench: Any, tmp_path: Path, recorded: Callable[[Any], list[str]]
-) -> None:
-    settings = {**CUDA, "trainer__checkpoint_every": 100}
-    async with bench(tmp_path, **settings) as made:
-        recorded(made)
-        made.engine.crash_at = "step:2"
-        with pytest.raises(made.Crash):
-            await made.loop.run({})
-    async with bench(tmp_path, **settings) as made:
-        told = recorded(made)
-        await made.loop.restore()
-    assert told == ["sleep", "step", "step", "wake", "weights"]
-
-
 async def test_a_step_that_fails_leaves_it_awake(
     bench: Any, tmp_path: Path, recorded: Callable[[Any], list[str]]
 ) -> None:

@@ -66,7 +66,7 @@ def test_steps_that_train_nothing_are_told_at_growing_distances(caplog: pytest.L
     idle = [record for record in caplog.records if "trained nothing" in record.getMessage()]
     assert [record.args[0] for record in idle if isinstance(record.args, tuple)] == [1, 2, 4, 8, 16]
     assert "16 of 16 steps so far" in idle[-1].getMessage()
-    assert "all_rewards_equal (all that is compared earned the same)" in caplog.text
+    assert "all_rewards_equal (all rollouts that were compared earned the same)" in caplog.text
     assert caplog.records == idle
     assert "temperature" not in caplog.text
 

@@ -25,10 +25,10 @@ from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.runs import claim_folder
 from lightning.types import Outcome, Rollout, Run, Status, Transition
-from lightning_branching import policies
 from lightning_branching.branch_parent import RECORDED, config_of, find_parent
 from lightning_branching.branching import BranchReport, branch
 from lightning_branching.policies import EvaluatedModel, model_of_run
+from lightning_proof.fork import RunAt
 from lightning_record import exchanges
 
 from tests.core.trainer.test_tiny_run import equal, model
@@ -534,14 +534,14 @@ def test_the_weights_are_those_of_the_version_or_the_nearest_that_is_left(train:
 
 def test_weights_are_made_by_one_at_a_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = train("runs/mine", 2)
-    make, made, answers = policies._make, [], []
+    make, made, answers = RunAt.make, [], []
 
     async def slowly(*arguments: Any) -> None:
         made.append(arguments[-1])
         await asyncio.sleep(0.5)
         await make(*arguments)
 
-    monkeypatch.setattr(policies, "_make", slowly)
+    monkeypatch.setattr(RunAt, "make", slowly)
     both = [threading.Thread(target=lambda: answers.append(weights_of(folder, 1, tmp_path / "made"))) for _ in range(2)]
     for each in both:
         each.start()

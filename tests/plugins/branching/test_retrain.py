@@ -12,9 +12,9 @@ import pytest
 from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
 from lightning.config import Config
-from lightning.trainer.replay import Rewinder
 from lightning.types import StepRecord
 from lightning_branching.retrain import Retraining, retrain
+from lightning_proof.bring_forward import Rewinder
 from safetensors.torch import load_file, save_file
 
 from tests.core.trainer import test_tiny_run

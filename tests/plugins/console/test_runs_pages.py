@@ -480,7 +480,7 @@ async def test_groups_that_taught_nothing_are_named_with_the_reason(copied: Path
     places = Places(str(copied))
     (row,) = [row for row in await table(places, "step/one/2", "Groups") if row["task"]["to"].endswith("%2F0")]
     assert row["taught"]["text"] == "no"
-    assert row["taught"]["hint"] == "all that is compared earned the same"
+    assert row["taught"]["hint"] == "all rollouts that were compared earned the same"
     text = await shown(places, "step/one/2")
     assert "1 of 3 groups taught nothing" in text
     assert "advantages are not known" in text, "the record was changed: it is not the batch that was trained"

@@ -52,7 +52,9 @@ async def test_another_models_name_is_said_once_for_each_run(house, caplog):
         await ask_for(house, "gpt-4o-mini", "policy", "gpt-4o-mini")
         await ask_for(house, "gpt-4o-mini", run="another")
     first, second = told(caplog)
-    assert first.startswith("'gpt-4o-mini' was asked for in run trained, and the policy answers")
+    assert first.startswith(
+        "an agent in run trained asked for the model 'gpt-4o-mini'. The gateway always answers with the policy"
+    )
     assert "base_url and an API key of its own" in first
     assert "train_agents" in first
     assert "in run another" in second
@@ -82,7 +84,7 @@ async def test_a_name_costs_no_call_and_little_memory(build, caplog, monkeypatch
         await ask_for(house, "x" * 100_000, "b", "c", "d")
     *_, limit = told(caplog)
     assert len(told(caplog)) == 3
-    assert limit == "agents have asked for 2 models' names: from here on none is looked at, nor said here"
+    assert limit == "agents have asked for 2 different models: further names are neither checked nor logged"
     assert all(len(text) < 1000 for text in told(caplog))
 
 

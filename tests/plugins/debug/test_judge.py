@@ -535,7 +535,7 @@ def test_a_call_that_is_told_against_a_lost_one_can_be_read(make: Callable[..., 
     member = Trajectory(made.rollout, (kept,), (True,), lost=(lost,))
     assert credited(make(), Group("g", (member,))) == [len("second") / 8]
     assert "first" not in server.calls[0].text
-    with pytest.raises(StoreError, match="told against"):
+    with pytest.raises(StoreError, match="that it builds on"):
         credited(make(), Group("g", (replace(member, lost=()),)))
 
 

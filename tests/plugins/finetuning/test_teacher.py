@@ -25,12 +25,12 @@ from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import opening
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.context import base_digest
-from lightning.trainer.replay import take_again
-from lightning.trainer.teacher import Teacher, reference_of, teacher_again
+from lightning.trainer.teacher import Teacher, reference_of
 from lightning.types import StepRecord
 from lightning_branching.retrain import retrain
 from lightning_finetuning.teacher import check_same_tokens, check_teacher, teacher_named
 from lightning_proof.audit import audit
+from lightning_proof.bring_forward import take_again, teacher_again
 
 from tests.core.trainer.test_families import agent
 from tests.core.trainer.test_tiny_run import equal, model

@@ -14,8 +14,8 @@ import pytest
 from lightning.cli import runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
-from lightning.store import sql
 from lightning.store.protocol import TRACES_RUN, Store
+from lightning.store.relational import operations
 from lightning.store.relational.transaction import KEEP_VERSION
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
@@ -233,7 +233,7 @@ async def test_a_live_server_stores_no_call_against_one_that_was_pruned(
     else:
         await keeper_of(url).forget_calls("again", ["g"])
     await work("a" if whole else "b")
-    roots = await store._read(lambda tx: tx.all(sql.SELECT_GROUP_ROOTS, ("again", "g", 10)))
+    roots = await store._read(lambda tx: tx.all(operations.SELECT_GROUP_ROOTS, ("again", "g", 10)))
     assert len(roots) == 1  # the second is stored against the first again
 
 
@@ -244,7 +244,7 @@ async def test_reading_while_somebody_prunes_sees_one_moment(
 
     async def look_and_prune(self: PostgresTransaction, query: str, values: Any = ()) -> Any:
         found = await look(self, query, values)
-        if query == sql.SELECT_TRANSITIONS and not pruned:
+        if query == operations.SELECT_TRANSITIONS and not pruned:
             pruned.append(1)
             await keeper_of(url).forget_calls("run", ["run/1/1"])
         return found

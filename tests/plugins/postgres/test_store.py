@@ -20,8 +20,7 @@ import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.gateway.identity import TokenSigner
-from lightning.store import rollout_state
-from lightning.store.relational import rollouts
+from lightning.store.relational import operations
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.threads import Bell
@@ -195,13 +194,12 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     await other.open()
     await store.create_rollouts([rollout(name) for name in "ab"])
     token = Token("t", Scope.RUNNER, "d" * 64)
-    known_as = rollout_state.known_as("1", "lease", "run", "w", 60.0)
     assert await list_tokens(store) == []  # the table is made
     done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     async def first(tx: Any) -> None:
         await tokens_sql.put(tx, token, "1")
-        await rollouts.lease(tx, "run", "w", 1, 60.0, known_as)
+        await operations.lease(tx, "run", "w", 1, 60.0, "1")
         here.call_soon_threadsafe(done.set)
         while not let_go.is_set():
             await asyncio.sleep(0.01)
@@ -658,7 +656,7 @@ async def test_a_failed_operation_leaves_no_parent_behind(
     await store.lease("run", "w", ttl=3600)
 
     async def fail(tx: Any) -> None:
-        await rollouts.append(tx, [rollouts.prepare(call(0, range(100)))])
+        await operations.append(tx, [operations.prepare(call(0, range(100)))])
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

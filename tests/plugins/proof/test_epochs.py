@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,20 @@ async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: P
         report = await audit(run.store, "run")
     assert report.ok
     assert report.warnings == ("from step 2 on sums are rounded otherwise than before: threads 1 → 7",)
+
+
+async def test_a_step_that_is_computed_elsewhere_is_said_to_be_rounded(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    settings = {"trainer__eval_every": 0, "trainer__steps": 2, "trainer__checkpoint_every": 5}
+    for crash_at, threads in ((1, 1), (-1, 3)):
+        async with bench(folder, **settings, engine__threads=threads) as run:
+            run.engine.numerics = lambda threads=threads: {"threads": threads}
+            run.policy.crash_at = crash_at
+            with nullcontext() if crash_at < 0 else pytest.raises(run.Crash):
+                await run.loop.run({})
+    assert "step 1 is taken again with other threads (1 → 3): it is the same but for rounding" in caplog.text
 
 
 async def test_a_resume_and_an_audit_name_the_stages_that_are_not_there_any_more(

@@ -71,3 +71,16 @@ async def test_a_step_that_is_not_finite_is_committed_and_neither_drifts_nor_bla
         assert (await audit(made.store, "run")).ok
     assert "the loss is nan: the step is skipped" in caplog.text
     assert "trained nothing" not in caplog.text
+
+
+async def test_idle_steps_do_not_use_up_the_interval_of_checkpoints(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path, trainer__steps=3, trainer__checkpoint_every=2) as made:
+        step = made.loop.step
+
+        async def second_idle(number: int) -> Any:
+            made.engine.idle = number == 2
+            return await step(number)
+
+        made.loop.step = second_idle
+        await made.loop.run({})
+        assert [one for one in made.engine.did if one.startswith("save")] == ["save:step-00000003"]

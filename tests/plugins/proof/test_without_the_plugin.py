@@ -1,7 +1,8 @@
-"""The audit and forks are refused by their plugin's name where the plugin is not there."""
+"""The audit, forks and steps that have to be taken again are refused by their plugin's name where the plugin is not there."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,30 @@ def test_a_fork_is_refused_and_so_is_its_resume(train: Any, tmp_path: Path, monk
     ):
         train("fork", 2, resume=True)
     train("parent", 2, resume=True)
+
+
+def test_fewer_checkpoints_than_steps_are_refused_and_so_is_a_resume_that_takes_steps_again(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train("run", 2, trainer__checkpoint_every=9)
+    shutil.rmtree(folder / "checkpoints" / "step-00000002")  # as if it had been killed behind the commit
+    with monkeypatch.context() as without:
+        without.setenv("LIGHTNING_DISABLE_PLUGINS", "proof")
+        found = Plugins()
+        without.setattr(stages, "plugins", lambda: found)
+        brings = r"no plugin is there that carries it out: .* plugin 'proof' brings it\. .* is disabled: .*"
+        brings += "Bring the plugin back,"
+        with pytest.raises(
+            ConfigError,
+            match=rf"trainer\.checkpoint_every = 9 leaves steps .*, and {brings} or set trainer\.checkpoint_every = 1",
+        ):
+            train("other", 2, trainer__checkpoint_every=9)
+        assert not (tmp_path / "other").exists()
+        with pytest.raises(
+            ConfigError, match=rf"step 1 of 'run' has no checkpoint, .* and {brings} or give another `out`"
+        ):
+            train("run", 3, resume=True)
+        alone = train("alone", 2, trainer__checkpoint_every=None)
+        assert [place.name for place in sorted((alone / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
+    train("run", 3, resume=True)
+    assert (folder / "checkpoints" / "step-00000003").is_dir()

@@ -208,7 +208,7 @@ def test_what_is_kept_of_a_value_has_its_size() -> None:
 def test_a_call_whose_earlier_one_is_missing_is_an_error_that_names_it() -> None:
     first = Said(0, exchanges.canonical({"messages": ["a" * 100]}), b'{"id": "first answer"}')
     packed = exchanges.pack("/chat", 200, exchanges.canonical({"messages": ["a" * 100, "b"]}), b"{}", first)
-    with pytest.raises(StoreError, match=r"call 0 .*has none"):
+    with pytest.raises(StoreError, match=r"call 0 .*has no exchange"):
         exchanges.read([call(1, packed)])
 
 

@@ -14,6 +14,7 @@ from lightning import redaction
 from lightning.config import GatewayConfig
 from lightning.gateway import calls
 from lightning.gateway.gateway import spoken
+from lightning.memory_budget import Holder
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Transition, logprobs, token_ids
 from lightning_record import exchanges
@@ -363,6 +364,21 @@ async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypat
     assert (small, {*worked.values()}) == (200, {threading.current_thread().name})
     await http.post(f"/{path}", json={**BODIES[path], "extra_list": [0] * 30_000})
     assert {*worked.values()} == {"lightning-parse_0"}
+
+
+@pytest.mark.parametrize(("words", "values", "trips"), [(10, 0, 0), (500, 0, 2), (10, 30_000, 3), (5_000, 0, 3)])
+async def test_a_large_body_takes_few_trips_to_the_thread(house, monkeypatch, words, values, trips):
+    """Parsed in one, kept and made ready in another; what reads names alone takes a third for many values, or many bytes."""
+    monkeypatch.setattr("lightning.gateway.http.LONG", 1000)
+    done, work = [], Holder.work
+    monkeypatch.setattr(Holder, "work", lambda holder, do: done.append(do) or work(holder, do))
+    asked = {
+        **BODIES["chat/completions"],
+        "messages": [{"role": "user", "content": "word " * words}],
+        "extra_list": [0] * values,
+    }
+    await (await house.http()).post("/chat/completions", json=asked)
+    assert len(done) == trips
 
 
 async def test_a_request_that_is_too_large_is_left_out_and_said_so(house, monkeypatch):

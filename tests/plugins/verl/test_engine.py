@@ -379,7 +379,7 @@ def test_a_relative_folder_and_a_new_start(
     engine.load(tmp_path / "state")
     with pytest.raises(EngineError, match="has no critic: open it with critic=True"):
         engine.values(rows(0))
-    with pytest.raises(EngineError, match="no critic to learn it: open it with critic=True"):
+    with pytest.raises(EngineError, match="no critic to learn them: open it with critic=True"):
         engine.step(valued(rows(0)), LOSS)
     engine.close()
     other = open_verl(ALONE, critic=True)

@@ -1,7 +1,7 @@
-"""The plugin `otel-traces`: the gateway takes spans of other processes at `/v1/traces`, and outcomes have what they say, also
-where OpenTelemetry is absent; an agent's own spans are children of its attempt.
+"""The plugin `otel-traces`: the gateway receives spans of other processes at `/v1/traces`, and adds what they show to outcomes,
+even where OpenTelemetry is not installed. An agent's own spans become children of its attempt.
 
-The invariant: every process loads this, so that nothing is imported before a gateway or a runner asks.
+The invariant: every process loads this module, so it imports nothing before a gateway or a runner asks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRACES = "traces"
 
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
-    """`traces`."""
+    """Register the route `traces`."""
     from lightning_otel.traces.endpoint import TraceEndpoint
 
     register(TRACES, TraceEndpoint)
@@ -32,7 +32,7 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
 
 @hookimpl
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
-    """`spans`."""
+    """Register the store operations on `spans`."""
     from lightning_otel.traces.store import SPANS
 
     register(SPANS.name, lambda: SPANS)
@@ -40,7 +40,7 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
-    """`traces`."""
+    """Register the stage `traces` of the gateway."""
     from lightning_otel.traces.stage import TracesStage
 
     register(TRACES, TracesStage)
@@ -48,7 +48,7 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
 
 @hookimpl
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
-    """`traces`."""
+    """Register the stage `traces` around attempts."""
     from lightning_otel.traces.parents import ParentsStage
 
     register(TRACES, lambda config: ParentsStage())

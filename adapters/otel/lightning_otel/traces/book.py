@@ -1,7 +1,7 @@
-"""Whose trace is this: the attempts of trace ids.
+"""The attempts of trace ids.
 
-The invariant: an id gives nothing but the right to add spans to the attempt whose key it was made of, while that key is valid.
-It is found by the server that issued or saw the key, and, where servers share a store, by all others once the store has it.
+The invariant: a trace id gives only the right to add spans to the attempt whose key it was made of, while that key is valid.
+The server that issued or saw the key knows the id; where servers share a store, all others know it once it is in the store.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightning.types import Json
 log = logging.getLogger(__name__)
 
 TRACES = 16_384
-"""Trace ids that are remembered at most, some 400 bytes each; first goes the one whose agent was silent for longest."""
+"""The most trace ids that are remembered, some 400 bytes each; the one whose agent was silent for longest is dropped first."""
 UNKNOWN_SECONDS = 10.0
-"""How long an id that the store did not know is not asked for again."""
+"""Seconds before the store is asked again for an id that it did not know."""
 UNKNOWN_IDS = 10_000
 
 
 class TraceBook:
-    """Trace ids of attempts. With `shared` they are kept in the store, too."""
+    """Knows the attempts of trace ids. With `shared` they are stored in the store, too."""
 
     def __init__(self, store: Store, *, shared: bool) -> None:
         self._store, self._shared = store, shared
@@ -38,8 +38,8 @@ class TraceBook:
         self._writing: set[asyncio.Task[None]] = set()
 
     def note_key(self, token: str, claims: Claims, issued: bool) -> None:
-        """A key was issued or seen here (a `KeyWatcher`). Does not wait for the store: a server that is asked too early asks it
-        again later."""
+        """Note the trace id of a key that was issued or seen here (a `KeyWatcher`). It does not wait for the store: a server
+        that asks the store too early asks again later."""
         trace_id = trace_id_of(token)
         self._note(trace_id, claims)
         if issued and self._shared and self.known(trace_id) is not None:
@@ -50,12 +50,12 @@ class TraceBook:
     async def _keep(self, trace_id: str, claims: Claims) -> None:
         kept: Json = [claims.rollout, claims.attempt, claims.expires_at]
         try:
-            await self._store.put_state(TRACES_RUN, trace_id, kept, once=None)  # whoever writes it, it is the same
+            await self._store.put_state(TRACES_RUN, trace_id, kept, once=None)  # every writer writes the same
         except StoreError as error:
             log.warning("other servers will not know the trace of %s: %s", claims.rollout, error)
 
     def known(self, trace_id: str) -> Claims | None:
-        """Whose trace an id is; None unless this process has issued or seen a token of it that is still valid."""
+        """Return the attempt of a trace id; None unless this process has issued or seen a key of it that is still valid."""
         claims = self._known.get(trace_id)
         if claims is None or claims.expires_at <= time.time():
             return None
@@ -63,14 +63,14 @@ class TraceBook:
         return claims
 
     def _note(self, trace_id: str, claims: Claims) -> None:
-        # Without the sampling, which is a mapping for each: thousands are remembered.
+        # Without the sampling, a mapping for each id, because thousands are remembered.
         self._known.keep(trace_id, Claims(claims.rollout, claims.attempt, claims.expires_at))
         now = time.time()
         while self._known and next(iter(self._known.values())).expires_at <= now:
             self._known.popitem(last=False)
 
     async def find(self, trace_ids: Iterable[str]) -> dict[str, Claims]:
-        """The attempts of those ids that belong to one whose key has not expired. Raises `StoreError`."""
+        """Return the attempts of the ids whose keys are valid, by id. Raises `StoreError`."""
         found: dict[str, Claims] = {}
         for trace_id in set(trace_ids):
             claims = self.known(trace_id) or await self._ask(trace_id)
@@ -90,5 +90,5 @@ class TraceBook:
         return self.known(trace_id)
 
     async def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until the pending writes are done."""
         await asyncio.gather(*self._writing, return_exceptions=True)

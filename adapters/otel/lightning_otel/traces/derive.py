@@ -1,7 +1,7 @@
-"""What the spans of an attempt say about its tools and its agents, added to its outcome.
+"""Adds what an attempt's spans show about tools and agents to its outcome.
 
-The invariant: the result depends only on the outcome, the spans and the calls, so it is the same wherever it is computed; and
-what the agent's own process reported is never contradicted: spans fill in what nobody had said.
+The invariant: the result depends only on the outcome, the spans and the calls, so it is the same wherever it is computed. What
+the agent's own process reported is never contradicted: spans only add what was not reported.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from lightning_otel.attributes import (
 
 FRAMEWORK = "otel"
 MOST_ABOVE = 100
-"""Ancestors of a span that are looked at. Who sends ten thousand spans, each below the last, must not hold up a runner."""
+"""The most ancestors of a span that are looked at. A client that sends ten thousand nested spans must not hold up a runner."""
 LONGEST_PATH = 32
-"""Names in a caller's path; of more the innermost stay."""
+"""The most names in a caller's path; of a longer path the innermost names stay."""
 DEEPEST = 32
-"""Levels of a tool's arguments that are read as JSON; deeper ones stay text, which any store and any reader can take."""
+"""The most levels of a tool's arguments that are parsed as JSON; deeper ones stay text, which any store and reader can
+handle."""
 
 
 def with_spans(outcome: Outcome, spans: Sequence[Span], calls: Sequence[Transition]) -> Outcome:
-    """The outcome with the tool runs and the callers that only its spans know.
+    """Return the outcome with the tool runs and the callers that only its spans show.
 
-    A tool run is known already when its call id was reported; then a span can only tell that one whose status was `unknown`
-    failed: the span of a run that was cancelled, or that never came to be, ends like that of one that went well. A call is
-    named after the agent whose span encloses the span with its response id, unless somebody named it before.
+    A tool run with a reported call id is already known. Then a span can only turn its status `unknown` into a failure, because
+    the span of a run that was cancelled, or never began, ends like that of a success. A call gets the name of the agent whose
+    span encloses the span with the call's response id, unless it has a name already.
     """
     if not spans:
         return outcome
@@ -57,14 +58,15 @@ def with_spans(outcome: Outcome, spans: Sequence[Span], calls: Sequence[Transiti
 
 
 class _Tree:
-    """Spans in the order they began, and the way from each to the top. Parents that were never exported end the way."""
+    """The spans in the order they began, with the way from each to its outermost ancestor. The way ends at a parent that was
+    never exported."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: (span.started_at, span.span_id))
         self._by_id = {span.span_id: span for span in self.spans}
 
     def above(self, span: Span) -> Iterator[Span]:
-        """The ancestors, innermost first, `MOST_ABOVE` at most; a circle of parents is gone round once."""
+        """Yield a span's ancestors, innermost first, at most `MOST_ABOVE`; each once, even if parents form a circle."""
         seen = {span.span_id}
         parent = self._by_id.get(span.parent_id)
         while parent is not None and parent.span_id not in seen and len(seen) <= MOST_ABOVE:
@@ -73,7 +75,8 @@ class _Tree:
             parent = self._by_id.get(parent.parent_id)
 
     def caller(self, span: Span) -> Caller | None:
-        """The agent around a span, or named on it; in its path, every agent and tool around it, as adapters tell them."""
+        """Return the agent around a span, or named on it. Its path has every agent and tool around the span, as adapters report
+        them."""
         agent, names = "", list[str]()
         for outer in self.above(span):
             name = ""
@@ -101,7 +104,7 @@ def _name(span: Span, attribute: str, operation: str) -> str:
 
 
 def _callers(tree: _Tree) -> dict[str, Caller]:
-    """Who made the call with each response id. Where several spans tell of one call, the longest path knows most."""
+    """Return the caller of the call with each response id. Where several spans describe one call, the longest path counts."""
     found: dict[str, Caller] = {}
     for span in tree.spans:
         response = "" if _is_unknown(span) else text(span.attributes, RESPONSE_ID)
@@ -127,7 +130,7 @@ def _tool_event(tree: _Tree, span: Span) -> ToolEvent:
 
 
 def _is_unknown(span: Span) -> bool:
-    """Whether a span is the gateway's own, of a tool that the model has invented."""
+    """Whether a span is one that the gateway made, of a tool that the model invented."""
     return _is(span, EXECUTE_TOOL) and text(span.attributes, ERROR_TYPE) == UNKNOWN_TOOL
 
 
@@ -147,7 +150,8 @@ def _unknown_tool(span: Span, calls: Sequence[Transition]) -> ToolEvent:
 
 
 def _arguments(attributes: Mapping[str, Json]) -> Json:
-    """The convention is an object, but attributes were texts for long: a text that is JSON is what it says."""
+    """Return a tool's arguments. By convention they are an object, but older attributes are texts: a text that is JSON is
+    parsed."""
     said = attributes.get(TOOL_ARGUMENTS)
     if not isinstance(said, str):
         return said
@@ -159,7 +163,7 @@ def _arguments(attributes: Mapping[str, Json]) -> Json:
 
 
 def _deep(value: Json) -> bool:
-    """Whether lists and objects are nested more than `DEEPEST` levels."""
+    """Whether lists and objects are nested deeper than `DEEPEST` levels."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -174,7 +178,8 @@ def _deep(value: Json) -> bool:
 
 
 def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[ToolEvent, ...]:
-    """Reported and seen tool runs, each once, in the order they ended; of one call id, the outermost span counts."""
+    """Return reported and seen tool runs, each once, in the order they ended. Of spans with one call id the outermost
+    counts."""
     events = list(reported)
     by_id = {event.call_id: place for place, event in enumerate(events) if event.call_id}
     for event in seen:
@@ -191,8 +196,8 @@ def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[T
 
 
 def _add_unknown(events: list[ToolEvent], event: ToolEvent) -> None:
-    """Take the call of a tool that its request did not offer: the run that was reported of it is marked; what ran well was a
-    tool all the same, which another request had offered."""
+    """Add the call of a tool that the request did not offer. A reported run of it is marked; one that succeeded is not, because
+    another request had offered the tool."""
     for place, known in enumerate(events):
         if known.name != event.name or known.kind or known.call_id not in ("", event.call_id):
             continue

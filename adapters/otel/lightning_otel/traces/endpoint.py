@@ -1,8 +1,8 @@
 """`POST /v1/traces`: spans of any OpenTelemetry-instrumented process join the rollout they belong to (OTLP/HTTP).
 
-The invariant: a span is stored under the attempt that its trace id, or else the token of the request, belongs to, and under no
-other; what belongs to none is counted and said in the answer, and costs no more than being read. Who sends no token can
-bring little at a time. Answers have OTLP's shape, errors included: a `Status` in the encoding of the request.
+The invariant: a span is stored only under the attempt of its trace id, or else of the request's token. Spans without an attempt
+are counted, and the answer reports them; they cost no more than being read. A request without a token may bring little at a
+time. Answers have OTLP's form, errors included: a `Status` in the encoding of the request.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ log = logging.getLogger(__name__)
 
 READERS: Final = {otlp.PROTOBUF: otlp.read_protobuf, otlp.JSON: otlp.read_json}
 GRPC_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
-"""HTTP statuses as the code of a `google.rpc.Status`; any other is INTERNAL (13)."""
+"""The `google.rpc.Status` codes of HTTP statuses; any other status is INTERNAL (13)."""
 ANONYMOUS_LOOKUPS: Final = 64
-"""Trace ids unknown here that the store is asked for, in one request without a token."""
+"""The most unknown trace ids that the store is asked for in one request without a token."""
 ANONYMOUS_BYTES: Final = 1024 * 1024
-"""Of a request without a token, unpacked."""
+"""The most bytes of a request without a token, decompressed."""
 ANONYMOUS_AT_ONCE: Final = 4
-"""Requests without a token that are unpacked, read and kept at a time."""
+"""The most requests without a token that are read and stored at a time."""
 PROTOBUF_FACTOR: Final = 48
-"""Bytes of memory for one of protobuf: an empty message has two, and takes a hundred when it is parsed."""
+"""Bytes of memory for each byte of protobuf: an empty message has two bytes, and takes a hundred when it is parsed."""
 ANONYMOUS_SPANS: Final = 10_000
-"""Of a request without a token."""
+"""The most spans of a request without a token."""
 SEND_THE_KEY: Final = "send the rollout's API key with the spans"
 WHY_REJECTED: Final = (
     "{} of {} spans were not kept. A span belongs to a rollout by its trace id (continue the traceparent that the agent sent) "
@@ -63,7 +63,7 @@ WHY_REJECTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a request may bring: bytes, unpacked, with the cure for more of them, and spans."""
+    """Limits of a request: decompressed bytes, with the cure for more, and spans."""
 
     size: int
     cure: str = RAISE_THE_LIMIT
@@ -71,7 +71,7 @@ class Bounds:
 
 
 class TraceEndpoint:
-    """The ASGI application behind the route."""
+    """The ASGI application behind the route `/v1/traces`."""
 
     def __init__(self, parts: Parts) -> None:
         self._config, self._identity, self._store = parts.config, parts.identity, parts.store
@@ -81,7 +81,7 @@ class TraceEndpoint:
         self._anonymous = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Never raises for what is the sender's or the store's fault."""
+        """Serve one request. Never raises for a fault of the sender or of the store."""
         content_type = _header(scope, b"content-type").partition(";")[0].strip().lower()
         try:
             body = await self._take(content_type, scope, receive)
@@ -96,7 +96,7 @@ class TraceEndpoint:
             await send_bytes(send, 200, body, [(b"content-type", content_type.encode())])
 
     async def _take(self, content_type: str, scope: Scope, receive: Receive) -> bytes:
-        """Store the spans of a request; return the body of the answer."""
+        """Store the spans of a request, and return the body of the answer."""
         claims = self._claims(scope)
         if content_type not in READERS:
             message = f"The content type is {content_type!r:.80}; send {' or '.join(READERS)}."
@@ -112,12 +112,13 @@ class TraceEndpoint:
             return await self._keep(content_type, payload, bounds, claims)
 
     async def _keep(self, content_type: str, payload: bytes, bounds: Bounds, claims: Claims | None) -> bytes:
-        """What `_take` returns, of a request's body. It is read in threads: the loop has streams to pass on meanwhile."""
+        """Read and store the spans in a request's body, and return the body of the answer. Threads read it, so that streams go
+        on meanwhile."""
         spans = await asyncio.to_thread(_read, content_type, payload, bounds)
         try:
             owners = await self._book.find(self._looked_up(spans, claims))
             owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
-            # It takes most of the time that spans take, so that only those are given that will be stored.
+            # Redaction takes most of the time, so only spans that will be stored are redacted.
             storable = await asyncio.to_thread(lambda: [redacted_span(span) for span in owned]) if owned else []
             stored = await append_spans(self._store, storable) if storable else 0
         except StoreError as error:
@@ -127,7 +128,7 @@ class TraceEndpoint:
         return otlp.accepted(content_type, rejected, WHY_REJECTED.format(rejected, len(spans)))
 
     def _looked_up(self, spans: Sequence[Span], claims: Claims | None) -> list[str]:
-        """The trace ids to find: of those that the store must be asked for, a few for who sends no token."""
+        """Return the trace ids to look up. Without a token the store is asked only for a few of those unknown here."""
         ids = list(dict.fromkeys(span.trace_id for span in spans if otlp.well_identified(span)))
         if claims is not None:
             return ids
@@ -136,7 +137,7 @@ class TraceEndpoint:
         return [trace_id for trace_id in ids if trace_id not in left_out]
 
     def _claims(self, scope: Scope) -> Claims | None:
-        """The attempt whose token came with the request; None without one. Raises `RefusalError` (401) for a bad one."""
+        """Return the attempt of the request's token; None without one. Raises `RefusalError` (401) for an invalid token."""
         try:
             return self._identity.claims(scope)
         except RefusalError as refusal:
@@ -146,7 +147,8 @@ class TraceEndpoint:
 
     @contextlib.contextmanager
     def _turn(self, claims: Claims | None) -> Iterator[None]:
-        """Around the work on a request: who sends no token gets few of the threads that all share. Raises `RefusalError`."""
+        """Limit the work for requests without a token, so that they get few of the shared threads. Raises `RefusalError`
+        (429)."""
         if claims is not None:
             yield
             return
@@ -163,7 +165,7 @@ class TraceEndpoint:
 
 
 def _owned(span: Span, owners: Mapping[str, Claims], claims: Claims | None) -> Span | None:
-    """The span under the attempt it belongs to: its trace's, else that of the request."""
+    """Return the span with the attempt it belongs to: that of its trace, else that of the request; None without one."""
     owner = owners.get(span.trace_id, claims)
     if owner is None or not otlp.well_identified(span):
         return None
@@ -171,14 +173,14 @@ def _owned(span: Span, owners: Mapping[str, Claims], claims: Claims | None) -> S
 
 
 def anonymous(most: int) -> Bounds:
-    """Those of a request without a token, where one with a token may have `most` bytes."""
+    """Return the limits of a request without a token, where one with a token may have `most` bytes."""
     if most <= ANONYMOUS_BYTES:
         return Bounds(most, spans=ANONYMOUS_SPANS)
     return Bounds(ANONYMOUS_BYTES, f"send fewer spans at a time, or {SEND_THE_KEY}", ANONYMOUS_SPANS)
 
 
 def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:
-    """The spans of a request's body. Raises `RefusalError`."""
+    """Parse the spans of a request's body. Raises `RefusalError`."""
     try:
         return READERS[content_type](payload, bounds.spans)
     except MissingExtraError as error:

@@ -1,8 +1,8 @@
-"""OTLP trace requests, in protobuf or JSON, to spans; and what is answered.
+"""Reads OTLP trace requests, in protobuf or JSON, into spans; and writes the answers.
 
-The invariant: both encodings of one request give the same spans, and what cannot be read raises `DataError` with the place of
-the fault. Whatever a sender puts into an attribute, what is kept is JSON of at most `MAX_TEXT` characters. Events and links are
-not kept, but the message of an exception event becomes the span's error where it has no other.
+The invariant: both encodings of one request give the same spans; an unreadable one raises `DataError` with the place of the
+fault. An attribute is stored as JSON of at most `MAX_TEXT` characters, whatever the sender put into it. Events and links are
+not kept, except that an exception event's message becomes the span's error where it has no other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 from lightning.errors import DataError, MissingExtraError
-from lightning.store.codec import to_varint
 from lightning.types import Json, Span
 
 from lightning_otel.attributes import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, MAX_NAME, SERVICE_NAME, text
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
 KINDS: Final = ("internal", "internal", "server", "client", "producer", "consumer")
-"""By the number of OTLP's SpanKind; unspecified counts as internal."""
+"""Kinds by the number of OTLP's SpanKind; unspecified counts as internal."""
 STATUSES: Final = ("unset", "ok", "error")
 MAX_TEXT = 4096
-"""Characters of one attribute's value, as of everything that is reported about a tool."""
+"""The most characters of one attribute's value, as of everything reported about a tool."""
 MAX_ATTRIBUTES = 128
-"""Attributes of one span, OpenTelemetry's own default; more are left out."""
+"""The most attributes of one span, as in OpenTelemetry; further ones are dropped."""
 _ID = re.compile(r"(?!0+\Z)[0-9a-f]+\Z")
 _Object = Mapping[str, object]
 
 
 def well_identified(span: Span) -> bool:
-    """Whether the ids have the length the standard asks for and are not all zeros."""
+    """Whether the ids have the standard's lengths and are not all zeros."""
     lengths = (len(span.trace_id), len(span.span_id), len(span.parent_id))
     ids = [span.trace_id, span.span_id, *([span.parent_id] if span.parent_id else [])]
     return lengths in ((32, 16, 0), (32, 16, 16)) and all(_ID.match(one) for one in ids)
@@ -52,10 +51,10 @@ def well_identified(span: Span) -> bool:
 
 
 def read_protobuf(payload: bytes, most: int = sys.maxsize) -> list[Span]:
-    """The spans of an `ExportTraceServiceRequest`, which belong to no rollout yet.
+    """Read the spans of an `ExportTraceServiceRequest` in protobuf; they have no rollout yet.
 
-    Raises `MissingExtraError` without opentelemetry-proto and `DataError` for a message that cannot be parsed, or that has
-    more than `most` spans.
+    Raises `MissingExtraError` without opentelemetry-proto, `DataError` for an invalid message or one with more than `most`
+    spans.
     """
     try:
         from google.protobuf.message import DecodeError
@@ -112,8 +111,8 @@ def _proto_value(value: AnyValue) -> Json:
 
 
 def read_json(payload: bytes, most: int = sys.maxsize) -> list[Span]:
-    """The spans of an `ExportTraceServiceRequest` in OTLP's JSON (ids in hexadecimal). Raises `DataError`, also for more than
-    `most` of them; needs no extra."""
+    """Read the spans of an `ExportTraceServiceRequest` in OTLP's JSON (ids in hexadecimal). Raises `DataError` for an invalid
+    request or one with more than `most` spans. Needs no extra."""
     try:
         request = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
@@ -224,7 +223,7 @@ def _text(holder: _Object, key: str) -> str:
 
 
 def _number(holder: _Object, key: str) -> int:
-    """A whole number; OTLP writes those of 64 bits as strings."""
+    """Read an integer; OTLP writes those of 64 bits as strings."""
     found = holder.get(key)
     if found is None:
         return 0
@@ -241,7 +240,7 @@ def _number(holder: _Object, key: str) -> int:
 
 
 def _check_number(spans: int, most: int) -> None:
-    """Raise `DataError` for more spans than are read of one request: an empty one has two bytes, and is a span all the same."""
+    """Raise `DataError` for more spans than one request may have: even an empty span, of two bytes, counts."""
     if spans > most:
         raise DataError(f"it has {spans} spans or more, and {most} are read of one request: send fewer at a time")
 
@@ -285,7 +284,7 @@ def _span(
 
 
 def _bounded(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
-    """Attributes within the limits; the first of those with one key stays."""
+    """Return the attributes within the limits; of several with one key the first stays."""
     kept: dict[str, Json] = {}
     for key, value in pairs:
         if len(kept) == MAX_ATTRIBUTES:
@@ -301,7 +300,7 @@ def _value(value: Json) -> Json:
         return str(value)
     if not isinstance(value, list | dict):
         return value
-    with contextlib.suppress(ValueError):  # not-a-number somewhere inside, which only a text can hold
+    with contextlib.suppress(ValueError):  # a NaN or infinity inside: kept as text
         if len(json.dumps(value, allow_nan=False)) <= MAX_TEXT:
             return value
     return _clip(json.dumps(value))
@@ -312,7 +311,7 @@ def _clip(value: str) -> str:
 
 
 def _exception(events: Iterable[Iterable[tuple[str, Json]]]) -> str:
-    """The last exception that a span recorded, in words."""
+    """Return the message, or else the type, of the last exception that a span recorded."""
     said = ""
     for event in events:
         attributes = dict(event)
@@ -321,7 +320,7 @@ def _exception(events: Iterable[Iterable[tuple[str, Json]]]) -> str:
 
 
 def accepted(content_type: str, rejected: int, message: str) -> bytes:
-    """The body of a success, with how many spans were not kept and why if some were not."""
+    """Return the body of a success; it says how many spans were not kept, and why, if there were some."""
     if content_type == JSON:
         partial = {"rejectedSpans": str(rejected), "errorMessage": message}
         return orjson.dumps({"partialSuccess": partial} if rejected else {})
@@ -334,9 +333,19 @@ def accepted(content_type: str, rejected: int, message: str) -> bytes:
     return bytes(response.SerializeToString())
 
 
+def _varint(value: int) -> bytes:
+    """LEB128: seven bits a byte, lowest first, the top bit says that more follow."""
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
 def refused(content_type: str, code: int, message: str) -> bytes:
-    """The body of an error: a `google.rpc.Status`, which is small enough to be written without its library."""
+    """Return the body of an error: a `google.rpc.Status`, which is small enough to be written without its library."""
     if content_type != PROTOBUF:
         return orjson.dumps({"code": code, "message": message})
     data = message.encode()
-    return b"\x08" + to_varint(code) + b"\x12" + to_varint(len(data)) + data
+    return b"\x08" + _varint(code) + b"\x12" + _varint(len(data)) + data

@@ -1,7 +1,7 @@
-"""The rollout as the remote parent of every OpenTelemetry span that begins in it.
+"""Makes the rollout the remote parent of every OpenTelemetry span that begins in it.
 
-The invariant: OpenTelemetry is never imported here; where the agent's program has it, what it instruments carries the rollout's
-`traceparent` to other services, and when the rollout ends the context is as it was.
+The invariant: OpenTelemetry is never imported here. Where the agent's program has it, instrumented requests carry the rollout's
+`traceparent` to other services; when the rollout ends, the context is restored.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _attached: ContextVar[_Parent | None] = ContextVar("lightning_otel_parent", defa
 
 
 class ParentsStage(AttemptStage):
-    """Spans that begin in an agent's call are children of its attempt."""
+    """The stage that makes spans of an agent's call children of its attempt."""
 
     api, after = 1, ("branches",)
 
     def around(self, task: Task, llm: LLM) -> AbstractContextManager[None] | None:
-        """Nothing without a key, of which the ids are made."""
+        """Return the context around the agent's call; None without a key, because the ids are made of it."""
         return parent_of_spans(llm.api_key) if llm.api_key else None
 
 
 @contextmanager
 def parent_of_spans(token: str) -> Iterator[None]:
-    """Let spans that begin in the block be children of the attempt with this token: now, or once the API is imported."""
+    """Make spans that begin in the block children of the attempt with this token: now, or once OpenTelemetry's API is
+    imported."""
     parent = _Parent(token)
     before = _wanted.set(parent)
     undo = on_import(API, parent.attach)
@@ -48,7 +49,7 @@ def parent_of_spans(token: str) -> Iterator[None]:
 
 
 class _Parent:
-    """The parent of one attempt, attached to OpenTelemetry's context at most once."""
+    """The parent of one attempt's spans, attached to OpenTelemetry's context at most once."""
 
     def __init__(self, token: str) -> None:
         self._trace_id = trace_id_of(token)
@@ -57,7 +58,7 @@ class _Parent:
 
     def attach(self, api: ModuleType) -> None:
         if _wanted.get() is not self:
-            return  # imported by a rollout beside this one, or in a thread that belongs to none
+            return  # imported by another rollout, or in a thread of no rollout
         remote = api.SpanContext(
             int(self._trace_id, 16),
             int(root_span_id(self._trace_id), 16),

@@ -1,7 +1,7 @@
-"""Where spans stand in the line of the gateway: what they say of an attempt's tools and agents is in its outcome.
+"""The gateway's stage that adds what spans show about an attempt's tools and agents to its outcome.
 
-The invariant: a span is evidence beside the gateway's record, never instead of it. What spans add to a rollout is settled when
-its attempt ends and is stored with the outcome, so nothing that arrives later changes what was trained.
+The invariant: spans add to the gateway's record and never replace it. What spans add to a rollout is settled when its attempt
+ends and is stored with the outcome, so that later spans change nothing that was trained.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
 
 LONGEST_ERROR = 2000
-"""Characters kept of which tools a request offers."""
+"""The most characters of an error that lists the offered tools."""
 
 
 class TracesStage(CallStage):
-    """Keeps a span of each tool that the model has invented, and adds to each outcome what spans know of it."""
+    """Stores a span for each tool that the model invented, and adds to each outcome what its spans show."""
 
     api, after, before = 1, ("branches", "history"), ("texts",)
 
@@ -46,18 +46,18 @@ class TracesStage(CallStage):
         self._store = parts.store
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """Keep the spans of tools that are none, now that there is a call that they belong to."""
+        """Store the spans of invented tools, now that their call is stored."""
         if transitions[0].status.answered and (invented := invented_tools(call)):
             await append_spans(self._store, invented)
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
-        """Add the tools that ran and the callers that only spans know."""
+        """Return the outcome with the tool runs and the callers that only spans show."""
         return with_spans(outcome, await spans(self._store, rollout.id, rollout.attempt), calls)
 
 
 def invented_tools(call: Call) -> list[Span]:
-    """The tools that an answer calls and its request does not offer, each as the span of a run that failed: no framework tells
-    of a tool that it does not know."""
+    """Return spans of failed runs for the tools that an answer calls and its request does not offer, since no framework reports
+    a tool that it does not know."""
     capture, (rollout, attempt) = call.capture, call.attempt
     called = [tool for _, choice in sorted(capture.choices.items()) for tool in choice.invented]
     if not called:
@@ -72,7 +72,7 @@ def invented_tools(call: Call) -> list[Span]:
                 trace,
                 hashlib.sha256(f"{capture.id} {place}".encode()).hexdigest()[:16],
                 name=f"{EXECUTE_TOOL} {tool.name}",
-                started_at=now + place * 1e-6,  # in their order
+                started_at=now + place * 1e-6,  # keeps their order
                 ended_at=now + place * 1e-6,
                 status="error",
                 error=f"the model called a tool that its request does not offer; it offers {offered}"[:LONGEST_ERROR],

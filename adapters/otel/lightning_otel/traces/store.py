@@ -1,7 +1,7 @@
-"""The operations on spans, which the plugin brings to every store: `await append_spans(store, spans)`.
+"""The store operations on spans, such as `await append_spans(store, spans)`. The plugin adds them to every store.
 
-The invariant: a span belongs to the attempt that was current when it arrived, its first content stays, and no attempt has more
-than `MAX_SPANS` of them. A project sees and adds those of its own rollouts.
+The invariant: a span belongs to the attempt that was current when it arrived; its first content stays; no attempt has more than
+`MAX_SPANS`. A project sees and adds spans of its own rollouts only.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lightning.store.protocol import Store
 from lightning.types import Span
 
 MAX_SPANS: Final = 10_000
-"""Spans that one attempt may have: a program that never stops telling must not fill the database."""
+"""The most spans of one attempt, so that a program that never stops sending cannot fill the database."""
 
 
 class SpanOperations(Protocol):
-    """What may be asked of spans."""
+    """The signatures of the operations on spans."""
 
     async def append_spans(self, spans: Sequence[Span]) -> int:
-        """Store spans durably; return how many of them are stored now, those that were before included.
+        """Store spans durably. Return how many of them are stored now, including those stored before.
 
-        The first content of a span id stays. Exporters send late, so spans of the current attempt are taken after its end
-        too; those of unknown rollouts and of other attempts are not, nor are those that an attempt has beyond `MAX_SPANS`.
-        Repeating gives the same answer.
+        The first content of a span id stays. Exporters send late, so spans of the current attempt are accepted after its end,
+        too. Spans of unknown rollouts, of other attempts, and beyond `MAX_SPANS` of an attempt are not stored. Repeating the
+        call gives the same answer.
         """
 
     async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
-        """The spans of an attempt (default: the rollout's current one) in the order they began."""
+        """Return the spans of an attempt (default: the rollout's current one) in the order they began."""
 
 
 async def _of_project(store: Store, project: str, asked: Operation, arguments: dict[str, Any]) -> Any:
-    """See `Rule`: spans of other projects are not taken, as those of unknown rollouts are not."""
+    """Store spans for one project: those of other projects are dropped, like those of unknown rollouts."""
     told: Sequence[Span] = arguments["spans"]
     seen = {name: await _sees(store, project, name) for name in dict.fromkeys(span.rollout for span in told)}
     return await asked(store, [span for span in told if seen[span.rollout]])

@@ -1,6 +1,6 @@
-"""Spans in Redis: the hashes `spans:ATTEMPT:ROLLOUT`, by span id.
+"""Spans in Redis, in the hashes `spans:ATTEMPT:ROLLOUT` by span id.
 
-The invariant: see `lightning_otel.traces.store`.
+The invariant: it keeps what `lightning_otel.traces.store` promises.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ return {'ok', stored}
 
 
 async def append(link: Link, spans: Sequence[Span]) -> int:
-    """See `append_spans`."""
+    """Store spans, and return how many of them are stored now."""
     texts = [rows.dump(list(rows.SPANS.values(span))) for span in spans]
     if not spans:
         return 0
@@ -63,7 +63,7 @@ async def append(link: Link, spans: Sequence[Span]) -> int:
 
 
 async def read(link: Link, rollout: str, attempt: int | None) -> list[Span]:
-    """See `spans`."""
+    """Return the spans of an attempt (None: the current one) in the order they began."""
     current = await current_attempt(link, rollout)
     attempt = current if attempt is None else attempt
     (texts,) = await link.reads.read((b"HVALS", link.keys("spans", attempt, rollout)))
@@ -81,4 +81,4 @@ def _span(rollout: str, attempt: int, text: bytes) -> Span:
 
 
 FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {"append_spans": append, "spans": read}
-"""By the names of the operations."""
+"""The functions of the operations, by the operations' names."""

@@ -1,6 +1,6 @@
-"""Spans in SQL databases.
+"""Spans in SQL databases, in one table.
 
-The invariant: see `lightning_otel.traces.store`.
+The invariant: it keeps what `lightning_otel.traces.store` promises.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning.errors import StoreError
 from lightning.store import rows
-from lightning.store.relational.rollouts import standing
+from lightning.store.relational.operations import standing
 from lightning.store.relational.transaction import SqlPart, Transaction
 from lightning.types import Span, by_key
 
@@ -46,7 +46,7 @@ SELECT: Final = f"SELECT {COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? 
 
 
 async def append(transaction: Transaction, spans: Sequence[Span]) -> int:
-    """See `append_spans`."""
+    """Store spans, and return how many of them are stored now."""
     attempts = by_key(spans, lambda span: (span.rollout, span.attempt))
     return sum([await _append(transaction, *attempt, attempts[attempt]) for attempt in sorted(attempts)])
 
@@ -54,7 +54,7 @@ async def append(transaction: Transaction, spans: Sequence[Span]) -> int:
 async def _append(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
     try:
         where = await standing(transaction, rollout, held=True)
-    except StoreError:  # a rollout nobody created must not cost the spans of the others
+    except StoreError:  # an unknown rollout must not cost the spans of others
         return 0
     if attempt < 1 or where.position.attempt != attempt:
         return 0
@@ -71,7 +71,7 @@ async def _append(transaction: Transaction, rollout: str, attempt: int, spans: S
 
 
 async def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Span]:
-    """See `spans`."""
+    """Return the spans of an attempt (None: the current one) in the order they began."""
     where = await standing(transaction, rollout)
     attempt = where.position.attempt if attempt is None else attempt
     found = await transaction.all(SELECT, (where.n, attempt))

@@ -1,1 +1,1 @@
-"""The torch engine: one process, a CPU or one CUDA device."""
+"""The torch engine, which trains in one process on a CPU or one CUDA device."""

@@ -1,7 +1,7 @@
-"""The torch engine: one process, a CPU or one CUDA device, any `transformers` causal LM, full weights or LoRA.
+"""The torch engine: it trains any `transformers` causal LM in one process, on a CPU or one CUDA device, full weights or LoRA.
 
 The invariant: the gradient of an update is the exact sum of its rows' gradients, whatever the micro-batches; and an update is
-taken wholly or, when its loss or gradient is not finite, not at all.
+taken wholly or, if its loss or gradient is not finite, not at all.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ T = TypeVar("T")
 
 
 class TorchEngine:
-    """Implements `lightning.engines.protocol.Engine`. Arguments are those of `EngineConfig`; `dtype` may also be `float64`, and
-    `max_model_len` is the policy server's (`engines.loading`)."""
+    """The torch implementation of `lightning.engines.protocol.Engine`. Arguments are those of `EngineConfig`; `dtype` may also
+    be `float64`, and `max_model_len` is the policy server's (`engines.loading.served_length`)."""
 
     def __init__(
         self,
@@ -93,16 +93,16 @@ class TorchEngine:
         self._no_tree: str | None = None
         self._driver = StepDriver(max_nonfinite_steps)
         self._known: Layout | None = None
-        """That of the rows that were prepared last, which are probably those of the next gradient."""
+        """The layout of the rows that were prepared last, which the next gradient probably uses."""
         self._summed: list[tuple[Layout, Loss]] = []
-        """What the gradient at hand is of."""
+        """The rows and losses whose gradients are added up so far."""
 
     def check(self, model: Path) -> str:
-        """See `lightning.engines.protocol.ChecksModel`."""
+        """Return the limits of training a model folder, in words, or raise if it cannot be trained (`ChecksModel`)."""
         return contents(model, lora=self._lora, max_model_len=self._served).remark()
 
     def check_teacher(self, teacher: Path) -> None:
-        """See `lightning.engines.protocol.ChecksTeacher`."""
+        """Raise `EngineError` if a folder cannot be loaded as the reference model (`ChecksTeacher`)."""
         read_model(teacher, device_map="meta")
 
     def open(
@@ -132,7 +132,7 @@ class TorchEngine:
         self._forget()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
+        """Return the current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
         self._checked(samples)
         lengths = [len(sample) for sample in samples]
         tokens = wanted_tokens(samples, [np.arange(1, length) for length in lengths])
@@ -141,7 +141,7 @@ class TorchEngine:
         return [np.append(np.float32(np.nan), own) for own in _apart(found, [length - 1 for length in lengths])]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """The critic's value of the state before each span, shape (spans,) each."""
+        """Return the critic's value of the state before each span, shape (spans,) for each sample."""
         lm, critic = self._checked(samples), self._critic
         if critic is None:
             raise no_critic()
@@ -151,12 +151,10 @@ class TorchEngine:
         return _apart(found, [len(sample.spans) for sample in samples])
 
     def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
-        """A step on the sum of the rows' losses, as `StepDriver` takes it.
+        """Take a step on the sum of the rows' losses (`StepDriver.step`).
 
-        Only the engine knows the vocabulary, so the engine refuses ids outside it. vLLM cannot have served one: it samples
-        from the model's own vocabulary, and its model has no embedding for more. So such a row is another model's.
-
-        Raises `DataError` for a row that cannot be computed on and `EngineError` when more than `max_nonfinite_steps` updates
+        Raises `DataError` for a row that cannot be computed on, also for a token id outside of the model's vocabulary, which
+        only a policy server of another model can have sampled. Raises `EngineError` if more than `max_nonfinite_steps` updates
         in a row are not finite.
         """
         self._check_trainable(samples)
@@ -165,10 +163,10 @@ class TorchEngine:
             return self._driver.step(self, samples, loss, lr)
         finally:
             self._forget()
-            torch.cuda.empty_cache()  # vLLM may be on the same GPU, and wants its memory back; nothing happens without one
+            torch.cuda.empty_cache()  # a vLLM on the same GPU needs its memory back; does nothing without a GPU
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """See `lightning.engines.protocol.Engine`."""
+        """Add the gradient of these rows to the accumulated gradient, without an update (`Engine.forward_backward`)."""
         self._check_trainable(samples)
         try:
             return self._driver.forward_backward(self, samples, loss)
@@ -179,7 +177,7 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def optim_step(self, lr: float | None = None) -> StepResult:
-        """See `lightning.engines.protocol.Engine`."""
+        """Update the weights on the accumulated gradient, and discard the gradient (`Engine.optim_step`)."""
         self._opened()
         try:
             return self._driver.optim_step(self, lr)
@@ -187,7 +185,8 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def prepare(self, samples: Sequence[Sample], loss: Loss) -> Sequence[Sample]:
-        """See `lightning.engines.step.Computer`."""
+        """Return the rows with the numbers that the loss needs of their tokens before the gradient pass
+        (`Computer.prepare`)."""
         if not is_prepared(loss):
             return samples
         layout = self._step_layout(samples)
@@ -198,12 +197,13 @@ class TorchEngine:
         return found
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
-        """See `lightning.engines.step.Computer`. When memory runs out, all that the gradient is of is computed again."""
+        """Add the gradient of these rows to the accumulated gradient (`Computer.accumulate`). If memory runs out, the whole
+        accumulated gradient is computed again in smaller micro-batches."""
         lm, known, self._known = self._opened(), self._known, None
         if self._kind == "per-call":
             samples, known = [row for sample in samples for row in rows.by_call(sample)], None
         layout = known if known is not None and _are(known.samples, samples) else self._step_layout(samples)
-        added = [(layout, loss)]  # to what is there; after a shortage of memory, all of it again
+        added = [(layout, loss)]  # the rows to add; after a lack of memory, all rows of the accumulated gradient
 
         def attempt() -> Tally:
             nonlocal added
@@ -221,7 +221,7 @@ class TorchEngine:
         return tally
 
     def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
-        """See `lightning.engines.step.Computer`."""
+        """Clip the gradient, update the weights, discard the gradient, and return its norms (`Computer.update`)."""
         optimizer = self._opened_optimizer()
         try:
             norms = self._clipped(step)
@@ -229,20 +229,20 @@ class TorchEngine:
                 group["lr"] = critic_lr if group["critic"] else lr
             cures = f"it may have been taken in part, so resume the run; {MORE_ROOM}"
             with needing_room(f"taking step {step}", cures):
-                optimizer.step()  # the first one makes the moments
+                optimizer.step()  # the first step allocates the moments
         finally:
             self._forget()
         return norms
 
     def _forget(self) -> None:
-        """No gradient is left."""
+        """Discard the accumulated gradient."""
         self._driver.dropped()
         self._summed, self._known = [], None
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: Path) -> None:
-        """Write the whole training state to a folder, atomically; one that exists is replaced."""
+        """Write the whole training state to a folder, atomically; an existing folder is replaced."""
         lm, optimizer = self._opened(), self._opened_optimizer()
         progress = Progress(self._driver.steps, self._budget, self._config, self._critic.trunk if self._critic else "")
         save_state(folder, self._learning(), optimizer, progress, lm.device)
@@ -250,10 +250,10 @@ class TorchEngine:
     def load(self, folder: Path) -> None:
         """Restore a saved state into the opened model; the optimizer's settings stay those given to `open`.
 
-        The next step is then bit for bit the one that would have followed on a CPU; on CUDA the attention kernels' own
-        order of summation may differ between any two runs. For that the micro-batch size comes back too, as small as a
-        shortage of memory had made it, unless `tokens_per_microbatch` is smaller now: sums are then rounded otherwise. The
-        reference model is not part of it.
+        On a CPU the next step is then bit for bit the step that would have followed the saved state; on CUDA the attention
+        kernels' order of summation may differ between any two runs. So the micro-batch size is restored too, as small as a lack
+        of memory had made it; if `tokens_per_microbatch` is smaller now, that is used, and sums round differently. The
+        reference model is not part of the state.
         """
         lm, optimizer = self._opened(), self._opened_optimizer()
         critic = self._critic.trunk if self._critic else ""
@@ -266,22 +266,23 @@ class TorchEngine:
         self._forget()
 
     def export(self, folder: Path) -> Path:
-        """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
+        """Write a model folder that `transformers` and vLLM load, adapters merged, and return it."""
         lm = self._opened()
         return write_folder(lm.folder, self._whole(), lm.dtype, folder)
 
     def weights(self, file: Path) -> Path:
-        """Write the current full weights as one safetensors file, LoRA merged; return it."""
+        """Write the current full weights as one safetensors file, adapters merged, and return it."""
         lm = self._opened()
         return write_file(lm.folder, self._whole(), lm.dtype, file)
 
     def adapters(self, file: Path) -> Path | None:
-        """Write the adapters alone; None where all weights are trained, or where the folder stores a layer in another form."""
+        """Write the adapters alone and return the file; None if all weights are trained, or if the model folder stores an
+        adapted layer in another form."""
         lm = self._opened()
         return write_adapters(lm.folder, lm.model, lm.dtype, file) if self._lora is not None else None
 
     def numerics(self) -> dict[str, Json]:
-        """In what it computes (`trainer.context.Numeric`)."""
+        """Return the engine's numerics: dtype, device, threads and tokens per micro-batch (`trainer.context.Numeric`)."""
         lm = self._opened()
         return {
             "dtype": str(lm.dtype).removeprefix("torch."),
@@ -291,9 +292,9 @@ class TorchEngine:
         }
 
     def close(self) -> None:
-        """Free the model's memory. Idempotent."""
+        """Free the model's memory. Further calls do nothing."""
         self._lm, self._reference, self._critic, self._optimizer, self._parameters = None, None, None, None, {}
-        gc.collect()  # a model's modules know each other, and Python would look for such circles after gigabytes more
+        gc.collect()  # a model's modules refer to each other, and Python would collect such cycles too late
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -313,10 +314,11 @@ class TorchEngine:
         return self._optimizer
 
     def _checked(self, samples: Sequence[Sample]) -> CausalLM:
-        """The model, if these rows can be computed on, by the engine's number of threads. Raises `DataError` otherwise."""
+        """Check that these rows can be computed on, set torch's number of threads for this thread, and return the model. Raises
+        `DataError` for a bad row."""
         lm = self._opened()
         if lm.device.type == "cpu" and self._threads:
-            torch.set_num_threads(self._threads)  # torch keeps it by thread, and any thread may ask
+            torch.set_num_threads(self._threads)  # torch keeps this number by thread, and any thread may call
         for sample in samples:
             rows.check(sample, lm.vocab_size)
         return lm
@@ -327,11 +329,11 @@ class TorchEngine:
             refuse_targets(samples)
 
     def _learning(self) -> dict[str, nn.Parameter]:
-        """All that the optimizer changes: the policy's parameters and the critic's."""
+        """Return all parameters that the optimizer changes, by name: the policy's and the critic's."""
         return self._parameters | (self._critic.parameters() if self._critic else {})
 
     def _read(self, layout: Layout, *, reference: bool) -> Numbers:
-        """Logprobs (N,) of a layout's tokens in the order of the rows, by the reference model or by the one that is trained."""
+        """Return the logprobs (N,) of a layout's tokens in the order of the rows, under the reference or the trained model."""
         lm, source = self._opened(), self._reference
         with source.model() if reference and source is not None else nullcontext(lm) as model:
             if reference and source is not None and isinstance(layout, Forest):
@@ -345,7 +347,8 @@ class TorchEngine:
         return self._layout(samples, lengths, trained_tokens(samples), states_of(samples, every=False))
 
     def _layout(self, samples: Sequence[Sample], lengths: Sequence[int], tokens: Tokens, states: States) -> Layout:
-        """How rows are computed; `auto` takes the tree where enough tokens are shared to pay for the smaller pieces."""
+        """Return the layout of rows: a tree by `engine.step` = "tree", or = "auto" if the rows share enough tokens, and if the
+        model can be computed over trees; else row by row."""
         if self._kind in ("auto", "tree") and samples:
             forest = Forest.of(samples, lengths, tokens, states)
             if (self._kind == "tree" or forest.pays) and self._takes(forest):
@@ -353,7 +356,7 @@ class TorchEngine:
         return Linear(samples, lengths, tokens, states)
 
     def _takes(self, forest: Forest) -> bool:
-        """Whether the model can be computed over a tree; that it cannot is said once, with what it costs."""
+        """Whether the model can be computed over a tree. If it cannot, that is logged once, with the cost in tokens."""
         if self._no_tree is None:
             lm = self._opened()
             self._no_tree = why_no_tree(lm)
@@ -374,9 +377,9 @@ class TorchEngine:
         return not self._no_tree
 
     def _clipped(self, step: int) -> dict[str, float]:
-        """Clip the policy's gradient and the critic's, each by its own norm; returns these as they were.
+        """Clip the policy's gradient and the critic's, each by its own norm, and return the norms before clipping.
 
-        Raises `NonFiniteError` when one is not finite.
+        Raises `NonFiniteError` if a norm is not finite.
         """
         norms = {"grad_norm": float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))}
         if self._critic is not None:
@@ -388,7 +391,8 @@ class TorchEngine:
         return norms
 
     def _within_memory(self, layout: Layout, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns. When memory runs out it is made again with half the micro-batch, which is kept."""
+        """Call `attempt` and return its result. If memory runs out, halve the micro-batch size for good and call it again.
+        Raises `EngineError` if memory runs out at the layout's smallest size."""
         least = layout.least
         while True:
             try:
@@ -404,17 +408,17 @@ class TorchEngine:
 
 
 def _apart(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
-    """Numbers of all rows as one array for each."""
+    """Split the numbers of all rows into one array for each row, of the lengths `counts`."""
     return np.split(values, np.cumsum(counts)[:-1]) if counts else []
 
 
 def _are(some: Sequence[Sample], others: Sequence[Sample]) -> bool:
-    """Whether these are the same rows."""
+    """Whether both are the same row objects in the same order."""
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _largest(samples: Sequence[Sample]) -> str:
-    """The trained advantage of a step that is furthest from 0, and whose it is, for messages."""
+    """Return, for messages, the largest absolute advantage of the rows' trained tokens, and the calls of its row."""
     trained = [(np.abs(sample.advantages[sample.weights != 0]).max(initial=0.0), sample) for sample in samples]
     size, sample = max(trained, key=lambda item: item[0])
     return f"{size:g}, in {rows.name(sample)}"
@@ -423,7 +427,8 @@ def _largest(samples: Sequence[Sample]) -> str:
 def _adamw(
     parameters: dict[str, nn.Parameter], critic: ValueHead | None, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101); matrices decay, norms, biases and the critic do not."""
+    """Return AdamW (arXiv 1711.05101) over all parameters. Weight decay acts on matrices, not on norms, biases and the
+    critic."""
     matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     groups = [

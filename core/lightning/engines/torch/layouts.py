@@ -1,12 +1,12 @@
-"""How rows go through the model, one by one or over their prefix tree; and the passes: reading logprobs or values without a
-gradient, and adding up the gradient of a step.
+"""The layouts of rows in a pass through the model (row by row, or over their prefix tree), and the passes: reading logprobs or
+values without a gradient, and adding up the gradient of a step.
 
-The invariant: every wanted token and every valued state is visited once, however the rows are computed; a token that rows share
-is computed once in a tree, and has an entry (so a loss) for each of its rows. All passes see the same tokens through the same
-functions, so what is read before a step is what the step computes again.
+The invariant: every wanted token and every valued state is visited once in either layout. In a tree, a token that rows share is
+computed once, but has an entry (so a loss) for each of its rows. All passes compute the same tokens by the same functions, so a
+step computes the same logprobs that were read before it.
 
-Rows that are computed one by one are padded on the right only. With causal attention no real token can see the padding behind
-it, so no attention mask is needed and positions count from 0; and how rows are grouped changes no token's result.
+Rows that are computed row by row are padded on the right only. With causal attention no real token attends to the padding after
+it, so no attention mask is needed, positions count from 0, and the grouping of rows does not change a token's result.
 """
 
 from __future__ import annotations
@@ -48,29 +48,30 @@ from lightning.losses.protocol import Loss
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart:
-    """What is computed at one time: hidden states, and the entries that are read from them."""
+    """The part of a layout that is computed at one time: hidden states, and the tokens and states that are read from them."""
 
     hidden: torch.Tensor
-    """(R, H)."""
+    """The hidden states, shape (R, H)."""
     tokens: Ints
-    """Which tokens of the layout."""
+    """The indices of the part's tokens in the layout."""
     before: Ints
-    """The row of `hidden` that predicts each."""
+    """For each of these tokens, the index in `hidden` of the state that predicts it."""
     states: Ints
-    """Which states of the layout."""
+    """The indices of the part's valued states in the layout."""
     at: Ints
-    """The row of `hidden` that is each."""
+    """For each of these states, its index in `hidden`."""
     what: str
     """The rows, for messages."""
 
 
 Visit = Callable[[LayoutPart], torch.Tensor | None]
-"""What is done with a part; the loss that it returns is differentiated at once."""
+"""A function that is called with each part of a walk. If it returns a loss, the walk goes backward from that loss."""
 
 
 @contextmanager
 def failing(doing: str, what: str) -> Iterator[None]:
-    """Whatever torch raises in a pass becomes an `EngineError`; a shortage of memory always an `OutOfMemoryError`."""
+    """Turn torch's errors inside the block into an `EngineError` that names the pass (`doing`) and the rows (`what`), but a
+    lack of memory always into an `OutOfMemoryError`."""
     try:
         yield
     except (torch.OutOfMemoryError, EngineError):
@@ -83,33 +84,33 @@ def failing(doing: str, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Rows one by one. Entries are in the order of the rows; each row is cut to its length."""
+    """The layout that computes rows one by one, each cut to its length. Tokens and states are in the order of the rows."""
 
     samples: Sequence[Sample]
     lengths: Sequence[int]
-    """How many tokens of each row are computed."""
+    """The number of tokens of each row that are computed."""
     tokens: Tokens
-    """What is predicted."""
+    """The tokens to predict."""
     states: States
-    """What is valued."""
+    """The states to value."""
 
     @property
     def least(self) -> int:
-        """The budget below which passes do not get smaller: the longest row, since a row is computed whole."""
+        """The smallest budget in tokens that still makes passes smaller: the longest row, since a row is computed whole."""
         return max(self.lengths, default=0)
 
     @property
     def least_text(self) -> str:
-        """What is computed at one time then, for messages."""
+        """A description of the smallest pass, for messages."""
         return f"a single row of {self.least} tokens"
 
     def again(self, samples: Sequence[Sample]) -> Linear:
-        """The layout of rows with the same ids and spans, of which other numbers are known now."""
+        """Return the layout of the same rows with other numbers of their tokens, such as `reference` or `prepared`."""
         return replace(self, samples=samples, tokens=trained_tokens(samples))
 
     def walk(self, lm: CausalLM, budget: int, visit: Visit) -> int:
-        """Visit every entry once, at most `budget` padded tokens at a time; returns how many tokens were computed. One forward
-        and, where `visit` returns a loss, backward pass for each micro-batch."""
+        """Call `visit` with micro-batches of at most `budget` padded tokens, until every token and state was visited once. Each
+        has one forward pass and, if `visit` returns a loss, one backward pass. Returns the number of tokens computed."""
         wanted = np.unique(np.concatenate([self.tokens.rows, self.states.rows])).tolist()
         computed = 0
         for places in plan([self.lengths[row] for row in wanted], budget):
@@ -118,7 +119,7 @@ class Linear:
             computed += ids.size
             what = f"{len(rows)} rows of up to {ids.shape[1]} tokens ({_names([self.samples[row] for row in rows])})"
             with failing("forward pass", what), lm.computing():
-                # What the last token says of the next one is not asked.
+                # The last token's hidden state would predict a token behind the row, so it is not computed.
                 hidden = lm.hidden(torch.from_numpy(ids[:, :-1]).to(lm.device))
             loss = visit(self._part(rows, hidden, what))
             if loss is not None:
@@ -127,14 +128,14 @@ class Linear:
         return computed
 
     def _ids(self, rows: Sequence[int]) -> Ints:
-        """(B, T) token ids; zeros behind a row's end."""
+        """Return the token ids (B, T) of some rows, with zeros behind a row's end."""
         ids = np.zeros((len(rows), max(self.lengths[row] for row in rows)), np.int64)
         for place, row in enumerate(rows):
             ids[place, : self.lengths[row]] = self.samples[row].ids[: self.lengths[row]]
         return ids
 
     def _part(self, rows: Sequence[int], hidden: torch.Tensor, what: str) -> LayoutPart:
-        """What is read from the hidden states (B, T, H) of some rows."""
+        """Return the part with the hidden states (B, T, H) of some rows and the entries that are read from them."""
         width = hidden.shape[1]
         tokens, before = _row_entries(self.tokens, rows, width)
         states, at = _row_entries(self.states, rows, width)
@@ -142,7 +143,7 @@ class Linear:
 
 
 def _row_entries(entries: Tokens | States, rows: Sequence[int], width: int) -> tuple[Ints, Ints]:
-    """Which entries belong to some rows, and where in a (B * `width`) tensor of these rows they stand."""
+    """Return the indices of the entries of some rows, and their places in a flat tensor (B * `width`) of these rows."""
     starts, stops = (np.searchsorted(entries.rows, rows, side=side) for side in ("left", "right"))
     chosen = [np.arange(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
     places = [entries.columns[own] + place * width for place, own in enumerate(chosen)]
@@ -155,21 +156,21 @@ def _names(samples: Sequence[Sample]) -> str:
 
 
 LEAST_TOKENS = 64
-"""The smallest budget that a shortage of memory leads to: passes over fewer tokens need hardly less."""
+"""The smallest budget of a tree after a lack of memory, because passes over fewer tokens need hardly less memory."""
 
 CPU_BYTES = int(1.25 * 2**30)
-"""What the activations of a pass may take on a CPU. More makes it no faster there (SmolLM2-135M: as fast with 1,024 tokens at
-one time as with 8,192), and fresh memory is slow."""
+"""The largest size of a pass's activations on a CPU, in bytes. Larger passes are no faster there (SmolLM2-135M: as fast with
+1,024 tokens at one time as with 8,192), and allocating memory is slow."""
 
 RUN_TOKENS = 3
-"""What a run of tokens with attention of its own costs besides its tokens, in tokens: up to 3.8 where runs have 32 tokens,
-nothing where they have 256, in a model of 4 layers of size 256 on a CPU (`tests/bench/bench_tree.py`)."""
+"""The overhead of a run of tokens with attention of its own, in tokens: measured up to 3.8 for runs of 32 tokens, and none for
+256, in a model of 4 layers of size 256 on a CPU (`tests/bench/bench_tree.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Rows over their prefix tree. Entries are in the order of their places: where in the tree the hidden state stands that
-    each needs."""
+    """The layout that computes rows over their prefix tree. Tokens and states are in the order of their places: the index in
+    the tree of the hidden state that each is read from."""
 
     samples: Sequence[Sample]
     lengths: Sequence[int]
@@ -181,7 +182,7 @@ class Forest:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], lengths: Sequence[int], tokens: Tokens, states: States) -> Forest:
-        """The forest of rows cut to their lengths."""
+        """Return the forest of rows cut to their lengths."""
         tree = build_tree([sample.ids[:length] for sample, length in zip(samples, lengths, strict=True)])
         tokens, token_places = _placed(tree, tokens, tokens.columns - 1)
         states, state_places = _placed(tree, states, states.columns)
@@ -189,32 +190,33 @@ class Forest:
 
     @property
     def pays(self) -> bool:
-        """Whether rows share so many tokens that computing these once is worth attending run by run."""
+        """Whether the rows share enough tokens to make the tree faster than single rows, with the overhead of its runs."""
         return sum(self.lengths) > len(self.tree.ids) + len(self.tree.nodes) * RUN_TOKENS
 
     @property
     def least(self) -> int:
-        """Rows are cut into pieces as small as this."""
+        """The smallest budget in tokens; rows are cut into pieces as small as this."""
         return LEAST_TOKENS
 
     @property
     def least_text(self) -> str:
-        """What is computed at one time then, for messages."""
+        """A description of the smallest pass, for messages."""
         return f"{self.least} tokens at a time, though longer rows are computed in pieces"
 
     def again(self, samples: Sequence[Sample]) -> Forest:
-        """The same tree, of whose rows other numbers are known now."""
+        """Return the forest of the same rows with other numbers of their tokens, such as `reference` or `prepared`."""
         tokens = trained_tokens(samples)
         tokens, places = _placed(self.tree, tokens, tokens.columns - 1)
         return replace(self, samples=samples, tokens=tokens, token_places=places)
 
     def by_rows(self) -> Linear:
-        """The same tokens for a model that is computed row by row, without states."""
+        """Return the layout of the same tokens, without states, for a model that must be computed row by row."""
         tokens = reordered(self.tokens, row_order(self.tokens))
         return Linear(self.samples, self.lengths, tokens, states_of((), every=True))
 
     def walk(self, lm: CausalLM, budget: int, visit: Visit) -> int:
-        """One pass over the nodes that have entries at or below them."""
+        """Call `visit` with every token and state once, in a pass over the nodes that have any at or below them. About `budget`
+        tokens are computed at a time. Returns the number of tokens computed."""
         what = f"{len(self.samples)} rows ({name(self.samples[0])} to {name(self.samples[-1])})"
 
         def visit_runs(hidden: torch.Tensor, runs: Sequence[Node]) -> torch.Tensor | None:
@@ -228,7 +230,7 @@ class Forest:
             return TreeWalk(lm, self.tree, self._needed(), min(budget, _affordable(lm)), visit_runs).run()
 
     def _needed(self) -> list[bool]:
-        """Whether each node has entries at or below it."""
+        """Return, for each node, whether it or a node below it has a token to predict or a state to value."""
         places = np.sort(np.concatenate([self.token_places, self.state_places]))
         edges = np.array([(node.start, node.stop) for node in self.tree.nodes], np.int64).reshape(-1, 2)
         found = np.searchsorted(places, edges)
@@ -241,12 +243,13 @@ class Forest:
 
 
 Layout = Linear | Forest
-"""How rows go through the model."""
+"""The way in which rows are computed: row by row, or over their prefix tree."""
 
 
 def _affordable(lm: CausalLM) -> int:
-    """How many tokens' activations `CPU_BYTES` hold, counted for the usual layer in float32: ten vectors of the model's width
-    and four of its inner width; two of the model's with gradient checkpointing. Without a limit on other devices."""
+    """Return the number of tokens whose activations fit in `CPU_BYTES`; no limit on other devices than a CPU. A usual layer in
+    float32 is assumed: ten vectors of the model's width and four of its inner width, or with gradient checkpointing two of the
+    model's width."""
     if lm.device.type != "cpu":
         return sys.maxsize
     config = lm.model.config.get_text_config()
@@ -256,7 +259,8 @@ def _affordable(lm: CausalLM) -> int:
 
 
 def _placed(tree: PrefixTree, entries: Entries, columns: Ints) -> tuple[Entries, Ints]:
-    """Entries in the order of their places, and these; they need the hidden states at `columns` of their rows."""
+    """Return entries in the order of their places in the tree, and these places. Each entry is read from the hidden state at
+    its column, `columns`, of its row."""
     rows, starts = np.unique(entries.rows, return_index=True)
     parts = np.split(columns, starts[1:]) if len(rows) else []
     found: list[Ints] = [tree.places(row, own) for row, own in zip(rows.tolist(), parts, strict=True)]
@@ -266,7 +270,8 @@ def _placed(tree: PrefixTree, entries: Entries, columns: Ints) -> tuple[Entries,
 
 
 def _run_entries(places: Ints, runs: Sequence[Node]) -> tuple[Ints, Ints]:
-    """Which entries need a hidden state of some runs of tokens, and where it stands among the states of these."""
+    """Return the indices of the entries that are read from the hidden states of some runs, and for each entry the index of its
+    state among those of the runs."""
     firsts, lasts = (np.searchsorted(places, [getattr(run, edge) for run in runs]) for edge in ("start", "stop"))
     chosen = [np.arange(first, last) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
     before = np.cumsum([0, *(len(run) for run in runs)])[:-1]
@@ -276,7 +281,8 @@ def _run_entries(places: Ints, runs: Sequence[Node]) -> tuple[Ints, Ints]:
 
 
 def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
-    """Logprobs (N,) of a layout's tokens under any model of its family, in the order of the rows, without a gradient."""
+    """Return the logprobs (N,) of a layout's tokens under a model with this vocabulary, in the order of the rows, without a
+    gradient."""
     found = np.full(len(layout.tokens), np.nan, _precision(lm))
 
     def visit(part: LayoutPart) -> None:
@@ -291,7 +297,7 @@ def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
 
 
 def read_values(layout: Layout, lm: CausalLM, critic: ValueHead, budget: int) -> Numbers:
-    """The critic's values (M,) of a layout's states, in the order of the rows."""
+    """Return the critic's values (M,) of a layout's states, in the order of the rows."""
     found = np.full(len(layout.states), np.nan, _precision(lm))
 
     def visit(part: LayoutPart) -> None:
@@ -305,18 +311,18 @@ def read_values(layout: Layout, lm: CausalLM, critic: ValueHead, budget: int) ->
 
 @dataclass(slots=True)
 class GradientPass:
-    """Adds the gradient of every token's and every state's loss to the parameters."""
+    """One pass that adds the gradient of every token's and every state's loss to the parameters' gradients."""
 
     lm: CausalLM
     layout: Layout
     loss: Loss
     critic: ValueHead | None
     number: int
-    """The step's, for messages."""
+    """The number of the step, for messages."""
     tally: Tally = field(default_factory=Tally)
 
     def run(self, budget: int) -> Tally:
-        """What the losses were, and what their tensors held of each call of the rows."""
+        """Run the pass with about `budget` tokens at a time; return its losses, metrics and the digests of the rows' calls."""
         seen = Seen(self.layout.tokens)
 
         def visit(part: LayoutPart) -> torch.Tensor | None:
@@ -326,7 +332,7 @@ class GradientPass:
                 losses.append(self._policy_loss(part, seen))
             if len(part.states):
                 losses.append(self._value_loss(part))
-            open_ones = [loss for loss in losses if loss.requires_grad]  # none where the output layer alone is trained
+            open_ones = [loss for loss in losses if loss.requires_grad]  # none if only the output layer is trained
             return sum(open_ones[1:], open_ones[0]) if open_ones else None
 
         computed = self.layout.walk(self.lm, budget, visit)
@@ -335,8 +341,8 @@ class GradientPass:
         return self.tally
 
     def _policy_loss(self, part: LayoutPart, seen: Seen) -> torch.Tensor:
-        """Each chunk goes backward through the output layer at once, so that its logits can go; what this says about the
-        hidden states is what is left to differentiate."""
+        """Compute the loss of a part's tokens in chunks, and go backward through the output layer after each chunk, so that its
+        logits can be freed. Return a stand-in for the loss, whose backward pass gives the hidden states their gradients."""
         gradients = []
         for own, hidden in _chunks(self.lm, part, part.hidden.detach()):
             tokens = reordered(self.layout.tokens, own)
@@ -353,7 +359,7 @@ class GradientPass:
         return known
 
     def _value_loss(self, part: LayoutPart) -> torch.Tensor:
-        """The critic's loss of a part's states."""
+        """Return the critic's loss of a part's states."""
         assert self.critic is not None, "rows with value targets are refused without a critic"
         states = reordered(self.layout.states, part.states)
         values = self.critic(_picked(part.hidden, part.at))
@@ -369,7 +375,7 @@ class GradientPass:
 
 
 class _Known(torch.autograd.Function):
-    """Stands for a loss whose gradient is known already."""
+    """A stand-in for a loss whose gradient with respect to `hidden` is known already. Its value is 0."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -383,7 +389,7 @@ class _Known(torch.autograd.Function):
 
 
 def _chunks(lm: CausalLM, part: LayoutPart, hidden: torch.Tensor) -> Iterator[tuple[Ints, torch.Tensor]]:
-    """Some tokens of a part at a time, and (N, H) the hidden states that predict them."""
+    """Yield a part's tokens in chunks: their indices in the layout, and the hidden states (N, H) that predict them."""
     for own in chunks(len(part.tokens), lm.vocab_size, lm.dtype, lm.device):
         yield part.tokens[own], _picked(hidden, part.before[own])
 
@@ -391,7 +397,8 @@ def _chunks(lm: CausalLM, part: LayoutPart, hidden: torch.Tensor) -> Iterator[tu
 def _predicted(
     lm: CausalLM, hidden: torch.Tensor, tokens: Tokens, what: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies (N,) of some tokens, and these."""
+    """Return the logprobs, the entropies and the ids of some tokens, each of shape (N,), from the hidden states (N, H) that
+    predict them."""
     targets = torch.from_numpy(tokens.targets).to(lm.device)
     heat = None if tokens.temperatures is None else torch.from_numpy(tokens.temperatures).to(lm.device)
     with failing("output layer", what), lm.computing():
@@ -400,7 +407,7 @@ def _predicted(
 
 
 def _picked(hidden: torch.Tensor, places: Ints) -> torch.Tensor:
-    """(N, H): the hidden states at some places."""
+    """Return the hidden states at some places, shape (N, H)."""
     return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
 
 

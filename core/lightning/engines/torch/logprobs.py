@@ -1,7 +1,7 @@
-"""Logprobs and entropies of wanted tokens from hidden states, a few tokens at a time.
+"""Logprobs and entropies of wanted tokens from hidden states, in chunks of a few tokens.
 
-The invariant: of one chunk at most one table of logits exists in what losses are computed in, and for bfloat16 one more in
-that; both results are differentiable. The table is computed in place, from logits to log p to their gradient.
+The invariant: a chunk has at most one table of logits in the dtype of losses, and with bfloat16 one more in bfloat16; both
+results are differentiable. The table is overwritten in place: logits, then log p, then the gradient.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 CHUNK_BYTES = {"cpu": 52 << 20}
-"""What the tables of a chunk may take, by kind of device; with the copies of a block 64 MiB. The more tokens are in one, the
-less often the output layer's weights and their gradient are read: at 49,152 words it is 277 tokens in float32, 184 in bfloat16.
-Capped logits (Gemma) keep two tables more."""
+"""The largest size of a chunk's tables, by kind of device; with the copies of a block it is 64 MiB. Larger chunks read the
+output layer's weights and their gradient less often: with 49,152 words a chunk has 277 tokens in float32, 184 in bfloat16.
+Capped logits (Gemma) keep two more tables."""
 
 OTHER_BYTES = 1 << 28
-"""On other devices, whose memory is larger and whose kernels need longer rows."""
+"""The largest size of a chunk's tables on other devices, whose memory is larger and whose kernels need longer rows."""
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20}
-"""Of a table, what the steps from logits to log p have up to three copies of, by kind of device."""
+"""The numbers of a table that are computed at one time from logits to log p, with up to three copies, by kind of device."""
 
 OTHER_ELEMENTS = 1 << 24
-"""On other devices: a GPU waits for its next kernel, not for its memory, when a block is small."""
+"""The same on other devices: with small blocks a GPU waits for the launch of kernels, not for memory."""
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def chunks(count: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
-    """Cuts a number of tokens for a model that computes in `dtype`."""
+    """Return the slices that cut `count` tokens into chunks, for a model that computes in `dtype`."""
     exact = torch.promote_types(dtype, torch.float32)
     bytes_each = exact.itemsize + (dtype.itemsize if exact is not dtype else 0)
     size = max(1, CHUNK_BYTES.get(device.type, OTHER_BYTES) // (bytes_each * vocab_size))
@@ -39,9 +39,9 @@ def chunks(count: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 def token_logprobs(
     hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None, logits: Logits
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature).
+    """Return logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature).
 
-    `hidden` has shape (N, H). Results are float32, or float64 where the logits are.
+    `hidden` has shape (N, H); `temperatures` (N,) of None are all 1. Results are float32, or float64 if the logits are.
     """
     scores = logits(hidden)
     if scores.dtype not in (torch.float32, torch.float64):
@@ -51,10 +51,11 @@ def token_logprobs(
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """log p[target] and H = -sum p log p of each row of logits, which become log p, and their gradient later, in place.
+    """log p[target] and H = -sum p log p of each row of logits. The table of logits is overwritten by log p, and in the
+    backward pass by the gradient.
 
-    With z the logits and t the temperature, d log p[k] / d z_j = (1[j = k] - p_j) / t and d H / d z_j = -p_j (log p_j + H) / t:
-    the entropy costs nothing unless it is used.
+    With z the logits and t the temperature, d log p[k] / d z_j = (1[j = k] - p_j) / t and d H / d z_j = -p_j (log p_j + H) / t.
+    The backward pass computes the entropy's part only if the entropy is used.
     """
 
     @staticmethod
@@ -68,7 +69,7 @@ class _LogprobEntropy(torch.autograd.Function):
             rows = logits[part]
             log_p = torch.log_softmax(rows if heat is None else rows.div_(heat[part]), dim=-1)
             rows.copy_(log_p)
-            # The clamp makes a masked token's 0 * -inf the 0 it stands for.
+            # Without the clamp a masked token would give 0 * -inf = NaN; it must give 0.
             entropy[part] = -log_p.exp().mul_(log_p.clamp_min_(least)).sum(-1)
         ctx.save_for_backward(logits, targets, entropy, heat)
         ctx.set_materialize_grads(False)

@@ -1,17 +1,17 @@
 """A causal language model in two halves: the trunk that makes hidden states, and the output layer.
 
 The invariant: trunk and output layer together give exactly the model's own logits, and a token's logprob depends on the tokens
-before it alone (both are checked when it is loaded). The reference model, the one that training began
-with, computes exactly as the trained one did before its first step, in the same dtype, also in a run that was resumed: it comes
-from the folder that the engine was opened with, never from a training state.
+before it alone; both are checked at loading. The reference model (by default the model that training began with) computes, also
+in a resumed run, exactly as the trained model did before its first step, in the same dtype: it is loaded from the folder that
+the engine was opened with, never from a training state.
 
-Numbers: `float32` computes and keeps everything in float32. `bfloat16` computes in bfloat16 under autocast, but keeps
-float32 master weights: at a learning rate of 1e-6 most updates would vanish in bfloat16's eight bits. Under LoRA the frozen
-weights are bfloat16 and only the adapters are float32. `float64` is for tests.
+Dtypes: `float32` computes and keeps everything in float32. `bfloat16` computes in bfloat16 under autocast, but keeps float32
+master weights: at a learning rate of 1e-6 most updates would vanish in bfloat16's eight bits. Under LoRA the frozen weights are
+bfloat16 and only the adapters are float32. `float64` is for tests.
 
-The linear and embedding layers that are trained add up their weights' gradients where they are, with the results and gradients
-of `nn.Linear` and `nn.Embedding`. Autograd makes a table as large as the weights for each backward pass, fills it, and adds it
-to the gradient; of an embedding of 49,152 words it fills and adds 113 MB for a few hundred tokens.
+Trained linear and embedding layers add their weights' gradients in place, with the results and gradients of `nn.Linear` and
+`nn.Embedding`. Autograd would allocate a tensor as large as the weights for each backward pass and add it to the gradient; for
+an embedding of 49,152 words that is 113 MB, for a few hundred tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def add_in_place(model: nn.Module) -> None:
-    """Let the plain layers of a model that are trained add up their gradients in place."""
+    """Make a model's trained plain linear and embedding layers add up their weights' gradients in place."""
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad:
             module.__class__ = AddingLinear
@@ -50,16 +50,17 @@ def add_in_place(model: nn.Module) -> None:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """On CUDA `index_add_` has no order of its own, so that no step could be taken again bit for bit."""
+    """Whether an embedding is trained, on a CPU and without special options. On CUDA `index_add_` sums in no fixed order, so a
+    step could not be repeated bit for bit."""
     special = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
     return embedding.weight.requires_grad and embedding.weight.device.type == "cpu" and not special
 
 
 class AddingLinear(nn.Linear):
-    """(..., in) to (..., out), in the dtype of the autocast that is on."""
+    """`nn.Linear`, (..., in) to (..., out), whose backward pass adds the weight's gradient in place."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 — its name in torch
-        """See `nn.Linear`."""
+        """Compute as `nn.Linear` does, in autocast's dtype if autocast is on."""
         device = input.device.type
         kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
         result: torch.Tensor = _Linear.apply(input, self.weight, kind)  # type: ignore[no-untyped-call]
@@ -67,16 +68,16 @@ class AddingLinear(nn.Linear):
 
 
 class AddingEmbedding(nn.Embedding):
-    """(...) ids to (..., H)."""
+    """`nn.Embedding`, (...) ids to (..., H), whose backward pass adds the table's gradient in place."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 — its name in torch
-        """See `nn.Embedding`."""
+        """Look up the ids as `nn.Embedding` does."""
         result: torch.Tensor = _Embedding.apply(input, self.weight, self.padding_idx)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Linear(torch.autograd.Function):
-    """given @ weight.T in some dtype."""
+    """given @ weight.T in the dtype `kind`; the backward pass adds the weight's gradient to `weight.grad` itself."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
@@ -101,7 +102,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table; that of the padding, where there is one, has no gradient."""
+    """Rows of a table; the backward pass adds the gradient to `weight.grad` itself. The padding's row has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
@@ -127,7 +128,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True, slots=True)
 class CausalLM:
-    """The loaded model. `folder` is where it came from; `dtype` is what it computes in and is exported as."""
+    """A loaded model. `folder` is the folder that it was loaded from; it computes and is exported in `dtype`."""
 
     model: PreTrainedModel
     folder: Path
@@ -135,26 +136,27 @@ class CausalLM:
     dtype: torch.dtype
     vocab_size: int
     logits: Logits
-    """(N, H) hidden states to (N, V) logits."""
+    """The function from hidden states (N, H) to logits (N, V)."""
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """(B, T) token ids to (B, T, H) hidden states after the last norm. Rows may be padded on the right."""
+        """Return the hidden states (B, T, H), after the last norm, of token ids (B, T). Rows may be padded on the right."""
         return _hidden(self.model, ids)
 
     def hidden_attending(self, ids: torch.Tensor, positions: torch.Tensor, attending: object) -> torch.Tensor:
-        """(1, T) token ids at their positions to (1, T, H) hidden states; every attention layer is given `attending`."""
+        """Return the hidden states (1, T, H) of token ids (1, T) at these positions (1, T). Every attention layer gets the
+        argument `attending`."""
         states: torch.Tensor = _trunk(self.model)(
             input_ids=ids, position_ids=positions, use_cache=False, attending=attending
         ).last_hidden_state
         return states
 
     def computing(self) -> AbstractContextManager[object]:
-        """The context forward passes run in."""
+        """Return the context for forward passes: autocast if the model computes in bfloat16."""
         return _autocast(self.device, self.dtype)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients and without checkpointing."""
+        """Inside the block the model computes in evaluation mode, without gradients and without checkpointing."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -164,7 +166,7 @@ class CausalLM:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """With LoRA's adapters switched off: the model that they were added to."""
+        """Inside the block LoRA's adapters are switched off, so the model computes as before they were added."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
@@ -177,7 +179,7 @@ class CausalLM:
                 layer.enable_adapters(enabled=True)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Parameters with a gradient, by name."""
+        """Return the parameters that are trained, by name."""
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
 
@@ -190,8 +192,8 @@ def load_model(
     gradient_checkpointing: bool = False,
     max_model_len: int | None = None,
 ) -> CausalLM:
-    """Load a `transformers` causal LM folder for training beside a vLLM of this `max_model_len` (`engines.loading` says what no
-    number means). Raises `EngineError` naming the folder and what is wrong."""
+    """Load a `transformers` causal LM folder for training with a vLLM of this `max_model_len` (None and 0 as in
+    `engines.loading.served_length`). Raises `EngineError` naming the folder and what is wrong."""
     kind = _resolve_dtype(dtype, device)
     held = torch.float32 if kind is torch.bfloat16 and lora is None else kind
     model = read_model(folder, dtype=held).to(device)
@@ -223,7 +225,8 @@ def load_model(
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device to train on. Raises `EngineError` when it is not there."""
+    """Return the device to train on; `auto` is CUDA if there is a device, else the CPU. Raises `EngineError` if it is not
+    there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -260,7 +263,7 @@ def _hidden(model: PreTrainedModel, ids: torch.Tensor, **more: torch.Tensor) -> 
 
 
 def _trunk(model: PreTrainedModel) -> nn.Module:
-    """What makes hidden states of text; of a model that also sees, the part that does not."""
+    """Return the part of a model that computes hidden states; of a model with vision, its text decoder."""
     if model.config.get_text_config() is model.config:
         named = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's text model
         return cast("nn.Module", getattr(model, named))
@@ -268,7 +271,8 @@ def _trunk(model: PreTrainedModel) -> nn.Module:
 
 
 def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> Logits:
-    """The function from hidden states to logits: some families cap or scale what their output layer gives."""
+    """Return the function from hidden states to logits, which for some families caps or scales the output of the last layer. It
+    is found by comparing with the model's own logits; raises `EngineError` if no known function gives these."""
     ids = torch.arange(4, device=device)[None]
     try:
         expected = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -289,7 +293,8 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
 
 
 def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
-    """What a model may make of its output layer's numbers, by what its configuration says; last, nothing."""
+    """Yield the candidates for a model's function from hidden states to logits, by its configuration: capped, scaled, divided,
+    and last the plain output layer."""
     layer: Logits = module
     # Gemma, RecurrentGemma, xLSTM
     caps = (
@@ -310,9 +315,9 @@ logger = logging.getLogger(__name__)
 
 
 class Reference:
-    """The reference of a trained model: the model of a `folder`, or what the trained one was at first. Under LoRA that is the
-    trained one without its adapters and costs no memory; otherwise it is a second model, which is loaded when it is first
-    asked for."""
+    """The reference model of a trained model: the model in `folder`, or if that is None the trained model as it was at first.
+    With LoRA the latter is the trained model without its adapters and needs no memory; otherwise a second model is loaded at
+    the first use."""
 
     def __init__(
         self, trained: CausalLM, *, lora: bool, folder: Path | None = None, max_model_len: int | None = None
@@ -320,12 +325,12 @@ class Reference:
         self._served = max_model_len
         self._trained, self._lora, self._folder = trained, lora and folder is None, folder or trained.folder
         self.takes_trees: bool | None = True if folder is None else None
-        """Whether it can be computed over a tree where the trained one can; None while nobody has tried."""
+        """Whether the reference can be computed over a tree if the trained model can; None means not tested yet."""
         self._copy: CausalLM | None = None
 
     @contextmanager
     def model(self) -> Iterator[CausalLM]:
-        """The reference, to compute with inside the block, without gradients."""
+        """Yield the reference model, for computing without gradients inside the block."""
         if self._lora:
             with self._trained.without_adapters():
                 yield self._trained

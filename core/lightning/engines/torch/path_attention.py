@@ -1,28 +1,29 @@
-"""Attention over a pack of a prefix tree: each token sees its ancestors in the pack and the path that leads to the pack.
+"""Attention over a pack of a prefix tree: each token attends to its ancestors in the pack and to the path that leads to the
+pack.
 
-The invariant: output and gradients are those of ordinary causal attention over each token's own row. What a pack says about
-the keys and values of its path is added to the path's gradients, so that the packs above can go on with it.
+The invariant: output and gradients are those of ordinary causal attention over each token's own row. The gradient of a pack
+with respect to the keys and values of its path is added to the path's gradients, from which the packs above continue.
 
-On a CPU the parts of a token's past (its chain, the chains that its branch left, the path) are attended to one by one, and
-the results merged by their log-sum-exps; each part's gradient is then the kernel's own, given the merged output and
-log-sum-exp, because softmax over a part is softmax over all times a factor that the two contain (as in Ring Attention, arXiv
-2310.01889). So nothing is masked, copied or padded.
+On a CPU a token's past is attended to in parts (its chain, the chains that its branch left, the path), and the results are
+merged by their log-sum-exps. Each part's gradient is then the kernel's own, given the merged output and log-sum-exp, because
+softmax over a part is softmax over all times a factor that the two contain (as in Ring Attention, arXiv 2310.01889). So nothing
+is masked, copied or padded.
 
-On CUDA FlexAttention is one kernel that skips the blocks nobody sees. What is skipped is exactly what the mask forbids, which
-is an interval of queries for each key (`Pack.seen`): so blocks are found from intervals, without a table of N times N. torch's
-kernel for a CPU has no backward pass; there the tests check the forward pass, the blocks and the mask.
+On CUDA FlexAttention is one kernel that skips the blocks of keys that no query of a block attends to. The mask of each key is
+an interval of queries (`Pack.seen`), so the blocks are computed from intervals, without a table of N times N. torch's kernel
+for a CPU has no backward pass; there the tests check the forward pass, the blocks and the mask.
 
-The tokens of a tree are laid out in packs: what goes through the model at one time. Every needed token is in exactly one pack;
-a pack holds at most its share of the budget; and the tokens that a token may attend to are those before it in its own pack
-whose node is an ancestor of its node (or is it), and the path that leads to the pack. A tree that fits the budget is one pack,
-together with other such trees. A larger one is cut, from its leaves upwards, into as few connected packs of half the budget as
-there can be (Kundu and Misra, "A linear tree partitioning algorithm", SIAM J. Comput. 1977), and these are visited depth
-first, so that the budget has room for a pack and for some of those above it.
+A pack is the set of tokens that goes through the model at one time. Every needed token of the tree is in exactly one pack, and
+a pack holds at most its share of the budget. A token may attend to the tokens before it in its own pack that are of its node or
+of an ancestor node, and to the path that leads to the pack. A tree that fits the budget is one pack, together with other such
+trees. A larger tree is cut, from its leaves upwards, into the smallest possible number of connected packs of half the budget
+(Kundu and Misra, "A linear tree partitioning algorithm", SIAM J. Comput. 1977). Packs are visited depth first, so that the
+budget has room for a pack and for some of those above it.
 
 In a pack, nodes stand in preorder with the heaviest child first. So a node with its heaviest child, that child's heaviest
-child and so on is one run of tokens, a *chain*, with plain causal attention; all subtrees that leave a chain at one node are
-one run of queries for the chain's tokens up to there, a *crossing*; and no token is in more crossings than the logarithm of
-the pack's size.
+child and so on is one run of tokens, a *chain*, with plain causal attention. All subtrees that leave a chain at one node are
+one run of queries to the chain's tokens up to there, a *crossing*. No token is in more crossings than the logarithm of the
+pack's size.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Packed tokens `first` to `last` attend to all of the packed tokens `start` to `stop`."""
+    """The packed tokens `[first, last)` attend to all of the packed tokens `[start, stop)`."""
 
     first: int
     last: int
@@ -60,8 +61,8 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Where other packs go on behind a pack: `path` are the packed tokens that lead there, in order, without those before
-    the pack."""
+    """A place in a pack at which other packs continue: `path` are the indices of the pack's tokens that lead there, in order,
+    and `packs` are the packs that continue there."""
 
     path: Ints
     packs: tuple[Pack, ...]
@@ -69,35 +70,35 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """N tokens that go through the model at one time, behind `depth` tokens of their path."""
+    """N tokens that go through the model at one time, after a path of `depth` tokens."""
 
     pieces: tuple[Node, ...]
-    """Runs of tokens of the tree, in packed order. A node that is longer than a pack is cut into several."""
+    """Runs of tokens of the tree, in the order of the pack. A node that is longer than a pack is cut into several pieces."""
     starts: tuple[int, ...]
-    """Where each piece stands in the pack."""
+    """The index in the pack at which each piece begins."""
     ends: tuple[int, ...]
-    """Where the last descendant of each piece ends in the pack."""
+    """The index in the pack at which the last descendant of each piece ends."""
     chains: tuple[tuple[int, int], ...]
     crossings: tuple[Crossing, ...]
     depth: int
     branches: tuple[Branch, ...]
     largest_behind: int
-    """Tokens of the largest pack that goes on behind it, at any distance; 0 without branches."""
+    """The number of tokens of the largest pack below this one, at any distance; 0 without branches."""
 
     def __len__(self) -> int:
         return self.starts[-1] + len(self.pieces[-1])
 
     def ids(self, tree: PrefixTree) -> Ints:
-        """(N,) token ids."""
+        """Return the token ids of the pack, shape (N,)."""
         return np.concatenate([tree.ids[piece.start : piece.stop] for piece in self.pieces]).astype(np.int64)
 
     def positions(self) -> Ints:
-        """(N,) how many tokens stand before each in its row."""
+        """Return each token's position in its row, shape (N,)."""
         return np.concatenate([np.arange(piece.depth, piece.depth + len(piece)) for piece in self.pieces])
 
     def seen(self) -> tuple[Ints, Ints]:
-        """(depth + N,) each: the path's tokens and then the pack's are seen by the packed tokens from the one number up to,
-        but without, the other."""
+        """Return two arrays of shape (depth + N,), over the path's tokens and then the pack's: the packed tokens `[first,
+        last)` attend to the token."""
         lengths = [len(piece) for piece in self.pieces]
         first = np.concatenate([np.zeros(self.depth, np.int64), np.arange(len(self))])
         last = np.concatenate([np.full(self.depth, len(self)), np.repeat(np.asarray(self.ends, np.int64), lengths)])
@@ -106,14 +107,14 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Forward, and backward too where the pack has no branches."""
+    """A move of the walk: go forward through a pack, and backward too if it has no branches."""
 
     pack: Pack
 
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """The branch's tokens join the path, for the packs that follow."""
+    """A move of the walk: add the branch's tokens to the path, for the packs that continue there."""
 
     pack: Pack
     branch: Branch
@@ -121,7 +122,7 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """They leave it again, with what was said about them."""
+    """A move of the walk: take the branch's tokens off the path, and keep the gradients of their keys and values."""
 
     pack: Pack
     branch: Branch
@@ -129,7 +130,7 @@ class Retract:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Done with a pack with branches: backward through it, where there are gradients."""
+    """A move of the walk: close a pack with branches, and go backward through it if there are gradients."""
 
     pack: Pack
 
@@ -138,7 +139,7 @@ Move = Enter | Extend | Retract | Leave
 
 
 def moves(packs: Iterable[Pack]) -> list[Move]:
-    """The walk over packs and all that goes on behind them, depth first."""
+    """Return the moves of a depth-first walk over these packs and all packs below them."""
     todo: list[Move] = []
     todo.extend([Enter(pack) for pack in packs][::-1])
     made: list[Move] = []
@@ -155,13 +156,15 @@ def moves(packs: Iterable[Pack]) -> list[Move]:
 
 
 def pack_tree(tree: PrefixTree, needed: Sequence[bool], budget: int) -> tuple[Pack, ...]:
-    """The packs that stand first in the needed nodes of a tree; the others go on behind these. `needed` contains the parent
-    of each needed node; `budget` is the number of tokens that may be computed at one time, at least 2."""
+    """Return the topmost packs of the needed nodes of a tree; all other packs are reached through their branches. `needed` must
+    be true for the parent of each needed node. `budget` is the number of tokens that may be computed at one time, at least
+    2."""
     return _Packing(*_pieces(tree, needed, budget), budget).top()
 
 
 def _pieces(tree: PrefixTree, needed: Sequence[bool], budget: int) -> tuple[list[Node], list[int]]:
-    """Needed nodes, cut where they are longer than a pack, and how many tokens a pack of each one's tree may have."""
+    """Return the needed nodes, cut into pieces if they are longer than a pack, and for each piece the largest number of tokens
+    in a pack of its tree."""
     roots, sizes = [0] * len(tree.nodes), [0] * len(tree.nodes)
     for index, node in enumerate(tree.nodes):
         roots[index] = index if node.parent < 0 else roots[node.parent]
@@ -184,23 +187,23 @@ def _pieces(tree: PrefixTree, needed: Sequence[bool], budget: int) -> tuple[list
 
 
 class _Packing:
-    """Cuts the pieces' tree and builds packs from its parts."""
+    """The cutting of the tree of pieces into connected parts, and the building of packs from them."""
 
     def __init__(self, pieces: list[Node], limits: list[int], budget: int) -> None:
         self._pieces, self._limits, self._budget = pieces, limits, budget
         self._children: list[list[int]] = [[] for _ in pieces]
-        """Those in the same pack, heaviest first."""
+        """Each piece's children in the same pack, heaviest first."""
         self._beyond: list[list[int]] = [[] for _ in pieces]
-        """Those that begin other packs."""
+        """Each piece's children that begin other packs."""
         self._sizes = [len(piece) for piece in pieces]
-        """Tokens of each piece and its descendants in the same pack."""
+        """The number of tokens of each piece and its descendants in the same pack."""
         self._closed = [True] * len(pieces)
-        """Whether no descendant begins another pack."""
+        """Whether no descendant of a piece begins another pack."""
         self._cut()
 
     def _cut(self) -> None:
-        """Children come behind their parents, so from the last to the first each piece knows its children's sizes. Where
-        they are too many for one pack, the heaviest begin their own."""
+        """Decide where packs are cut. Pieces are visited from the last to the first, so that the sizes of a piece's children
+        are known. If the children are too large for one pack, the heaviest begin packs of their own."""
         for index in range(len(self._pieces) - 1, -1, -1):
             children = self._children[index]
             children.sort(key=lambda child: (-self._sizes[child], child))
@@ -216,7 +219,8 @@ class _Packing:
                 self._children[self._pieces[index].parent].append(index)
 
     def top(self) -> tuple[Pack, ...]:
-        """All packs. Those behind a branch are built before the pack that the branch leaves, without recursion."""
+        """Build all packs and return the topmost. The packs of a branch are built before the pack that has the branch, without
+        recursion."""
         roots = [index for index, piece in enumerate(self._pieces) if piece.parent < 0]
         roots.sort(key=lambda root: (-self._sizes[root], root))
         behind: dict[int, tuple[Pack, ...]] = {}
@@ -226,8 +230,8 @@ class _Packing:
         return self._packs(roots, self._budget, behind)
 
     def _packs(self, roots: Sequence[int], limit: int, behind: dict[int, tuple[Pack, ...]]) -> tuple[Pack, ...]:
-        """Packs for parts of the tree that leave it at one token, heaviest first. Parts that nothing goes on behind share
-        one where they fit (first fit)."""
+        """Return packs for the parts of the tree with these roots, heaviest first, which all continue from one token. Parts
+        without further packs below share a pack if they fit (first fit)."""
         bins: list[list[int]] = []
         room: list[int] = []
         for root in roots:
@@ -242,7 +246,7 @@ class _Packing:
         return tuple(self._pack(own, behind) for own in bins)
 
     def _pack(self, roots: Sequence[int], behind: dict[int, tuple[Pack, ...]]) -> Pack:
-        """Some trees of connected pieces as one pack, in preorder."""
+        """Return one pack of the trees of connected pieces with these roots, in preorder."""
         order: list[int] = []
         todo = list(reversed(roots))
         while todo:
@@ -273,7 +277,7 @@ class _Packing:
     def _attention(
         self, order: Sequence[int], starts: dict[int, int], ends: dict[int, int]
     ) -> tuple[tuple[tuple[int, int], ...], tuple[Crossing, ...]]:
-        """Chains and crossings of a pack."""
+        """Return the chains `(start, stop)` and the crossings of a pack."""
         chain: dict[int, int] = {}
         chains: list[tuple[int, int]] = []
         crossings: list[Crossing] = []
@@ -290,7 +294,7 @@ class _Packing:
         return tuple(chains), tuple(crossings)
 
     def _path(self, index: int, starts: dict[int, int]) -> Ints:
-        """Packed tokens from the first piece of a pack to the end of one of its pieces."""
+        """Return the indices of the pack's tokens from the root of a piece to the end of the piece."""
         parts = []
         while index in starts:
             parts.append(np.arange(starts[index], starts[index] + len(self._pieces[index])))
@@ -299,14 +303,14 @@ class _Packing:
 
 
 NAME = "lightning_prefix_tree"
-"""Of this attention, in `transformers`' registry."""
+"""The name of this attention in `transformers`' registry."""
 
 FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
 class PathLayer:
-    """One layer's keys and values of the path, (1, heads, capacity, head size), and their gradients so far."""
+    """One layer's keys and values of the path, each (1, heads, capacity, head size), and their gradients so far."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -315,7 +319,8 @@ class PathLayer:
 
     @classmethod
     def like(cls, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> PathLayer:
-        """Room for `capacity` tokens. Gradients are at least float32: many small ones are added up."""
+        """Return an empty layer for `capacity` tokens, shaped like these keys and values. Gradients are at least float32,
+        because many small ones are added up."""
 
         def room(of: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*of.shape[:2], capacity, of.shape[3], dtype=dtype, device=of.device)
@@ -326,34 +331,35 @@ class PathLayer:
 
 @dataclass(slots=True)
 class Attending:
-    """What attention has to know of one pass: given to the model as an argument, which hands it on to each layer."""
+    """The attention of one pass through the model, given to the model as an argument, which hands it on to each layer."""
 
     attend: Attend
     path: dict[int, PathLayer]
-    """By layer; empty where the pack has no path."""
+    """The path's keys and values by layer; empty if the pack has no path."""
     keep: bool
-    """Whether the pack's own keys and values will be wanted."""
+    """Whether to keep the pack's own keys and values in `own`, by layer."""
     own: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """(1, heads, N, head size) each, with fewer heads of keys and values where they are grouped; the same of results."""
+        """Attend in one layer. Queries, keys, values and result have shape (1, heads, N, head size), where grouped keys and
+        values have fewer heads."""
         if self.keep:
-            self.own.setdefault(layer, (key, value))  # a checkpointed layer comes again in the backward pass
+            self.own.setdefault(layer, (key, value))  # a checkpointed layer is computed again in the backward pass
         return self.attend(query, key, value, self.path[layer] if self.path else None, scale)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PathLayer | None, float], torch.Tensor]
-"""Queries, keys, values, the path where there is one, and what scores are multiplied with."""
+"""A function of queries, keys, values, the path (None if there is none) and the factor of scores to the attention's output."""
 
 Kernel = Callable[[Pack, torch.device], Attend]
-"""A way to attend, made ready for one pack."""
+"""A function that prepares an implementation of attention for one pack."""
 
 
 @contextmanager
 def attending_to_paths(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, forward and backward passes of a model take an argument `attending` and attend as it says."""
+    """Inside the block, a model's forward pass takes an argument `attending`, by which each layer attends."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _registered)
@@ -376,7 +382,7 @@ def _registered(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """What `transformers` calls in each layer. As in its own SDPA, other arguments than these have no effect."""
+    """The attention function that `transformers` calls in each layer. As in its own SDPA, further arguments have no effect."""
     if torch.is_autocast_enabled(query.device.type):
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(kind), key.to(kind), value.to(kind)
@@ -386,7 +392,7 @@ def _registered(
 
 
 class MaskedAttention:
-    """A `Kernel` for any device, with a mask of N times (path + N)."""
+    """A `Kernel` for any device, which masks scores by a table of N times (path + N)."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self._depth = pack.depth
@@ -397,7 +403,7 @@ class MaskedAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
-        """Attend; see `Attend`."""
+        """Return the output of attention to the pack's own tokens and to its path (None: no path), as `Attend` says."""
         if path is not None:
             key, value = with_path(key, value, path, self._depth)
         return scaled_dot_product_attention(
@@ -406,7 +412,8 @@ class MaskedAttention:
 
 
 class PartsAttention:
-    """A `Kernel` for a CPU, part by part. What torch's kernel there does not serve is masked instead."""
+    """A `Kernel` for a CPU that attends part by part. Dtypes and head sizes that torch's kernel does not take are computed by
+    `MaskedAttention` instead."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self._pack, self._device = pack, device
@@ -415,7 +422,7 @@ class PartsAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
-        """Attend; see `Attend`."""
+        """Return the output of attention to the pack's own tokens and to its path (None: no path), as `Attend` says."""
         if query.dtype not in FLASH_DTYPES or query.shape[-1] != value.shape[-1]:
             self._masked = self._masked or MaskedAttention(self._pack, self._device)
             return self._masked(query, key, value, path, scale)
@@ -424,14 +431,16 @@ class PartsAttention:
 
 
 def with_path(key: torch.Tensor, value: torch.Tensor, path: PathLayer, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values behind the first `count` of the path, to whose gradients theirs are added."""
+    """Return keys and values with the first `count` of the path put before them. In the backward pass the path's part of the
+    gradient is added to the path's gradients."""
     keys: torch.Tensor = _Behind.apply(key, path.keys[:, :, :count], path.key_gradients[:, :, :count])  # type: ignore[no-untyped-call]
     values: torch.Tensor = _Behind.apply(value, path.values[:, :, :count], path.value_gradients[:, :, :count])  # type: ignore[no-untyped-call]
     return keys, values
 
 
 class _Behind(torch.autograd.Function):
-    """Concatenation with something earlier that has a place for its gradient instead of a graph."""
+    """Concatenation of earlier tokens and own ones. The gradient of the earlier ones is added to the tensor `gradient`, since
+    they have no graph."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -450,7 +459,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class _Parts(torch.autograd.Function):
-    """Attention of a pack, part by part."""
+    """Attention of a pack, computed part by part: its chains, its crossings and its path."""
 
     @staticmethod
     def forward(
@@ -504,12 +513,13 @@ class _Parts(torch.autograd.Function):
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenated along the tokens, which come before the heads in memory, as in the kernel's results."""
+    """Concatenate results along the tokens. In memory tokens come before heads, as in the kernel's results."""
     return parts[0] if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, queries: slice, other: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Attention over more keys, in place: results are weighted by their share of the sum of exponentials."""
+    """Merge a result over further keys into `out` and `lse` in place, for some queries: both results are weighted by their
+    share of the sum of exponentials. `other` is the further result with its log-sum-exp."""
     result, before = out[:, :, queries], lse[:, :, queries]
     total = torch.logaddexp(before, other[1])
     result.mul_((before - total).exp_().unsqueeze(-1).to(out.dtype))
@@ -518,25 +528,25 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, queries: slice, other: tuple[to
 
 
 BLOCK = 128
-"""Queries and keys of a block: what FlexAttention's kernels take by default."""
+"""The number of queries, and of keys, in a block: the default of FlexAttention's kernels."""
 
 
 KERNELS = 64
-"""Of FlexAttention that a process may compile, one for each dtype, head size and whether gradients are wanted."""
+"""How many kernels of FlexAttention a process may compile: one for each dtype, head size, and with and without gradients."""
 
 
 @cache
 def _kernel(*, compiled: bool) -> Callable[..., torch.Tensor]:
     if not compiled:
         return torch_flex_attention
-    # Beyond torch's own limit of eight kernels it goes on uncompiled, with all scores in memory; `fullgraph` raises instead.
+    # Beyond torch's own limit of eight kernels it would run uncompiled, with all scores in memory; `fullgraph` raises instead.
     compiled_flex = torch.compile(torch_flex_attention, dynamic=True, fullgraph=True)
     made: Callable[..., torch.Tensor] = torch._dynamo.config.patch(recompile_limit=KERNELS)(compiled_flex)  # noqa: SLF001
     return made
 
 
 class FlexAttention:
-    """A `Kernel`. Tokens are padded to whole blocks, so that few different shapes have to be compiled."""
+    """A `Kernel` for CUDA. Tokens are padded to whole blocks, so that few different shapes have to be compiled."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self._pack, self._device = pack, device
@@ -546,8 +556,8 @@ class FlexAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
-        """Attend; see `Attend`."""
-        if query.dtype is torch.float64 and query.is_cuda:  # which the compiled kernel does not have
+        """Return the output of attention to the pack's own tokens and to its path (None: no path), as `Attend` says."""
+        if query.dtype is torch.float64 and query.is_cuda:  # the compiled kernel has no float64
             return MaskedAttention(self._pack, self._device)(query, key, value, path, scale)
         if path is not None:
             key, value = with_path(key, value, path, self._pack.depth)
@@ -566,9 +576,10 @@ class FlexAttention:
 
 
 def block_mask(pack: Pack, device: torch.device) -> BlockMask:
-    """Which blocks of queries of a pack see all or some of which blocks of keys, the path's before the pack's own.
+    """Return FlexAttention's mask of a pack: for each block of queries, the blocks of keys of which it attends to all or to
+    some. The path's keys come before the pack's own.
 
-    Behind the last token, padding is seen by padding alone: a query that sees nothing has no softmax.
+    After the last token only padding attends to padding, because a query without keys has no softmax.
     """
     first, last = pack.seen()
     queries = len(pack) + -len(pack) % BLOCK
@@ -591,7 +602,8 @@ def block_mask(pack: Pack, device: torch.device) -> BlockMask:
 
 
 def _ordered(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, 1, Q) how many and (1, 1, Q, K) which blocks of keys each block of queries has, these first."""
+    """Return, for a table (Q, K) of blocks, the number of key blocks of each query block, (1, 1, Q), and the indices of all key
+    blocks with those first, (1, 1, Q, K)."""
     count = torch.from_numpy(blocks.sum(-1).astype(np.int32)).to(device)
     which = torch.from_numpy(np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)).to(device)
     return count[None, None], which[None, None]

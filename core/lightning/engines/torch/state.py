@@ -1,11 +1,11 @@
 """The training state on disk: safetensors for tensors, JSON for the rest, never pickle.
 
-The invariant: a state that was saved and loaded continues bit for bit. It therefore holds the trained weights in their
-master precision (the critic's too), both moments and the step count of every parameter, torch's random state, and the
+The invariant: training continues bit for bit from a state that was saved and loaded. So the state holds the trained weights in
+their master precision (the critic's too), both moments and the step count of every parameter, torch's random state, and the
 micro-batch size.
 
-A state with a weight or a moment that is not finite is neither written nor read: nothing can be trained from it, and whole
-checkpoints would be deleted for it.
+A state with a weight or moment that is not finite is neither written nor read, because nothing can be trained from it, and good
+checkpoints would be deleted to make room for it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a state holds besides tensors: optimizer steps taken, the micro-batch size memory has allowed so far, and the
-    critic's kind of trunk (empty where there is no critic)."""
+    """The part of a state besides tensors: the number of steps taken, the micro-batch size that memory has allowed so far, the
+    optimizer's settings, and the critic's kind of trunk (empty without a critic)."""
 
     steps: int
     tokens_per_microbatch: int
@@ -56,7 +56,7 @@ def save_state(
     progress: Progress,
     device: torch.device,
 ) -> None:
-    """Write everything to `folder`, atomically. Raises `EngineError` where a number is not finite; nothing is written then."""
+    """Write the training state to `folder`, atomically. Raises `EngineError`, and writes nothing, if a number is not finite."""
     moments = {
         f"{name}|{moment}": optimizer.state[parameter][moment].contiguous()
         for name, parameter in parameters.items()
@@ -86,11 +86,11 @@ def load_state(
     *,
     critic: str = "",
 ) -> Progress:
-    """Restore what `save_state` wrote into the model and the optimizer.
+    """Restore the state that `save_state` wrote into the model and the optimizer.
 
-    Everything is read on the CPU: weights are then copied to where they are, so that the device needs room for the moments
-    alone. Raises `EngineError`, before anything is changed, when the folder is missing, broken, of another model, or was not
-    saved with this kind of `critic`.
+    Files are read on the CPU, and weights are then copied into the parameters, so that the device needs further room for the
+    moments only. Raises `EngineError`, before anything is changed, if the folder is missing, broken, of another model, or was
+    not saved with this kind of `critic`.
     """
     recover(folder)
     try:
@@ -112,8 +112,8 @@ def load_state(
         if isinstance(error, EngineError):
             raise
         raise EngineError(
-            f"{folder} is not a whole training state ({error}): remove that folder, and a resume goes on from the checkpoint "
-            "before it, or from the start, and takes the steps since again from the store"
+            f"{folder} is not a whole training state ({error}): remove that folder, and a resume continues from the checkpoint "
+            "before it, or from the start, and repeats the steps since then from the store"
         ) from error
     same_critic(folder, progress.critic, critic)
     _refuse_other_model(folder, parameters, weights)
@@ -133,7 +133,7 @@ def load_state(
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
-    """What is wrong with the first of these that has a number which is not finite; empty where none has."""
+    """Return, for messages, the first tensor that has a number which is not finite; empty if there is none."""
     for name, tensor in tensors.items():
         if tensor.numel() and not all(map(math.isfinite, map(float, torch.aminmax(tensor.detach())))):  # makes no copy
             return f"{name} has numbers that are not finite"
@@ -143,7 +143,7 @@ def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
 def _refuse_other_model(
     folder: Path, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises `EngineError` where the weights of a state are not those of these parameters."""
+    """Raise `EngineError` if the weights of a state differ from these parameters in name, shape or dtype."""
     mine = {name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
     theirs = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))

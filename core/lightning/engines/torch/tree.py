@@ -1,10 +1,10 @@
 """The tree step: every unique token of a step goes forward and backward once, however many rows share it.
 
 The invariant: the gradient is exactly that of the rows computed one by one. A pack of tokens attends to itself and to the
-keys and values of its path, which are no part of its graph; what its losses say about those is added up beside them, and goes
-on through the packs above when all that is behind these is done. So memory grows with the budget (activations) and with the
-longest path (keys, values and their gradients), not with the tree ("Tree Training", arXiv 2511.00413, says why the sum over
-branches is what a shared token's gradient is).
+keys and values of its path, which are not part of its graph. The gradients of its losses with respect to these are added up
+beside them, and go backward through the packs above once all packs below those are done. So memory grows with the budget
+(activations) and with the longest path (keys, values and their gradients), not with the tree. "Tree Training" (arXiv
+2511.00413) shows that a shared token's gradient is the sum over its branches.
 """
 
 from __future__ import annotations
@@ -40,28 +40,27 @@ from lightning.engines.torch.path_attention import (
 from lightning.errors import EngineError
 
 Visit = Callable[[torch.Tensor, Sequence[Node]], torch.Tensor | None]
-"""Given the hidden states (N, H) of some runs of tokens, one run after another, the loss of the tokens that follow from
-them; None where nothing does."""
+"""A function from the hidden states (N, H) of some runs of tokens, one run after another, to the loss of the tokens that they
+predict; None if there is none."""
 
 
 def kernel_for(device: torch.device) -> Kernel:
-    """The attention that is fastest on a kind of device."""
+    """Return the implementation of attention that is fastest on a device."""
     if device.type == "cpu":
         return PartsAttention
     return FlexAttention if device.type == "cuda" else MaskedAttention
 
 
 TRIED = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7), (0, 1, 8))
-"""Rows that a model is tried on; the numbers stand for tokens of its vocabulary."""
+"""The rows that a model is tested on; the numbers are indices into a list of tokens of its vocabulary."""
 
 
 def why_no_tree(lm: CausalLM) -> str:
-    """Why a model cannot be computed over a tree, or nothing when it can.
+    """Return why a model cannot be computed over a tree, or "" if it can.
 
-    Keys and values must be all that one token needs of another, and each token must need those of all tokens before it. That
-    is tried on a few tokens, whose hidden states are compared with those of the rows; what is too much of a difference is
-    judged by a control, rows with another token at one place. A window that is longer than these rows is read from the
-    configuration.
+    A token may depend on earlier tokens only through their keys and values, and must attend to all of them. That is tested on a
+    few tokens, by comparing their hidden states in a tree and in rows; the allowed difference is a share of that made by a
+    control, rows with another token at one place. A window that is longer than these rows is found in the configuration.
     """
     config = lm.model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -71,7 +70,7 @@ def why_no_tree(lm: CausalLM) -> str:
         return f"it attends to a window of {config.sliding_window} tokens"
     if config._attn_implementation != "sdpa":  # noqa: SLF001 — transformers has no other name for it
         return f"its attention is {config._attn_implementation!r}, not 'sdpa'"  # noqa: SLF001
-    tokens = (np.arange(1, 11) * lm.vocab_size // 11).astype(np.int32)  # the lowest ids are often special: padding, say
+    tokens = (np.arange(1, 11) * lm.vocab_size // 11).astype(np.int32)  # the lowest ids are often special (padding)
     rows = [tokens[list(row)] for row in TRIED]
     changed_rows = [np.where(np.arange(len(row)) == 1, tokens[9], row) for row in rows]
     try:
@@ -93,7 +92,7 @@ def why_no_tree(lm: CausalLM) -> str:
 
 
 def _tree_states(lm: CausalLM, rows: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
-    """Hidden states (T, H) of each row, from the tree of all."""
+    """Return the hidden states (T, H) of each row, computed over the tree of all rows."""
     tree = build_tree(rows)
     found: dict[int, torch.Tensor] = {}
 
@@ -102,20 +101,21 @@ def _tree_states(lm: CausalLM, rows: Sequence[npt.NDArray[np.int32]]) -> list[to
         found.update(zip(places.tolist(), hidden, strict=True))
 
     with lm.evaluating():
-        TreeWalk(lm, tree, [True] * len(tree.nodes), 4, collect).run()  # so few that the path is needed
+        TreeWalk(lm, tree, [True] * len(tree.nodes), 4, collect).run()  # a budget so small that a path is needed
     places = [tree.places(row, np.arange(len(ids))).tolist() for row, ids in enumerate(rows)]
     return [torch.stack([found[place] for place in own]) for own in places]
 
 
 def _row_states(lm: CausalLM, rows: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
-    """Hidden states (T, H) of each row by itself."""
+    """Return the hidden states (T, H) of each row, computed alone."""
     with lm.evaluating(), lm.computing():
         return [lm.hidden(torch.from_numpy(row).long()[None].to(lm.device))[0] for row in rows]
 
 
 @dataclass(slots=True)
 class _Open:
-    """A pack that others go on behind. `loss` and the graph of `own` are missing where it will be computed again."""
+    """A pack whose packs below are not done yet. `own` are its keys and values by layer, `gradients` their gradients. If `held`
+    is false, its graph was not kept and it will be computed again; it then has no `loss` yet."""
 
     own: dict[int, tuple[torch.Tensor, torch.Tensor]]
     gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -125,11 +125,11 @@ class _Open:
 
 @dataclass(slots=True)
 class TreeWalk:
-    """One pass over a tree. `visit` is called once for each needed token, of many at a time.
+    """One pass over a tree. `visit` gets the hidden state of each needed token once, those of many tokens at a time.
 
-    `needed` says of each node whether there are wanted tokens at or below it. About `budget` tokens are computed or have
-    their activations kept at one time; packs that are too many to be kept are computed a second time on the way back.
-    Without gradients there is no way back.
+    `needed` says of each node whether there are wanted tokens at or below it. About `budget` tokens are computed or have their
+    activations kept at one time; a pack whose activations do not fit is computed a second time for its backward pass. Without
+    gradients there is no backward pass.
     """
 
     lm: CausalLM
@@ -143,7 +143,8 @@ class TreeWalk:
     _held: int = field(default=0, init=False)
 
     def run(self) -> int:
-        """Accumulate the gradient of every needed token; returns how many tokens were computed, each counted once."""
+        """Run the pass, adding up the gradients of the losses that `visit` returns. Returns the number of needed tokens, each
+        counted once even if it was computed twice."""
         budget = max(2, self.budget)
         todo = moves(pack_tree(self.tree, self.needed, budget))
         ends = [move.pack.depth + len(move.branch.path) for move in todo if isinstance(move, Extend)]
@@ -165,7 +166,7 @@ class TreeWalk:
         return computed
 
     def _enter(self, pack: Pack, budget: int) -> None:
-        """Forward through a pack. One that no others go on behind is differentiated at once; others stay open."""
+        """Go forward through a pack. A pack without branches goes backward at once; others stay open until `_leave`."""
         if not pack.branches:
             loss = self.visit(self._forward(pack, keep=False)[0], pack.pieces)
             if loss is not None and torch.is_grad_enabled():
@@ -194,7 +195,7 @@ class TreeWalk:
             path.value_gradients[:, :, place] = 0
 
     def _retract(self, pack: Pack, branch: Branch) -> None:
-        """Keep what was said about a branch's keys and values."""
+        """Add the gradients of a branch's keys and values on the path to those of the pack that has the branch."""
         place = slice(pack.depth, pack.depth + len(branch.path))
         chosen = torch.from_numpy(branch.path).to(self.lm.device)
         opened = self._open[id(pack)]
@@ -208,7 +209,7 @@ class TreeWalk:
             value.index_add_(2, chosen, path.value_gradients[:, :, place])
 
     def _leave(self, pack: Pack, opened: _Open) -> None:
-        """Backward through a pack, with what those behind it said about its keys and values."""
+        """Go backward through a pack, from its loss and from the gradients that the packs below gave to its keys and values."""
         if not opened.held:
             hidden, opened.own = self._forward(pack, keep=True)
             opened.loss = self.visit(hidden, pack.pieces)
@@ -219,12 +220,12 @@ class TreeWalk:
                 if output.requires_grad:
                     outputs.append(output)
                     gradients.append(gradient.to(output.dtype))
-        if outputs:  # none where the output layer alone is trained
+        if outputs:  # none if only the output layer is trained
             torch.autograd.backward(outputs, gradients)
         self._held -= len(pack) if opened.held else 0
 
     def _forward(self, pack: Pack, *, keep: bool) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Hidden states (N, H) of a pack and, to `keep`, its keys and values by layer."""
+        """Return the hidden states (N, H) of a pack and, with `keep`, its keys and values by layer (else an empty dict)."""
         device = self.lm.device
         attending = Attending(kernel_for(device)(pack, device), self._path if pack.depth else {}, keep)
         ids, positions = torch.from_numpy(pack.ids(self.tree)), torch.from_numpy(pack.positions())

@@ -1,239 +1,61 @@
-"""`RelationalStore`: the `Store` protocol as operations, for a database that only has to run them; and the operations on runs,
-committed steps, metrics and small state.
+"""`RelationalStore`: the `Store` protocol for a database that only has to run operations.
 
-The invariant: every operation may be run again when nobody knows whether it was committed: by its nature, because it is known
-by a name what it was answered (`answers`), or because its `again` looks first. A step and the marks of the rollouts it trained
-are written together or not at all, and a rollout is marked once: with its first step. It enters another one only where that
-declares it, and only so often (`rollout_state.Reuse`).
+The invariant: every operation may be run again when nobody knows whether it was committed, by its nature or because it is
+known by a name what it was answered (`answers`); a lease without a name is another one, and what was new is so no more.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
-import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any, ClassVar, Final, TypeVar, cast
+from functools import partial
+from typing import Any, Final, TypeVar
 
-from lightning.store import rollout_state, rows, sql
+from lightning.store import rollout_state
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
-from lightning.store.protocol import Attempt, MetricPoint
-from lightning.store.relational import rollouts as rollout_ops
-from lightning.store.relational.transaction import (
-    Again,
-    Operation,
-    SqlPart,
-    Transaction,
-    done_once,
-    make_tables,
-    version_of,
-)
-from lightning.store.rows import Row, Value
-from lightning.types import Json, Lease, Outcome, Rollout, Run, StepRecord, Transition
+from lightning.store.relational import operations
+from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables, version_of
+from lightning.types import Outcome, Rollout, Transition
 
 T = TypeVar("T")
-IDS_AT_ONCE: Final = 500
-"""Ids in one statement at most."""
-
-
-async def put_run(transaction: Transaction, run: Run) -> Run:
-    """See `Store.put_run`. A run without a time of its own is created now."""
-    created = replace(run, created_at=run.created_at or await transaction.now())
-    await transaction.run(sql.INSERT_RUN, rows.RUNS.values(created))
-    stored = await get_run(transaction, run.id)
-    assert stored is not None, "the run was inserted in this transaction or before"
-    return stored
-
-
-async def get_run(transaction: Transaction, run: str) -> Run | None:
-    """See `Store.get_run`."""
-    row = await transaction.one(sql.SELECT_RUN, (run,))
-    return None if row is None else rows.RUNS.read(row)
-
-
-async def list_runs(
-    transaction: Transaction, project: str | None, after: str, limit: int | None, brief: bool
-) -> list[Run]:
-    """See `Store.list_runs`."""
-    rollout_state.check_page(limit)
-    values: list[Value] = [] if project is None else [project]
-    if after:
-        place = await transaction.one(sql.SELECT_RUN_PLACE, (after,))
-        if place is None or project not in (None, place[2]):
-            raise rollout_state.no_cursor(after)
-        values += place[:2]
-    query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None, brief=brief)
-    found = await transaction.all(query, values if limit is None else [*values, limit])
-    return [rows.RUNS.read(row) for row in found]
-
-
-async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
-    """See `Store.attempts_of`."""
-    found: list[Attempt] = []
-    for start in range(0, len(attempts), IDS_AT_ONCE):
-        asked = attempts[start : start + IDS_AT_ONCE]
-        names = list(dict.fromkeys(rollout for rollout, _ in asked))
-        places = sql.places(len(names))
-        current: dict[str, int] = {row[0]: row[1] for row in await transaction.all(sql.SELECT_CURRENT + places, names)}
-        kept = {(row[0], row[1]): row for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
-        for rollout, attempt in asked:
-            if rollout not in current:
-                raise rollout_state.unknown_rollout(rollout)
-            number = current[rollout] if attempt is None else attempt
-            row = kept.get((rollout, number))
-            found.append(Attempt(rollout, number) if row is None else rows.ATTEMPTS.read(row))
-    return found
-
-
-async def commit_step(transaction: Transaction, record: StepRecord) -> None:
-    """See `Store.commit_step`. A record without a time of its own is committed now."""
-    await transaction.alone(f"steps {record.run}")
-    earlier = await transaction.one(sql.SELECT_STEP_DIGEST, (record.run, record.step))
-    if earlier is not None:
-        if earlier[0] != record.digest:
-            raise rollout_state.committed_otherwise(record, earlier[0])
-        return
-    trained, reuse, first = sorted(record.rollouts), rollout_state.reuse_of(record), record.step
-    for (rollout, _), (following, _) in itertools.pairwise(trained):
-        if rollout == following:
-            raise rollout_state.named_twice(record, rollout)
-    for start in range(0, len(trained), IDS_AT_ONCE):
-        some = trained[start : start + IDS_AT_ONCE]
-        names = [rollout for rollout, _ in some]
-        locked = await transaction.locked(sql.SELECT_TRAINABLE + sql.places(len(names)) + sql.ORDER_IDS, names)
-        standing = {row[0]: row[1:] for row in locked}
-        for rollout, attempt in some:
-            first = min(first, _check_trainable(record, rollout, attempt, standing.get(rollout), reuse))
-        if new := [name for name in names if name not in reuse.rollouts]:
-            await transaction.run(sql.MARK_TRAINED + sql.places(len(new)), (record.step, *new))
-    await _check_uses(transaction, record, reuse, first)
-    committed = replace(record, at=record.at or await transaction.now())
-    await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
-    await transaction.changed(record.run)
-
-
-def _check_trainable(
-    record: StepRecord, rollout: str, attempt: int, found: Row | None, reuse: rollout_state.Reuse
-) -> int:
-    """The first step that trained it, this one or the one before that a reuse is of."""
-    if found is None:
-        raise rollout_state.unknown_rollout(rollout)
-    run, status, fault, current, trained = found
-    rollout_state.check_trainable(record, rollout, attempt, run, status, fault, current)
-    declared = rollout in reuse.rollouts
-    if declared != (trained is not None and trained < record.step) or (not declared and trained is not None):
-        raise rollout_state.not_new(record, rollout, trained, declared=declared)
-    return trained if declared else record.step
-
-
-async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollout_state.Reuse, first: int) -> None:
-    """Refuse a reuse beyond its limit. Steps before `first` trained none of what is reused."""
-    if not reuse.rollouts:
-        return
-    uses = Counter[str]()
-    for (text,) in await transaction.all(sql.SELECT_TRAINED, (record.run, first)):
-        uses.update(name for name, _ in json.loads(text) if name in reuse.rollouts)
-    for rollout, steps in sorted(uses.items()):
-        if steps > reuse.limit:
-            raise rollout_state.used_up(record, rollout, steps, reuse.limit)
-
-
-async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
-    """See `Store.steps`."""
-    rollout_state.check_page(limit)
-    query = sql.select_steps(limit=limit is not None, brief=brief)
-    found = await transaction.all(query, (run, after) if limit is None else (run, after, limit))
-    return [rows.STEPS.read(row) for row in found]
-
-
-async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
-    """See `Store.last_step`."""
-    row = await transaction.one(sql.SELECT_LAST_STEP, (run,))
-    return None if row is None else rows.STEPS.read(row)
-
-
-async def log_metrics(transaction: Transaction, run: str, step: int, values: Mapping[str, float]) -> None:
-    """See `Store.log_metrics`."""
-    now = await transaction.now()
-    await transaction.many(
-        sql.UPSERT_METRIC, [(run, step, name, float(value), now) for name, value in sorted(values.items())]
-    )
-
-
-async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
-    """See `Store.metrics`."""
-    steps: dict[int, dict[str, float]] = {}
-    times: dict[int, float] = {}
-    for step, name, value, at in await transaction.all(sql.SELECT_METRICS, (run,)):
-        steps.setdefault(step, {})[name] = math.nan if value is None else value
-        times[step] = max(at, times.get(step, at))
-    return [MetricPoint(step, values, times[step]) for step, values in steps.items()]
-
-
-async def put_state(transaction: Transaction, run: str, key: str, text: str) -> None:
-    """See `Store.put_state`; `text` is the value as JSON."""
-    await transaction.run(sql.UPSERT_STATE, (run, key, text))
-    await transaction.changed(run)
-
-
-async def keep_state(transaction: Transaction, run: str, key: str, text: str) -> Json:
-    """See `Store.keep_state`; `text` is the value as JSON."""
-    if await transaction.run(sql.KEEP_STATE, (run, key, text)):
-        await transaction.changed(run)
-    return await get_state(transaction, run, key)
-
-
-async def get_state(transaction: Transaction, run: str, key: str) -> Json:
-    """See `Store.get_state`."""
-    row = await transaction.one(sql.SELECT_STATE, (run, key))
-    return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")
-
-
 READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
-    "get_run": get_run,
-    "list_runs": list_runs,
-    "get_rollout": rollout_ops.get,
-    "list_rollouts": rollout_ops.page,
-    "count_rollouts": rollout_ops.count,
-    "next_seq": rollout_ops.next_seq,
-    "transitions": rollout_ops.transitions,
-    "transitions_of": rollout_ops.transitions_of,
-    "attempts_of": attempts_of,
-    "steps": steps,
-    "last_step": last_step,
-    "metrics": metrics,
-    "get_state": get_state,
+    "get_run": operations.get_run,
+    "list_runs": operations.list_runs,
+    "get_rollout": operations.get_rollout,
+    "list_rollouts": operations.list_rollouts,
+    "count_rollouts": operations.count_rollouts,
+    "next_seq": operations.next_seq,
+    "transitions": operations.transitions,
+    "transitions_of": operations.transitions_of,
+    "attempts_of": operations.attempts_of,
+    "steps": operations.steps,
+    "last_step": operations.last_step,
+    "metrics": operations.metrics,
+    "get_state": operations.get_state,
 }
 """What reads for an operation of the table, from a transaction and with the operation's arguments by name."""
-WHOLE: Final = ("transitions", "transitions_of", "attempts_of")
-"""Those of them whose statements must see one moment."""
 WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
-    "put_run": put_run,
-    "renew": rollout_ops.renew,
-    "commit_step": commit_step,
+    "put_run": operations.put_run,
+    "create_rollouts": operations.create_rollouts,
+    "lease": operations.lease,
+    "renew": operations.renew,
+    "release": operations.release,
+    "commit_step": operations.commit_step,
+    "log_metrics": operations.log_metrics,
+    "put_state": operations.put_state,
+    "keep_state": operations.keep_state,
 }
 """What writes for an operation, in the same way."""
+OWN: Final = SqlPart(READS, WRITES, whole=("transitions", "transitions_of", "attempts_of"))
 
 
 class _TakenBackError(Exception):
-    """Ends a transaction of which nothing is kept but the answer."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__("taken back")
-        self.answer = answer
+    """Ends a transaction of which nothing is kept but the answer, its one argument."""
 
 
 class RelationalStore(Operations, ABC):
     """Everything of a store but its life and its `watch`."""
-
-    answers_get_lost: ClassVar[bool] = True
-    """Whether a commit may be done and this process not hear of it: then calls that their callers did not name get a name."""
 
     def __init__(self) -> None:
         self._with_tables: set[OperationGroup] = set()
@@ -242,14 +64,11 @@ class RelationalStore(Operations, ABC):
         """Whether anything was committed here: who has only looked makes no tables."""
 
     @abstractmethod
-    async def _write(
-        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
-    ) -> T:
+    async def _write(self, operation: Operation[T], *, first: Callable[[], object] | None = None) -> T:
         """Run an operation in a transaction of its own and commit it durably.
 
         `first` runs before the transaction, in the thread that writes: in the caller's it would compete with that one for the
-        interpreter. Where the answer to a commit may get lost: `again` is run then, with the result that was lost, else the
-        operation.
+        interpreter.
         """
 
     @abstractmethod
@@ -259,38 +78,29 @@ class RelationalStore(Operations, ABC):
         `whole`: all of its statements must see one moment.
         """
 
-    def _known_as(self, once: str | None, method: str, *arguments: Json) -> str:
-        """The name of a call that would not be the same if it were done twice; empty where that cannot happen, or does not
-        matter (None)."""
-        if once == "" and self.answers_get_lost:
-            once = uuid.uuid4().hex
-        return rollout_state.known_as(once or "", method, *arguments)
-
     async def call(self, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
         """Run the function of an operation in a transaction."""
-        read = READS.get(operation.name)
-        if read is not None:
-            return await self._read(lambda tx: read(tx, **arguments), whole=operation.name in WHOLE)
         if operation.group is not None:
             return await self._call_of(operation.group, operation, arguments)
-        return await self._write(lambda tx: WRITES[operation.name](tx, **arguments))
+        return await self._run(OWN, operation.name, partial(OWN.functions[operation.name], **arguments))
+
+    async def _run(self, part: SqlPart, name: str, work: Operation[Any]) -> Any:
+        if name in part.reads:
+            return await self._read(work, whole=name in part.whole)
+        return await self._write(work)
 
     async def _call_of(self, group: OperationGroup, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
         """Run a plugin's function."""
         part: SqlPart = group.part(operation, "sql", self)
-        function = group.function(operation, part.functions, self)
+        work = partial(group.function(operation, part.functions, self), **arguments)
         if group not in self._with_tables:
-            there = await self._read(lambda tx: version_of(tx, group.name))
+            there = await self._read(partial(version_of, group=group.name))
             if operation.name in part.reads and there < len(part.tables) and not self._has_written:
-                return await self._read_of_nothing(group, part, lambda tx: function(tx, **arguments))
+                return await self._read_of_nothing(group, part, work)
             if there != len(part.tables):
-                await self._write(lambda tx: make_tables(tx, group.name, part.tables, self))
+                await self._write(partial(make_tables, group=group.name, tables=part.tables, where=self))
             self._with_tables.add(group)
-        if self.answers_get_lost and arguments.get("once") == "":
-            arguments = {**arguments, "once": uuid.uuid4().hex}
-        if operation.name in part.reads:
-            return await self._read(lambda tx: function(tx, **arguments), whole=operation.name in part.whole)
-        return await self._write(lambda tx: function(tx, **arguments))
+        return await self._run(part, operation.name, work)
 
     async def _read_of_nothing(self, group: OperationGroup, part: SqlPart, read: Operation[Any]) -> Any:
         """The answer of a reading operation whose tables are not there yet, in a process that has only looked so far. They are
@@ -303,58 +113,17 @@ class RelationalStore(Operations, ABC):
         try:
             await self._write(look)
         except _TakenBackError as found:
-            return found.answer
-
-    # what is more than one function of a transaction -----------------------------------------------------------
-    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """See `Store.create_rollouts`."""
-        return await self._write(
-            lambda tx: rollout_ops.create(tx, rollouts), lambda tx, new: rollout_ops.create_again(tx, new, rollouts)
-        )
-
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
-        """See `Store.lease`."""
-        known_as = rollout_state.known_as(once, "lease", run, worker, ttl)
-        return await self._write(
-            lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl, known_as),
-            lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl, known_as),
-        )
+            return found.args[0]
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """See `Store.complete`."""
-        end = rollout_state.ending(rollout, outcome)
-        return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end, spend=spend))
-
-    async def release(self, worker: str, *, once: str = "") -> int:
-        """See `Store.release`."""
-        known_as = self._known_as(once, "release", worker)
-        return cast(
-            "int",
-            await self._write(lambda tx: done_once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
-        )
+        end = rollout_state.ending(rollout, outcome)  # before the transaction, which keeps others from writing
+        return await self._write(partial(operations.complete, rollout=rollout, attempt=attempt, end=end, spend=spend))
 
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
         given = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
-        calls = cache(lambda: [rollout_ops.prepare(transition) for transition in given])
+        calls: list[operations.NewCall] = []
         return await self._write(
-            lambda tx: rollout_ops.append(tx, calls()),
-            lambda tx, new: rollout_ops.append_again(tx, new, calls()),
-            first=calls,
+            partial(operations.append, calls=calls), first=lambda: calls.extend(map(operations.prepare, given))
         )
-
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
-        """See `Store.log_metrics`."""
-        known_as = self._known_as(once, "log_metrics", run, step, dict(values))
-        await self._write(lambda tx: done_once(tx, known_as, run, lambda: log_metrics(tx, run, step, values)))
-
-    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
-        """See `Store.put_state`."""
-        text = rows.dump(value, f"the state {key!r}")
-        known_as = self._known_as(once, "put_state", run, key, text)
-        await self._write(lambda tx: done_once(tx, known_as, run, lambda: put_state(tx, run, key, text)))
-
-    async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """See `Store.keep_state`."""
-        text = rows.dump(value, f"the state {key!r}")
-        return await self._write(lambda tx: keep_state(tx, run, key, text))

@@ -13,15 +13,17 @@ of a later step than the plugin knows are refused, untouched. Who only looks mak
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, wraps
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from lightning.errors import SchemaError, StoreError
-from lightning.store import sql
-from lightning.store.codec import KnownTransition, Load
+from lightning.store import rollout_state
+from lightning.store.codec import ParentCache
 from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.rows import Row, Value
 from lightning.types import Json
@@ -29,24 +31,11 @@ from lightning.types import Json
 T = TypeVar("T")
 
 
-class Parents(Protocol):
-    """Calls that a new one may be stored against, by what they are looked for (`lightning.store.codec.ParentCache`)."""
-
-    async def get(self, key: Hashable, load: Load[int]) -> list[KnownTransition[int]]:
-        """The candidates under a key, loaded from the database if they are not at hand."""
-
-    def add(self, key: Hashable, known: KnownTransition[int], extended: KnownTransition[int] | None = None) -> None:
-        """Remember a new transition under a key that was asked for before, in place of the one that it extends."""
-
-    def drop(self, key: Hashable) -> None:
-        """Forget what is remembered under a key."""
-
-
 class Transaction(Protocol):
     """An open transaction. Parameters of a statement are written `?`."""
 
     @property
-    def parents(self) -> Parents:
+    def parents(self) -> ParentCache[int]:
         """Recently written calls, what a new one may be stored against. Only writing transactions have them."""
 
     async def now(self) -> float:
@@ -91,9 +80,6 @@ class Transaction(Protocol):
 
 Operation: TypeAlias = Callable[[Transaction], Coroutine[Any, Any, T]]
 """One unit of work."""
-Again: TypeAlias = Callable[[Transaction, T], Coroutine[Any, Any, T]]
-"""What is run when nobody knows whether the operation that would have given this result was committed."""
-
 
 FORGOTTEN_AT_ONCE: Final = 8
 """Old answers that go whenever one is added: they never become many, and nobody waits for their removal."""
@@ -106,38 +92,53 @@ async def done_once(transaction: Transaction, known_as: str, run: str, work: Cal
     """
     if not known_as:
         return await work()
-    # The row keeps others out who make the same call, from here on.
-    if not await _keep_if_new(transaction, known_as, run, KNOWN_SECONDS, None):
-        return await kept_answer(transaction, known_as)
-    answer = await work()
-    if answer is not None:
-        await keep_answer(transaction, known_as, run, KNOWN_SECONDS, answer)
-    return answer
+    kept = await kept_answers(transaction, known_as)
+    if not kept:
+        kept = [await work()]
+        await keep_answer(transaction, known_as, run, KNOWN_SECONDS, kept[0])
+    return kept[0]
 
 
-async def kept_answer(transaction: Transaction, known_as: str) -> Json:
-    """What a call of this name was answered; None when nobody made it, when it was answered nothing, or too long ago."""
-    row = await transaction.one(sql.SELECT_ANSWER, (known_as, await transaction.now()))
-    answer: Json = None if row is None else json.loads(row[0])
-    return answer
+def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..., Coroutine[Any, Any, Json]]:
+    """What does an operation with the argument `once`: the function, done once for each call that has a name."""
+
+    @wraps(function)
+    async def done(transaction: Transaction, *, once: str | None, **arguments: Any) -> Json:
+        known_as = rollout_state.known_as(once or "", function.__name__, repr(arguments))
+        return await done_once(
+            transaction, known_as, arguments.get("run", ""), lambda: function(transaction, **arguments)
+        )
+
+    whole = inspect.signature(function)
+    named = inspect.Parameter("once", inspect.Parameter.KEYWORD_ONLY)
+    done.__signature__ = whole.replace(parameters=[*whole.parameters.values(), named])  # type: ignore[attr-defined]
+    return done
+
+
+async def kept_answers(transaction: Transaction, known_as: str) -> list[Json]:
+    """What a call of this name was answered; nothing when nobody made it, or too long ago. Keeps others out who make the same
+    call, until the transaction ends."""
+    await transaction.alone(f"call {known_as}")
+    found = await transaction.all(
+        "SELECT answer FROM answers WHERE id = ? AND until >= ?", (known_as, await transaction.now())
+    )
+    return [json.loads(text) for (text,) in found]
 
 
 async def keep_answer(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> None:
     """Keep for `seconds` what the call of this name is answered, in place of what it was answered before."""
-    until = await transaction.now() + seconds
-    if not await transaction.run(sql.KEEP_ANSWER, (json.dumps(answer), until, known_as)):
-        await _keep_if_new(transaction, known_as, run, seconds, answer)
-
-
-async def _keep_if_new(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> bool:
-    """Whether nothing was known under this name, or no more."""
     now = await transaction.now()
-    for (old,) in await transaction.free(sql.SELECT_OLD_ANSWERS, (now, FORGOTTEN_AT_ONCE)):
-        await transaction.run(sql.FORGET_ANSWER, (old,))
-    return bool(await transaction.run(sql.INSERT_ANSWER, (known_as, run, now + seconds, json.dumps(answer), now)))
+    for (old,) in await transaction.free(
+        "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?", (now, FORGOTTEN_AT_ONCE)
+    ):
+        await transaction.run("DELETE FROM answers WHERE id = ?", (old,))
+    await transaction.run(
+        "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+        "SET run = excluded.run, until = excluded.until, answer = excluded.answer",
+        (known_as, run, now + seconds, json.dumps(answer)),
+    )
 
 
-SELECT_VERSION: Final = "SELECT version FROM operation_groups WHERE name = ?"
 KEEP_VERSION: Final = (
     "INSERT INTO operation_groups (name, version) VALUES (?, ?) "
     "ON CONFLICT (name) DO UPDATE SET version = excluded.version"
@@ -145,10 +146,10 @@ KEEP_VERSION: Final = (
 _MADE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+(?:UNIQUE\s+)?(TABLE|INDEX)\s+(\w+)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SqlPart:
     """A plugin's part for SQL databases. Functions stand by the names of the operations, and get a transaction and the
-    operation's arguments by name; one that takes `once` is given a name where an answer may get lost.
+    operation's arguments by name; one that takes `once` is given a name where an answer may get lost (`once_only`).
 
     `tables` are steps of statements, in SQLite's types. What a release adds or changes is one more step: a database
     that has the earlier ones gets that one alone. `whole` are the `reads` whose statements must see one moment.
@@ -159,20 +160,15 @@ class SqlPart:
     tables: Sequence[Sequence[str]] = ()
     whole: Collection[str] = ()
 
-    @property
+    @cached_property
     def functions(self) -> Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]:
         """Those that read and those that write."""
         return {**self.reads, **self.writes}
 
-    def names(self) -> list[str]:
-        """The tables, those first that were made first."""
-        made = (_MADE.match(statement) for step in self.tables for statement in step)
-        return list(dict.fromkeys(found[2] for found in made if found and found[1].upper() == "TABLE"))
-
 
 async def version_of(transaction: Transaction, group: str) -> int:
     """How many steps of a group's tables a database has."""
-    row = await transaction.one(SELECT_VERSION, (group,))
+    row = await transaction.one("SELECT version FROM operation_groups WHERE name = ?", (group,))
     return 0 if row is None else int(row[0])
 
 

@@ -24,7 +24,6 @@ MEMORY: Final = ":memory:"
 PAGE_BYTES: Final = 16384
 """A transition is about 2 KB: pages this large waste little behind the last one that fits."""
 WAL_LIMIT_BYTES: Final = 64 << 20
-_SYNC: Final = {"normal": "NORMAL", "full": "FULL"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class Settings:
     busy_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.sync not in _SYNC:
-            raise ConfigError(f"sync={self.sync!r} is not known for the sqlite store: use {' or '.join(_SYNC)}")
+        if self.sync not in ("normal", "full"):
+            raise ConfigError(f"sync={self.sync!r} is not known for the sqlite store: use normal or full")
         if not 0 <= self.busy_timeout <= 3600:
             raise ConfigError(f"busy_timeout={self.busy_timeout!r} must be seconds between 0 and 3600")
 
@@ -73,7 +72,10 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
     connection: sqlite3.Connection | None = None
     try:
         if not settings.in_memory and not read_only and not again:
-            _make(settings.path)
+            with contextlib.suppress(
+                FileExistsError
+            ):  # for its owner alone: it holds the secret that signs agents' keys
+                os.close(os.open(settings.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             f"{Path(settings.path).as_uri()}?mode=rw" if again else settings.path,
             uri=again,
@@ -92,12 +94,6 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
     return connection
 
 
-def _make(path: str) -> None:
-    """Make the file, for its owner alone: it holds the secret that signs agents' keys. What is there stays as it is."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-
-
 def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only: bool) -> None:
     if read_only:
         connection.execute("PRAGMA query_only = ON")
@@ -109,7 +105,7 @@ def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only:
             f"store {settings.path}: this file system does not support SQLite's write-ahead log (journal mode {mode!r}); "
             "put the file on a local disk"
         )
-    connection.execute(f"PRAGMA synchronous = {_SYNC[settings.sync]}")
+    connection.execute(f"PRAGMA synchronous = {settings.sync}")
     connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
 
 
@@ -200,17 +196,12 @@ def make_tables(connection: sqlite3.Connection, settings: Settings) -> None:
     """Make the tables where there are none. Raises `SchemaError` for a foreign database, or one of another schema."""
     if _is_made(connection, settings):
         return
-    connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
-    try:
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
         if not _is_made(connection, settings):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             for statement in STATEMENTS:
                 connection.execute(statement)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _is_made(connection: sqlite3.Connection, settings: Settings) -> bool:

@@ -20,12 +20,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from lightning.errors import ConfigError
 from lightning.store.codec import ParentCache
 from lightning.store.relational.store import RelationalStore
-from lightning.store.relational.transaction import Again, Operation, Transaction
+from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.rows import Row, Value
 from lightning.store.sqlite.connection import (
     MEMORY,
@@ -42,16 +42,13 @@ from lightning.store.threads import Bell, LookingWatch, WorkItem, check_process,
 from lightning.store.url import StoreURL, parse
 
 T = TypeVar("T")
-MARK_CHANGE: Final = "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1"
-_NOW: Final = "SELECT (julianday('now') - 2440587.5) * 86400.0"
-SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
 LOOK: Final = 0.05
 """Seconds between looks for what another process changed; a look is one indexed read."""
 
 
 async def revision(transaction: Transaction, run: str) -> int:
     """How often the run has changed."""
-    row = await transaction.one(SELECT_REVISION, (run,))
+    row = await transaction.one("SELECT n FROM revisions WHERE run = ?", (run,))
     return int(row[0]) if row else 0
 
 
@@ -66,23 +63,15 @@ class SqliteTransaction:
         self._now: float | None = None
         self._parents = parents
         self.changed_runs: set[str] = set()
-        self._marked: set[str] = set()
 
     async def changed(self, run: str) -> None:
-        """See `Transaction.changed`."""
-        if run not in self._marked:
-            self._marked.add(run)
-            self.changed_runs.add(run)
-            self._connection.execute(MARK_CHANGE, (run,))
-
-    def forget_changes(self) -> None:
-        """A part of the transaction was undone, and perhaps the marks of its changes with it: mark anew from here on."""
-        self._marked.clear()
+        """See `Transaction.changed`. Who commits marks them, also those of a part that was undone: a watch may be mistaken."""
+        self.changed_runs.add(run)
 
     async def now(self) -> float:
         """See `Transaction.now`."""
         if self._now is None:
-            self._now = float(self._connection.execute(_NOW).fetchone()[0])
+            self._now = float(self._connection.execute("SELECT (julianday('now') - 2440587.5) * 86400.0").fetchone()[0])
         return self._now
 
     @property
@@ -100,13 +89,7 @@ class SqliteTransaction:
         """See `Transaction.all`."""
         return self._connection.execute(sql, values).fetchall()
 
-    async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.locked`."""
-        return self._connection.execute(sql, values).fetchall()
-
-    async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.free`."""
-        return self._connection.execute(sql, values).fetchall()
+    locked = free = all  # noqa: A003 — the method
 
     async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
         """See `Transaction.kept`."""
@@ -143,18 +126,13 @@ def drive(operation: Coroutine[Any, Any, T]) -> T:
     try:
         operation.send(None)
     except StopIteration as end:
-        result: T = end.value
-        return result
+        return cast("T", end.value)
     operation.close()
     raise AssertionError("an operation of a store awaits nothing but its transaction")
 
 
-Identity: TypeAlias = tuple[int, int] | None
-"""Device and inode of the file that a store was opened with; None for one in memory."""
-
-
-def identity(settings: Settings) -> Identity:
-    """What tells the store's file from another at the same path. Raises `StoreError` where there is none."""
+def identity(settings: Settings) -> tuple[int, int]:
+    """What tells the store's file from another at the same path: device and inode. Raises `StoreError` where there is none."""
     try:
         found = os.stat(settings.path)  # noqa: PTH116 — at each commit
     except OSError as error:
@@ -162,13 +140,13 @@ def identity(settings: Settings) -> Identity:
     return found.st_dev, found.st_ino
 
 
-def check_identity(settings: Settings, opened: Identity) -> None:
+def check_identity(settings: Settings, opened: tuple[int, int] | None) -> None:
     """Raise `StoreError` where another file than the one that was opened is at the path, or none: a write would be lost."""
     if opened is not None and identity(settings) != opened:
         raise moved(settings)
 
 
-def connect_again(settings: Settings, opened: Identity, *, read_only: bool = False) -> sqlite3.Connection:
+def connect_again(settings: Settings, opened: tuple[int, int] | None, *, read_only: bool = False) -> sqlite3.Connection:
     """Another connection to what the store has `opened`. Raises `StoreError` where another file is in its place, or none."""
     check_identity(settings, opened)
     return connect(settings, read_only=read_only, again=opened is not None)
@@ -211,16 +189,15 @@ class Writer:
         self._settings = settings
         self._bell = bell
         self._make = make
-        self._transaction: SqliteTransaction
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._waiting: deque[_Job[object]] = deque()
         self._lock = threading.Lock()
         self._closed = False
         self._stop = False
         self._broken = False
-        self.identity: Identity = None
+        self.identity: tuple[int, int] | None = None
+        """Of the file that was opened; None for one in memory."""
         self._parents = ParentCache[int]()
-        self._connection: sqlite3.Connection
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait
         self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
@@ -326,7 +303,6 @@ class Writer:
             if not self._connection.in_transaction:
                 raise  # SQLite rolled back everything by itself, as it may when the disk is full
             self._connection.execute("ROLLBACK TO job")
-            self._transaction.forget_changes()
             self._parents.forget()
             job.error = translate(error, self._settings)
         self._connection.execute("RELEASE job")
@@ -349,12 +325,9 @@ class Writer:
                 if not is_busy(error):
                     raise
                 self._receive(wait=False)
-                now = time.monotonic()
-                late = []
-                while self._waiting and self._waiting[0].deadline <= now:
-                    late.append(self._waiting.popleft())
-                    late[-1].error = translate(error, self._settings)
-                deliver(late)
+                late = self._waiting.popleft()
+                late.error = translate(error, self._settings)
+                deliver([late])
             else:
                 return True
         return False
@@ -379,10 +352,13 @@ class Writer:
 
     def _commit(self) -> None:
         check_identity(self._settings, self.identity)
+        self._connection.executemany(
+            "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1",
+            [(run,) for run in self._transaction.changed_runs],
+        )
         self._connection.execute("COMMIT")
         self._parents.keep()
-        if self._transaction.changed_runs:
-            self._bell.ring(self._transaction.changed_runs)
+        self._bell.ring(self._transaction.changed_runs)
 
     def _roll_back(self) -> None:
         self._parents.forget()
@@ -403,7 +379,6 @@ class _Readers:
     def __init__(self, settings: Settings, writer: Writer) -> None:
         self._settings, self._writer = settings, writer
         self._local = threading.local()
-        self._lock = threading.Lock()
         self._connections: list[sqlite3.Connection] = []
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="lightning-store-reader")
 
@@ -413,12 +388,9 @@ class _Readers:
     def _read(self, operation: Operation[T]) -> T:
         connection = self._connection()
         try:
-            connection.execute("BEGIN")
-            try:
+            with connection:
+                connection.execute("BEGIN")
                 return drive(operation(SqliteTransaction(connection)))
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
         except Exception as error:
             refused = translate(error, self._settings)
             if refused is error:
@@ -430,8 +402,7 @@ class _Readers:
         if connection is None:
             connection = connect_again(self._settings, self._writer.identity, read_only=True)
             self._local.connection = connection
-            with self._lock:
-                self._connections.append(connection)
+            self._connections.append(connection)
         return connection
 
     def close(self) -> None:
@@ -446,8 +417,6 @@ class SqliteStore(RelationalStore):
     `sync="full"` makes acknowledged writes survive a power cut as well as the death of every process; `busy_timeout` is how
     many seconds to wait for another process that writes. Raises `ConfigError` for settings that cannot be meant.
     """
-
-    answers_get_lost = False
 
     def __init__(self, path: str | Path, *, sync: str = "normal", busy_timeout: float = 30.0) -> None:
         super().__init__()
@@ -498,12 +467,13 @@ class SqliteStore(RelationalStore):
 
     async def close(self) -> None:
         """See `Store.close`."""
-        if self._writer is not None:
-            await self._disconnect(self._writer)
+        await self._disconnect(self._writer)
 
-    async def _disconnect(self, writer: Writer) -> None:
+    async def _disconnect(self, writer: Writer | None) -> None:
         with self._lock:
-            if self._writer is not writer:  # someone else was faster, and may have opened the store again
+            if (
+                writer is None or self._writer is not writer
+            ):  # someone else was faster, and may have opened the store again
                 return
             readers = self._readers
             self._writer = self._readers = None
@@ -512,9 +482,7 @@ class SqliteStore(RelationalStore):
         else:
             _inherited.append((writer, readers))
 
-    async def _write(
-        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
-    ) -> T:
+    async def _write(self, operation: Operation[T], *, first: Callable[[], object] | None = None) -> T:
         result = await self._open_writer().submit(operation, first)
         self._has_written = True
         return result

@@ -1,1 +1,1 @@
-"""Pages: what an address shows, as blocks. What several pages ask of a store is in `queries`, what one asks is beside it."""
+"""One module for each kind of page, which makes the blocks of an address. Queries that several pages share are in `queries`."""

@@ -1,4 +1,4 @@
-"""Runs side by side: their curves, their held-out rewards, and the settings in which they differ."""
+"""The page that compares runs: their curves, their held-out rewards, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from lightning_console.queries.runs import points_of
 from lightning_console.router import Address
 
 MOST: Final = 24
-"""Runs that are compared at a time."""
+"""Most runs that one page compares."""
 MEASURES: Final[Mapping[str, str]] = {
     "reward_with_failures": "reward, failed rollouts as 0",
     "reward": "reward of those that succeeded",
@@ -59,7 +59,7 @@ MEASURES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run with its key and what it is called here."""
+    """A run to compare: its key in addresses, its name on the page, and its curves."""
 
     key: str
     name: str
@@ -67,7 +67,7 @@ class Compared:
 
 
 async def page(places: Places, address: Address) -> Page:
-    """`compare?runs=KEY,KEY&x=step|tokens|time&measure=`."""
+    """Make the page `compare?runs=KEY,KEY&x=step|tokens|time&measure=`, which shows several runs side by side."""
     keys = list(dict.fromkeys(key for key in address.option("runs").split(",") if key))
     asked = address.option("x", "step")
     axis: Axis = "tokens" if asked == "tokens" else "time" if asked == "time" else "step"
@@ -103,7 +103,7 @@ async def page(places: Places, address: Address) -> Page:
 
 
 def _by_seed(runs: list[Compared]) -> dict[str, list[Compared]]:
-    """The runs by what they are called, those together that differ in nothing but their seed."""
+    """Group the runs that differ only in their seed, by the name of the group; a single run keeps its own name."""
     alike = by_key(runs, lambda run: run.curves.about.alike)
     return {
         own[0].name if len(own) == 1 else f"{chr(ord('A') + place % 26)}: {len(own)} seeds of {own[0].name}": own
@@ -220,7 +220,7 @@ def _held_out(groups: Mapping[str, list[Compared]], axis: Axis) -> Chart:
 
 
 def _versions(runs: list[Compared]) -> list[Block]:
-    """The way to the held-out tasks of two runs, one by one."""
+    """Return a link to the task-by-task comparison of the first two runs that have held-out evaluations; none for fewer."""
     evaluated = [each for each in runs if each.curves.evaluations][:2]
     if len(evaluated) < 2:
         return []

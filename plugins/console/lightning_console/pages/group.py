@@ -1,10 +1,9 @@
-"""A group as a tree: sibling rollouts, and the branches that they have, as one prefix tree of calls; at a split, how the
-continuations differ.
+"""The page of a group: sibling rollouts and their branches as one prefix tree of calls, and at a split the texts that differ.
 
-The invariant: two calls are one node exactly when the calls before them are, and their prompts and answers are the same token
-ids from the same agent, with nothing changed. A branch is counted from the node on at which it leaves its parent's line, so
-that no state above is worth more because somebody looked below it. (`lightning.batch.radix` has the tree of tokens, whose nodes
-end inside of answers, and credit's states meet again after they have parted: neither has calls as nodes.)
+The invariant: two calls are one node exactly when the calls before them are one node, too, and both have the same agent and
+the same token ids in prompt and answer, with nothing changed by a branch. A branch counts only from the node at which it leaves
+its parent, so that branches below a state never raise its value. (`lightning.batch.radix` has a tree of tokens, whose nodes
+end inside answers, and states of credit functions can meet again after they parted: neither has calls as nodes.)
 """
 
 from __future__ import annotations
@@ -67,8 +66,9 @@ from lightning_console.router import Address
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A call and its answer. What is equal by `same` after the same actions is one node. `number` is that of the call in its
-    own rollout, from 1; 0 where it is none of that rollout's. `tools` are what ran because of it, and what came of it."""
+    """A call and its answer. Actions with equal `same` after the same actions are one node. `number` is the call's number in
+    its rollout, from 1; 0 for an edited answer, which is no call. `tools` are the tools that the answer called, as
+    `(name, result or error)`."""
 
     same: Hashable
     caller: str
@@ -80,9 +80,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The actions of a rollout, and its return. A branch follows the first `start` actions of the line of `parent` (a place
-    among the lines), from the root where `parent` is -1, then its own. `counts` is false for one whose return says nothing of
-    the policy where it begins: something was changed, or where it begins is not known."""
+    """The actions of a rollout, and its return `total`. A branch follows the first `start` actions of its parent, then its own;
+    `parent` is the parent's index among the lines, -1 to begin at the root. `counts` is false for a branch whose return is no
+    estimate for its starting state, because it changed something or its start is not known."""
 
     actions: Sequence[Action]
     total: float | None
@@ -94,9 +94,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A call, at which `members` (places of lines) were; the root, before any call, has `depth` -1. `branches` are those that
-    begin behind it. `value` is the mean return of both, `advantage` the mean over those that were trained. `call` is the number
-    of the call in the rollout of the first of `members`. `ends` are the members that end here."""
+    """A call that `members` (indices of lines) made; the root, before any call, has `depth` -1. `branches` are the lines that
+    begin after it. `value` is the mean return of both, `advantage` the mean over the trained members. `call` is the call's
+    number in the first member's rollout. `ends` are the members whose last call this is."""
 
     parent: int
     depth: int
@@ -113,7 +113,7 @@ class TreeNode:
 
 
 def make_tree(lines: Sequence[Line], most: int) -> tuple[tuple[TreeNode, ...], int]:
-    """At most so many nodes, level by level, and how many calls are left out."""
+    """Build the prefix tree of the lines, level by level, up to `most` nodes; return it with the number of calls left out."""
     return _Tree(lines, most).grown()
 
 
@@ -123,7 +123,7 @@ class _Tree:
         trunks = tuple(place for place, line in enumerate(lines) if not line.branch)
         self._nodes = [TreeNode(-1, -1, trunks, None)]
         self._ways: dict[int, list[int]] = {place: [0] for place in trunks}
-        """The nodes of each line that has begun, one for each depth; without the last ones where these are left out."""
+        """For each line that has begun, the index of its node at each depth; nodes that are left out are missing at the end."""
         self._left_out = 0
 
     def grown(self) -> tuple[tuple[TreeNode, ...], int]:
@@ -142,12 +142,12 @@ class _Tree:
         return self._whole(), self._left_out
 
     def _begin(self, depth: int) -> None:
-        """Let the branches begin that leave their parents' lines after so many actions."""
+        """Add the branches that leave their parents after `depth` actions to the nodes at which they begin."""
         for place, line in enumerate(self._lines):
             if not line.branch or line.start != depth:
                 continue
             before = self._ways.get(line.parent, [0] if line.parent < 0 else [])[: depth + 1]
-            if len(before) <= depth:  # what its parent did there is left out
+            if len(before) <= depth:  # the parent's node there is left out
                 self._left_out += len(line.actions)
                 continue
             self._ways[place] = list(before)
@@ -178,7 +178,7 @@ class _Tree:
         return self._lines[place].start + len(self._lines[place].actions)
 
     def _whole(self) -> tuple[TreeNode, ...]:
-        """The nodes with their values, their children, and what ends at them."""
+        """Return the nodes with their values, their children, and the lines that end at them."""
         children = by_key(range(1, len(self._nodes)), lambda index: self._nodes[index].parent)
         whole = [place for place, way in self._ways.items() if len(way) == self._length(place) + 1]
         ends = by_key(whole, lambda place: self._ways[place][-1])
@@ -195,16 +195,16 @@ class _Tree:
 
 
 MOST_NODES: Final = 1_500
-"""Calls of a tree that are shown: those nearest to the root."""
+"""Most calls of a tree that are shown: those nearest to the root."""
 MOST_MEMBERS: Final = 512
 LONGEST_ACTION: Final = 200
-"""Characters."""
+"""Most characters of an action's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a branch begins: `start` calls of the line of the member `parent` (its place; -1: it is not here) come before its
-    own; `at` is the number of the parent's call there, 0 where that is not known, and `why` says why not."""
+    """Where a branch begins. Its first `start` calls are those of its parent, whose index among the members is `parent` (-1 if
+    it is not among them). `at` is the number of the parent's call at which it begins; 0 if not known, and `why` says why."""
 
     parent: int
     start: int
@@ -214,8 +214,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rollout of a group, or of a branch of one. `total` is its return, None where it has none; `advantage` the mean over its
-    trained calls; `key` names its run. `guest` is a rollout of another group, whose branches this group has."""
+    """A rollout of a group, a branch of one, or a `guest`: a rollout of another group that has branches in this group. `total`
+    is its return (None if it has none), `advantage` the mean over its trained calls, `key` the key of its run."""
 
     rollout: Rollout
     key: str
@@ -228,35 +228,35 @@ class Member:
 
     @property
     def error(self) -> str:
-        """Why it failed."""
+        """Why the rollout failed; empty if it did not."""
         return str(reason(self.rollout.error)) if self.rollout.error else ""
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of all calls."""
+        """The number of tokens sampled in the member's calls."""
         return sum(len(call.response_ids) for call in self.calls)
 
     @property
     def void(self) -> bool:
-        """Whether it did not begin as its parent did."""
+        """Whether the branch is void: it did not repeat its parent's calls."""
         return is_void(self.rollout)
 
     @property
     def changed(self) -> str:
-        """What is another than in its parent."""
+        """The changes that the branch makes to its parent, in words; empty for none."""
         return self.branch.changed if self.branch else ""
 
     @property
     def edit(self) -> str | None:
-        """What stands for the answer of its parent's call."""
+        """The text that replaces the answer of the parent's call; None if that call is sampled anew."""
         return self.branch.edit if self.branch else None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group: its own rollouts, then guests, then branches. `left_out` counts calls that are not among `nodes`, `more`
-    rollouts that are not among `members`; `before` and `after` are the groups beside it, empty where there is none; `empty`
-    says why there is no call."""
+    """A group with its members: its own rollouts, then guests, then branches. `left_out` counts the calls without a node,
+    `more` the rollouts that are not among `members`. `before` and `after` are the ids of the neighbouring groups, empty if
+    there is none. `empty` says why there is no call, `texts` why answers are shown as tokens."""
 
     id: str
     members: tuple[Member, ...]
@@ -273,22 +273,22 @@ class GroupView:
 
     @property
     def own(self) -> list[Member]:
-        """The group's rollouts that are no branches."""
+        """The group's own rollouts, without guests and branches."""
         return [each for each in self.members if each.branch is None and not each.guest]
 
     @property
     def branches(self) -> list[Member]:
-        """The branches."""
+        """The members that are branches."""
         return [each for each in self.members if each.branch is not None]
 
     def last_answer(self, place: int) -> str:
-        """The beginning of what the last call of a member answered; empty where that is not known."""
+        """The beginning of the last answer in the rollout of the member with this index; empty if it is not known."""
         said = self._said.get(place, ())
         return one_line(said[-1].answer, LONGEST_ACTION) if said else ""
 
     def continuation(self, node: int) -> tuple[str, Member, int]:
-        """What followed from a node on, as a text, in the best of the rollouts that came by; that rollout, and the number of
-        its call there, 0 where it is none of its own."""
+        """Return the text from a node on of the best rollout that went through it, that rollout, and the number of its call at
+        the node (0 for an edited answer)."""
         place = max(self.nodes[node].members, key=lambda each: (_or_least(self.members[each].total), -each))
         member = self.members[place]
         parts = [] if member.edit is None else [f"[edited]\n{member.edit}"]
@@ -300,8 +300,8 @@ class GroupView:
 
 
 async def group_view(located: Located, group: str, *, patience: float | None = None) -> GroupView:
-    """A group of a run; runs that have branches of it are looked for during `patience` seconds. Raises `DataError` for one that
-    the run has not."""
+    """Read a group of a run with its tree. Other runs with branches of it are searched for at most `patience` seconds (None:
+    without limit). Raises `DataError` if the run has no such group."""
     everyone = await group_of(located, group)
     rollouts = everyone[:MOST_MEMBERS]
     store = located.store
@@ -341,8 +341,8 @@ async def group_view(located: Located, group: str, *, patience: float | None = N
 async def _with_branches(
     located: Located, rollouts: Sequence[Rollout], patience: float | None
 ) -> tuple[list[Member], bool]:
-    """The rollouts of a group, those of others that they are branches of, and the branches that they have elsewhere, as far as
-    they are known without their calls; and whether there may be more of these."""
+    """Return the members of a group, without their calls: its rollouts, the parents of its branches from other groups, and its
+    branches, also those in other runs; and whether there may be more branches."""
     changed, edit = await changes_of(located.store, located.run)
     own = [Member(each, located.key) for each in rollouts if each.parent is None]
     mine = [Branch(each, located.key, changed, edit) for each in rollouts if each.parent is not None]
@@ -394,7 +394,8 @@ def _origin(key: tuple[str, int, int], known: Mapping[str, tuple[int, Sequence[T
 
 
 def _line(member: Member, said: Sequence[Said], ended: Attempt, proof: StepProof) -> Line:
-    """The way of a member through the tree. What a branch changes is part of each of its actions: they are nobody else's."""
+    """Return the line of a member in the tree. A branch's changes are part of each action, so that it shares no node with a
+    rollout that did not make them."""
     credit = proof.members.get(member.rollout.id)
     actions = []
     if member.edit is not None:
@@ -419,7 +420,8 @@ def _advantage(credit: MemberCredit | None, call: Transition) -> float | None:
 
 
 def _tools(call: Transition, ended: Attempt) -> tuple[tuple[str, str], ...]:
-    """The tools that ran because of a call, and what came of each. A `lightning.tool` that a framework runs is told twice."""
+    """Return the tools that a call's answer asked for, as `(name, result or error)`. A `lightning.tool` that a framework runs
+    reports two events, of which one is kept."""
     events = [
         each
         for each in ended.tool_events
@@ -434,7 +436,7 @@ def _tools(call: Transition, ended: Attempt) -> tuple[tuple[str, str], ...]:
 
 
 def split_of(view: GroupView, node: int) -> tuple[int, ...]:
-    """The children of a node where continuations part, the best first. Raises `DataError` for a node at which none do."""
+    """Return the children of a node by their value, the best first. Raises `DataError` for a node with fewer than two."""
     children = view.nodes[node].children if 0 <= node < len(view.nodes) else ()
     if len(children) < 2:
         raise DataError(f"nothing parts at node {node} of this group")
@@ -446,7 +448,7 @@ def _or_least(value: float | None) -> float:
 
 
 async def page(places: Places, address: Address) -> Page:
-    """The page of a group."""
+    """Make the page `group/RUN/GROUP`."""
     found = await located(places, address)
     if len(address.about) < 2:
         raise DataError("the address of a group is group/RUN/GROUP")
@@ -545,7 +547,7 @@ def _node(found: Located, view: GroupView, place: int, node: TreeNode) -> Node:
 
 
 def _label(member: Member) -> str:
-    """What a rollout is called among its siblings."""
+    """Return the name of a rollout or a branch on the page of its group."""
     if member.branch is None:
         return member.rollout.id if member.guest else f"rollout {member.rollout.index}"
     name = f"branch {member.rollout.index}"
@@ -597,7 +599,7 @@ EARNED: Final = (
     Column("last answer"),
     Column("why"),
 )
-"""The columns of `_earned`."""
+"""The columns of a member's results, in the order of the cells of `_earned`."""
 
 
 def _members(view: GroupView) -> Table:
@@ -614,7 +616,7 @@ def _members(view: GroupView) -> Table:
 
 
 def _branches(view: GroupView) -> Table:
-    """Branches, in the order of the calls at which they begin."""
+    """Return the table of branches, in the order of the calls at which they begin."""
     columns = [
         Column("branch"),
         Column("of"),
@@ -652,7 +654,7 @@ def _begins(member: Member) -> tuple[int, int, str, int]:
 
 
 def _earned(view: GroupView, place: int) -> list[Cell]:
-    """What came of a rollout, its last answer, and why it failed."""
+    """Return the cells of a member's results: status, reward, counts, last answer, and why it failed."""
     each = view.members[place]
     rollout, bad = each.rollout, each.rollout.status == "failed"
     status = "void" if each.void else str(rollout.status) + (f" ({rollout.fault})" if rollout.fault else "")

@@ -1,4 +1,4 @@
-"""Prompts and weights: which versions there are, what each earned, which is live, and how two differ."""
+"""The page of prompts and weights: their versions, the reward of each, their aliases, and the difference of two versions."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from lightning_console.queries.conversation import cut
 from lightning_console.router import Address
 
 MOST_VERSIONS: Final = 200
-"""Versions of a resource that are told: the newest."""
+"""Most versions of a resource that are shown: the newest."""
 MOST_MOVES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """A resource: its versions and what was earned under them, newest first, and the moves of each of its aliases, the latest
-    first. `elsewhere` are the marks of other stores that have one of this name; `left_out` counts older versions."""
+    """A resource: its versions, newest first, the rewards of rollouts with them (`uses`), and the moves of each alias, the
+    latest first. `elsewhere` has the other stores with a resource of this name, URL by mark; `left_out` counts older
+    versions."""
 
     name: str
     store: str
@@ -56,7 +57,7 @@ class ResourceView:
     left_out: int = 0
 
     def version(self, number: int) -> Resource:
-        """A version by its number. Raises `DataError` for one that is not there."""
+        """Return the version with this number. Raises `DataError` if it is not among `versions`."""
         found = next((each for each in self.versions if each.version == number), None)
         if found is None:
             raise DataError(f"{self.name} has no version {number}, or one older than those that are told")
@@ -64,7 +65,8 @@ class ResourceView:
 
 
 async def resource_view(places: Places, name: str, mark: str = "") -> ResourceView:
-    """A resource by its name, of the store with a mark, else of the first that has it. Raises `DataError` where none has."""
+    """Read a resource by its name, from the store with this `mark` or, if empty, from the first that has it. Raises `DataError`
+    if there is none."""
 
     async def read(store: Store) -> tuple[Store, list[Resource]]:
         seen = _seen(places, store)
@@ -97,17 +99,17 @@ async def resource_view(places: Places, name: str, mark: str = "") -> ResourceVi
 
 
 def _seen(places: Places, store: Store) -> Store:
-    """A store as the project sees it."""
+    """Restrict a store to the project of the places, if they have one."""
     return store if places.project is None else of_project(store, places.project)
 
 
 ABOVE = (Link("Runs", "runs"), Link("Prompts and weights", "resources"))
 LONGEST = 100_000
-"""Characters of a content."""
+"""Most characters of a version's content that are shown."""
 
 
 async def page(places: Places, address: Address) -> Page:
-    """The list of resources, or the page of one."""
+    """Make the page `resources` (the list) or `resources/NAME` (one resource)."""
     if not address.about:
         return await _list(places, address)
     view = await resource_view(places, address.about[0], address.option("store"))
@@ -125,7 +127,7 @@ async def page(places: Places, address: Address) -> Page:
 
 
 def _before(view: ResourceView, version: int) -> int:
-    """What a version is compared with: the one that it was made from, else the one before it."""
+    """Return the version to compare a version with: its parent if that is known, else the next older one, else itself."""
     parent = view.version(version).metadata.get("parent")
     known = {each.version for each in view.versions}
     if isinstance(parent, int) and parent in known:
@@ -134,7 +136,7 @@ def _before(view: ResourceView, version: int) -> int:
 
 
 async def _by_name(store: Store) -> dict[str, tuple[list[Resource], dict[str, int]]]:
-    """The versions of each resource of a store, the oldest first, and where its aliases point."""
+    """Return, by name, the versions of each resource of a store, the oldest first, and the version of each alias."""
     found: dict[str, tuple[list[Resource], dict[str, int]]] = {}
     for each in await list_resources(store):
         found.setdefault(each.name, ([], {}))[0].append(each)
@@ -273,7 +275,7 @@ def _text(resource: Resource) -> str:
 
 
 def _actions(view: ResourceView, chosen: Resource) -> Actions:
-    """What may be done with the version that is shown."""
+    """Return the buttons for the shown version: point an alias to it, or move an alias back."""
     actions = []
     about = {"store": view.store, "name": view.name}
     for alias in view.aliases:

@@ -1,4 +1,4 @@
-"""The reward lab: how the reward and its parts are spread, what the reward follows, and what other graders would have given."""
+"""The reward page: how the reward and its parts are distributed, what they correlate with, and results of other graders."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.router import Address
 
 STEPS: Final = 24
-"""Steps whose rollouts are looked at, evenly over the run."""
+"""Most steps whose rollouts are read, evenly over the run."""
 CALLS: Final = 400
-"""Rollouts whose calls are read, evenly over those."""
+"""Most rollouts whose calls are read, evenly over the rollouts of those steps."""
 BINS: Final = 20
 TRIALS: Final = "reward-*.json"
-"""Files in the run's folder with what `lightning reward try --json` printed."""
+"""Files in the run's folder with the output of `lightning reward try --json`."""
 MOST_TRIALS: Final = 12
 LARGEST: Final = 20_000_000
-"""Bytes of such a file."""
+"""Most bytes of a file of `TRIALS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a number is spread over the rollouts of a step: least, quartiles, most, mean."""
+    """The distribution of a number over the rollouts of a step: least, quartiles (`low`, `middle`, `high`), most, mean."""
 
     step: int
     count: int
@@ -68,8 +68,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The reward, or a named part of it, step by step. `bins` are how many rollouts of the first and of the last of the steps
-    have a value from `edges[i]` to `edges[i + 1]`."""
+    """The reward, or a named part of it, step by step. `first[i]` and `last[i]` count the rollouts in the first and the last
+    third of the steps whose value lies from `edges[i]` to `edges[i + 1]`."""
 
     name: str
     steps: tuple[Spread, ...]
@@ -80,8 +80,8 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
-    """The rank correlation of the reward with something else over `rollouts`, None where one does not vary. `part`: that is a
-    named part of it."""
+    """The rank correlation of the reward with the quantity `name` over `rollouts` rollouts; None if either is constant. `part`
+    says that the quantity is a named part of the reward."""
 
     name: str
     value: float | None
@@ -91,7 +91,8 @@ class Correlation:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What another grader would have given, as `lightning reward try` said it. `why` says why a file cannot be read."""
+    """The result of another grader, as `lightning reward try --json` printed it. `why` says why a file cannot be read; empty if
+    it can."""
 
     file: str
     grader: str = ""
@@ -110,9 +111,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """A run's rewards over the steps that were looked at. `explained` is each part's covariance with the
-    reward over the reward's variance: below 0 for a part that works against the others, which go beyond 1 together then.
-    `unread` says why calls could not be looked at, empty where they were."""
+    """A run's rewards over the steps that were read (`steps`, of `of_steps`). `explained` is each part's covariance with the
+    reward, divided by the reward's variance: negative for a part that works against the others, whose sum then exceeds 1.
+    `equal_groups` is the share of groups whose rewards are all equal. `unread` says why calls could not be read; empty if they
+    could."""
 
     steps: tuple[int, ...]
     of_steps: int
@@ -129,7 +131,7 @@ _memo: Memo[Rewards] = Memo(kept=16)
 
 
 async def read_rewards(store: Store, run: Run) -> Rewards:
-    """The rewards of a run's training rollouts. Raises `StoreError`."""
+    """Read the rewards of a run's training rollouts, kept until the run changes. Raises `StoreError`."""
     return await _memo.get(store, run.id, await stamp_of(store, run.id), lambda: apart(lambda: _read(store, run)))
 
 
@@ -166,8 +168,8 @@ async def _read(store: Store, run: Run) -> Rewards:
 
 
 async def _regraded(store: Store, rollouts: Sequence[Rollout]) -> tuple[list[Regraded], str]:
-    """The rollouts with what their reward should not follow, as if graded again by the recorded rewards; and why that cannot be
-    said where their calls are not there."""
+    """Return the rollouts, with their recorded rewards as old and new, and the quantities that a reward should not follow
+    (`BESIDES`, such as lengths); and why these are missing, if no rollout has stored calls."""
     attempts = [(rollout.id, rollout.attempt) for rollout in rollouts]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of([*attempts])
     parents = await parents_of(store, rollouts, dict(zip(attempts, calls, strict=True)))
@@ -204,21 +206,21 @@ def _measure(name: str, steps: Sequence[int], rollouts: Sequence[Rollout]) -> Me
     ordered = list(known.values())
     early, late = [v for own in ordered[:third] for v in own], [v for own in ordered[-third:] for v in own]
     least, most = min([*early, *late]), max([*early, *late])
-    equal = most - least <= 1e-9 * max(1.0, abs(most))  # but for rounding: there is no room for bins between them
+    equal = most - least <= 1e-9 * max(1.0, abs(most))  # up to rounding: no bins fit between them
     edges = np.histogram_bin_edges([*early, *late], bins=BINS, range=(least - 0.5, most + 0.5) if equal else None)
     first, last = (np.histogram(own, edges)[0] for own in (early, late))
     return Measure(name, tuple(spreads), tuple(map(float, edges)), tuple(map(int, first)), tuple(map(int, last)))
 
 
 def _equal(rollouts: Sequence[Rollout]) -> float | None:
-    """The share of groups whose rewards are all equal, of those with two at least."""
+    """Return the share of groups whose rewards are all equal, among groups of two or more; None if there is no such group."""
     several = [own for own in by_key(rollouts, lambda each: each.group).values() if len(own) > 1]
     equal = sum(len({each.reward or 0.0 for each in own}) == 1 for own in several)
     return equal / len(several) if several else None
 
 
 def trials_of(found: Located) -> list[Trial]:
-    """What `lightning reward try --json` said, from the files in the run's folder, the newest first."""
+    """Read the results of `lightning reward try --json` from the files in the run's folder, the newest first."""
     folder = folder_of(found)
     if not folder:
         return []
@@ -253,7 +255,7 @@ def _trial(file: Path) -> Trial:
 
 
 async def page(places: Places, address: Address) -> Page:
-    """`rewards/KEY?measure=`."""
+    """Make the page `rewards/KEY?measure=`, about the rewards of a run."""
     found = await located(places, address)
     rewards = await read_rewards(found.store, found.run)
     trials = trials_of(found)

@@ -1,4 +1,4 @@
-"""A rollout: what happened when, what was said, what it earned, why each token of a call was pushed, and its branches."""
+"""The page of a rollout: its timeline, conversation, rewards, the push of each token of a call and why, and its branches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ LONGEST_ERROR: Final = 4_000
 
 
 async def page(places: Places, address: Address) -> Page:
-    """The page of a rollout."""
+    """Make the page `rollout/RUN/ROLLOUT?call=&attempt=&prompt=`."""
     found = await located(places, address)
     if len(address.about) < 2:
         raise DataError("the address of a rollout is rollout/RUN/ROLLOUT")
@@ -290,7 +290,7 @@ def _measures(line: CallLine, tokens: Tokens) -> list[Measure]:
 
 
 def _why(view: RolloutView, line: CallLine) -> list[Reason]:
-    """From the reward to the push of each token of the call's answer."""
+    """Return the derivation from the reward to the push of each token of the call's answer."""
     proof = view.proof
     member = proof.members.get(view.rollout.id)
     if line.credit is None or member is None or proof.record is None:
@@ -320,7 +320,8 @@ def _why(view: RolloutView, line: CallLine) -> list[Reason]:
 
 
 def _clip(proof: StepProof) -> Sequence[Reason]:
-    """What may still have held a token back: known over the step only, since the trainer's logprobs are not stored."""
+    """Return what may have held a token back: clip and mask. Their shares are known for the whole step only, because the
+    trainer's logprobs are not stored."""
     metrics = proof.record.metrics if proof.record is not None else {}
     low, high = getattr(proof.algorithm, "clip_low", None), getattr(proof.algorithm, "clip_high", None)
     found = []
@@ -368,20 +369,20 @@ def _commands(found: Located, view: RolloutView) -> Notices:
 
 
 SAMPLES: Final = 8
-"""Branches that the command makes."""
+"""Branches that the shown command or the button makes at a call."""
 ROWS: Final = 200
 INHERITED: Final = 100
-"""Calls of a parent that are shown with a branch: the last ones."""
+"""Most calls of its parent that are shown with a branch: the last ones."""
 OTHERWISE: Final = (
     "The command makes a run of their own, with a vLLM that has the weights of this call. With --edit TEXT, --prompt "
     "NAME=FILE, --set temperature=1 or --weights RUN@STEP something is another than it was."
 )
 FORK: Final = "fork"
-"""The action that makes branches here: the console of a person's own machine has it."""
+"""The action that makes branches beside the training. Only the console on a person's own machine has it."""
 
 
 def origin_facts(view: RolloutView) -> list[Fact]:
-    """Where a branch begins; nothing for a rollout that is none."""
+    """Return the facts about a branch's parent and its change; none for a rollout that is no branch."""
     beginning = view.beginning
     if beginning is None:
         return []
@@ -397,7 +398,7 @@ def origin_facts(view: RolloutView) -> list[Fact]:
 
 
 def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
-    """Rows of the table of calls for those that a branch was answered from its parent's record."""
+    """Return the rows, in a branch's table of calls, for the calls that were answered from its parent's record."""
     beginning = view.beginning
     if beginning is None:
         return []
@@ -430,8 +431,8 @@ def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
 
 
 def branch_cells(lines: Sequence[BranchLine]) -> list[Cell]:
-    """How many branches begin at a call, and the value of the state before it: the mean reward of those that are samples of the
-    same policy."""
+    """Return two cells: how many branches begin at a call, and the value of the state before it (the mean reward of those
+    branches that change nothing)."""
     void = sum(is_void(each.branch.rollout) for each in lines)
     return [
         Cell(str(len(lines)) if lines else NONE, hint=f"{void} of them void" if void else ""),
@@ -443,11 +444,11 @@ BRANCH_COLUMNS: Final = (
     Column("branches", "number", "rollouts that begin as this one did and are sampled from this call on"),
     Column("value", "number", "mean reward of the branches in which nothing was changed"),
 )
-"""The columns of `branch_cells`."""
+"""The columns about branches in the table of calls, in the order of the cells of `branch_cells`."""
 
 
 def branches_table(view: RolloutView, here: Mapping[int, str]) -> list[Table]:
-    """The branches of a rollout. `here` are the addresses of its calls."""
+    """Return the table of a rollout's branches. `here` has the address of each of its calls, by number."""
     if not view.branches:
         return []
     rows = []
@@ -477,7 +478,8 @@ def branches_table(view: RolloutView, here: Mapping[int, str]) -> list[Table]:
 
 
 def branch_it(found: Located, view: RolloutView) -> list[Block]:
-    """How to make branches at the chosen call, or why there can be none."""
+    """Return the command (and, while its trainer serves, the button) that makes branches at the chosen call, or why none can
+    begin there."""
     if not view.chosen:
         return []
     if view.fork.why:
@@ -493,12 +495,12 @@ def branch_it(found: Located, view: RolloutView) -> list[Block]:
 
 
 def named(agent: str) -> str:
-    """An agent in a command; what stands for its name where that is not known."""
+    """Return an agent's name quoted for a command, or `MODULE:AGENT` if it is not known."""
     return shlex.quote(agent) if agent else "MODULE:AGENT"
 
 
 def _fork_here(found: Located, view: RolloutView) -> Actions:
-    """The button for it, while the run's trainer serves the version that answered the call."""
+    """Return the button that makes branches with the vLLM of the run's trainer, at the chosen call."""
     fork = view.fork
     arguments: dict[str, Json] = {
         "run": found.key, "rollout": view.rollout.id, "attempt": view.rollout.attempt, "at": fork.at,

@@ -1,4 +1,4 @@
-"""One run: what is wrong first, what would help, its figures, its curves, and where its time went."""
+"""The page of a run: alarms first, then advice, figures, curves, and how its time was spent."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from lightning_console.queries.runs import ODD, RunLine, about_of, chosen_settin
 from lightning_console.router import Address
 
 OTHERS: Final = 200
-"""Runs of a store that a run is compared with, the newest."""
+"""Most runs of a store that a run is compared with: the newest."""
 SMALL: Final = 3000
-"""A run of up to so many rollouts is profiled without being asked."""
+"""A run with more rollouts than this is profiled only when the visitor asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Where a run's time and tokens went, and what would help; `why` says why that cannot be said. `asked` is False where
-    nobody has asked yet and the run is too long to do it without."""
+    """The profile of a run's time and tokens, and changes that would make it faster. `profile` is None if there is none, and
+    `why` says why. `asked` is False for a long run that nobody has asked to profile yet."""
 
     profile: Profile | None
     helps: tuple[Help, ...] = ()
@@ -63,8 +63,8 @@ _past: Memo[Past | None] = Memo(kept=10 * OTHERS)
 
 
 async def advice_of(places: Places, found: Located) -> Advice | str | None:
-    """Alarms and advice for a run, or why there is none; None where they are not there after the patience of the places. Raises
-    `StoreError`."""
+    """Return alarms and advice for a run, or a text that says why there are none; None if they are not ready within the
+    patience of the places. Raises `StoreError`."""
     stores = await places.stores()
 
     async def make() -> Advice | str:
@@ -79,7 +79,7 @@ async def advice_of(places: Places, found: Located) -> Advice | str | None:
 
 
 async def _past_runs(stores: Mapping[str, Store], mine: Located, project: str | None) -> list[Past]:
-    """The other runs of the same model and tasks."""
+    """Return the other runs of the same model and tasks in these stores and the project, for the comparison of settings."""
     config, about = await config_of(mine.store, mine.run), await about_of(mine.store, mine.run)
     found = []
     for url, store in stores.items():
@@ -110,8 +110,8 @@ async def _past_run(store: Store, run: Run, config: Mapping[str, Json]) -> Past 
 
 
 async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bool) -> Profiled | None:
-    """Where a run's time and tokens went; None where it is not there after the patience of the places. A run of many `rollouts`
-    is profiled only when somebody `asked` for it."""
+    """Profile a run's time and tokens; None if that is not ready within the patience of the places. A run with more than
+    `SMALL` `rollouts` is profiled only if somebody `asked` for it."""
     if not asked and rollouts > SMALL:
         return Profiled(None, why=f"the run has {rollouts} rollouts: it takes a while", asked=False)
 
@@ -127,7 +127,7 @@ async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bo
 
 
 LENGTH: Final = "length"
-"""A measure that follows from others."""
+"""The name of a curve that is derived from other metrics: trained tokens for each rollout."""
 CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float | None, float | None]]]] = (
     ("Entropy", "nats", (("entropy", "entropy"),), (0.0, None)),
     (
@@ -150,11 +150,11 @@ CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float 
     ("Sampling", "tokens per second", (("tokens_per_second", "sampled"),), (0.0, None)),
     ("Prefix cache", "share of prompt tokens", (("prefix_hit_share", "found again"),), (0.0, 1.0)),
 )
-"""Small charts: title, unit, metrics with their names, bounds."""
+"""The small charts of a run's page: title, unit, metrics with their names, and bounds of the y axis."""
 
 
 async def page(places: Places, address: Address) -> Page:
-    """`run/KEY?profile=yes`."""
+    """Make the page `run/KEY`; with `?profile=yes`, a long run is profiled as well."""
     found = await located(places, address)
     line = await line_of(found.store, found.run, found.url)
     try:
@@ -188,7 +188,7 @@ async def page(places: Places, address: Address) -> Page:
 
 
 def _unread(found: Located, line: RunLine, address: Address, why: str) -> Page:
-    """What can be said of a run whose course cannot be read."""
+    """Make the page of a run whose curves cannot be read: the reason, its state and its counts."""
     notices = Notices([Notice("the run cannot be read whole", "bad", detail=why)])
     counts = Facts([Fact("state", line.state.name, line.state.why), Fact("rollouts", count(line.rollouts))])
     above = (Link("Runs", "runs"),)
@@ -196,7 +196,7 @@ def _unread(found: Located, line: RunLine, address: Address, why: str) -> Page:
 
 
 async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
-    """What a person has to know before they read on."""
+    """Return the notices at the top of the page: the run's state, missing data, and where it started from."""
     tones = {"running": "good", "stopped": "warn", "failed": "bad"}
     notices = [Notice(f"{line.state.name}: {line.state.why}", tones.get(line.state.name, ""))]  # type: ignore[arg-type]
     pruned = await found.store.get_state(found.run.id, PRUNED)
@@ -247,7 +247,7 @@ def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
 
 
 def _settings(curves: Curves) -> Table:
-    """What was chosen for this run, and what would have been without."""
+    """Return the table of settings that differ from the defaults, with these."""
     return Table(
         [Column("setting"), Column("value"), Column("default")],
         [
@@ -400,11 +400,12 @@ def _commands(found: Located, line: RunLine) -> Notices:
 
 
 LINKS = 6
-"""Steps and rollouts that a finding links to."""
+"""Most steps, and most rollouts, that a finding links to."""
 
 
 def advice_blocks(found: Located, advice: Advice | str | None) -> list[Block]:
-    """Alarms, the most urgent first; then hints and settings with which past runs fared better. None: they are on their way."""
+    """Return the blocks for alarms, the most urgent first, and for advice: hints, and settings of past runs that earned more.
+    A text says why there is no advice; None means that it is still being computed."""
     if advice is None:
         return [Notices([Notice("the rules look at the run …", "muted")], title="Alarms")]
     if isinstance(advice, str):
@@ -467,8 +468,8 @@ PHASES = {
 
 
 def time_blocks(found: Located, curves: Curves, profiled: Profiled | None, ask: str) -> list[Block]:
-    """The profile; where there is none, the phases that the trainer measured and why. `ask` is the address that profiles. None:
-    it is on its way."""
+    """Return the blocks for a profile; without one, the phases that the trainer measured, and why there is none. None means
+    that it is still being computed. `ask` is the address that profiles the run."""
     if profiled is None:
         return [_phases(curves), Notices([Notice("the run's calls are looked at …", "muted")])]
     if profiled.profile is None:

@@ -1,4 +1,4 @@
-"""All runs at a place: their states, rewards and alarms."""
+"""The page of all runs at a place, with their states, rewards and alarms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_console.queries.runs import STATES, Name, RunLine, RunList, list_
 from lightning_console.router import Address
 
 ROWS: Final = 100
-"""Runs on a page."""
+"""Number of runs on a page."""
 COLUMNS: Final = (
     ("run", "text", "run", "its id; a click opens it"),
     ("state", "text", "state", "running only where something says so; a finished run has recorded its end"),
@@ -52,7 +52,8 @@ TONES: Final[dict[Name, Tone]] = {
 
 
 async def page(places: Places, address: Address) -> Page:
-    """`runs?q=&state=&sort=&cursor=&runs=KEY,KEY`: `sort` is the name of a column, with `-` before it from the largest on."""
+    """Make the page `runs?q=&state=&sort=&cursor=&runs=KEY,KEY`. `sort` is one of `queries.runs.ORDERS`, `-` before it for
+    descending order; `q` filters by words; `runs` are the keys of the marked runs."""
     sort = address.option("sort", "-started")
     found = await list_runs(
         places,
@@ -184,7 +185,7 @@ def _row(line: RunLine) -> list[Cell]:
 
 
 def _alarms(line: RunLine) -> Cell:
-    """The run's alarms; of one that cannot be read whole, why not."""
+    """Return the cell with a run's alarms, or with the reason if the run cannot be read whole."""
     here = to("run", line.key)
     if line.unread:
         return Cell(f"cannot be read: {written(line.unread, 100)}", here, "bad", line.unread)

@@ -1,4 +1,4 @@
-"""One step: which groups taught, which did not and why, and each rollout as a point."""
+"""The page of a step: which groups were trained on, which were not and why, and each rollout as a point of a chart."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning.trainer.epochs import read_epochs
 from lightning.trainer.metrics import REASONS
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.reasons import reason
-from lightning.trainer.replay import policy_fault_of
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Run, Status, StepRecord, by_key
 from lightning_debug.profile import why_untaught
+from lightning_proof.bring_forward import policy_fault_of
 
 from lightning_console.blocks import (
     Block,
@@ -56,9 +56,9 @@ from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address
 
 GROUPS: Final = 50
-"""Groups on a page."""
+"""Number of groups on a page."""
 POINTS: Final = 2000
-"""Rollouts in a scatter."""
+"""Most rollouts of each series in the scatter chart."""
 FAULTS: Final = {
     "agent": "the agent's code is at fault",
     "policy": "the policy itself is at fault",
@@ -66,14 +66,14 @@ FAULTS: Final = {
     "infrastructure": "the infrastructure is at fault",
 }
 EXAMPLES: Final = 5
-"""Rollouts that are named for each reason of failing."""
+"""Rollouts that are linked for each reason why rollouts failed."""
 AGAINST: Final = {"tokens": "sampled tokens", "turns": "calls", "advantage": "advantage", "seconds": "seconds"}
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGroup:
-    """The rollouts of one task, branches of others last. `untaught` is why they taught nothing, in the trainer's word; empty
-    where they taught."""
+    """The rollouts of one task, branches last. `untaught` is the trainer's word for why none of them was trained on; empty if
+    one was."""
 
     members: tuple[Rollout, ...]
     untaught: str = ""
@@ -85,24 +85,25 @@ class TaskGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Those that are known."""
+        """The known rewards of the group's rollouts."""
         return [rollout.reward for rollout in self.members if rollout.reward is not None]
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of the rewards."""
+        """The standard deviation of the known rewards; None for fewer than two."""
         return statistics.pstdev(self.rewards) if len(self.rewards) > 1 else None
 
     @property
     def why(self) -> str:
-        """Why it taught nothing, in plain words."""
+        """Why the group was not trained on, in plain words."""
         return REASONS.get(self.untaught, "rewards do not tell why" if self.untaught == "other" else self.untaught)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step, `proof` without a record for the one that is being sampled. `against` has what each rollout is shown against, by
-    its id; None is not known. `unread` says why calls are not known, empty where they are."""
+    """A step. For the step that is being sampled, `proof` has no record. `against` has, by rollout id, the values of each axis
+    that the reward can be drawn against; None if not known. `last` is the newest committed step. `unread` says why calls are
+    not known; empty if they are."""
 
     number: int
     proof: StepProof
@@ -113,17 +114,17 @@ class Step:
 
     @property
     def record(self) -> StepRecord | None:
-        """What was committed."""
+        """The step's committed record; None if it is not committed yet."""
         return self.proof.record
 
     @property
     def unknown(self) -> str:
-        """Why advantages are not known, empty where they are."""
+        """Why advantages are not known; empty if they are."""
         return self.unread or self.proof.why
 
 
 async def read_step(store: Store, run: Run, number: int) -> Step:
-    """A step of a run. Raises `ConfigError` for one that it does not have."""
+    """Read a step of a run. Raises `ConfigError` if the run has no such step."""
     found, last = await store.steps(run.id, after=number - 1, limit=1), await store.last_step(run.id)
     if found and found[0].step == number:
         proof = await prove_step(store, run, found[0], await read_epochs(store, run))
@@ -163,7 +164,8 @@ def _task_groups(proof: StepProof) -> list[TaskGroup]:
 
 
 def _against(rollout: Rollout, proof: StepProof) -> dict[str, float | None]:
-    """Sampled tokens, calls, the mean advantage of the trained tokens, and seconds."""
+    """Return the values of a rollout on each axis of the scatter: sampled tokens, calls, mean advantage of trained tokens,
+    seconds. None if not known."""
     member = proof.members.get(rollout.id)
     known: dict[str, float | None] = {"tokens": None, "turns": None, "advantage": None, "seconds": rollout.seconds}
     if member is not None and member.turns:
@@ -174,7 +176,7 @@ def _against(rollout: Rollout, proof: StepProof) -> dict[str, float | None]:
 
 
 async def page(places: Places, address: Address) -> Page:
-    """`step/KEY/N?cursor=&x=tokens|turns|advantage|seconds`."""
+    """Make the page `step/KEY/N?cursor=&x=tokens|turns|advantage|seconds`."""
     found = await located(places, address)
     if len(address.about) < 2 or not address.about[1].isdecimal():
         raise DataError(f"the address {str(address)!r} names no step: step/RUN/NUMBER, counted from 1")
@@ -347,7 +349,7 @@ def _untaught(found: Located, step: Step) -> list[Block]:
 
 
 def _failures(found: Located, step: Step) -> list[Block]:
-    """Rollouts that failed, by whose fault it was and why, the commonest first. Numbers make no other reason."""
+    """Return the failed rollouts by fault and reason, the commonest first. Reasons that differ only in numbers are one."""
 
     def why(one: Rollout) -> tuple[str, str]:
         return one.fault.value if one.fault else "", re.sub(r"\d+", "N", str(reason(one.error)))

@@ -1,4 +1,4 @@
-"""The same held-out tasks under two versions side by side; without two, which there are."""
+"""The page that compares two held-out evaluations task by task, or lists the evaluations to choose from."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lightning_console.queries.runs import ODD, said_of
 from lightning_console.router import Address
 
 MOST_RUNS: Final = 50
-"""Runs whose evaluations are offered: the newest."""
+"""Most runs whose evaluations are listed: the newest."""
 MOST_ROLLOUTS: Final = 50_000
-"""Held-out rollouts of one evaluation that are compared."""
+"""Most held-out rollouts of one evaluation; a larger one is not compared."""
 SHOWN: Final = 20
-"""Regressions that are told with the call at which they part."""
+"""Most regressions that are shown with the first call that differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedVersion:
-    """A held-out evaluation that can be compared, of the run with a key (`run` is brief)."""
+    """A held-out evaluation that can be compared, and its run (which may lack its configuration) with its key."""
 
     key: str
     run: Run
@@ -40,13 +40,14 @@ class EvaluatedVersion:
 
     @property
     def name(self) -> str:
-        """What an address calls it."""
+        """The evaluation's name in addresses, `KEY@STEP`."""
         return f"{self.key}@{self.result.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two versions that are compared, by the name that the address has for it."""
+    """One of the two evaluations that are compared. `name` is its name in the address, `mean` its mean over the paired
+    tasks."""
 
     name: str
     located: Located
@@ -56,8 +57,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """A task on which the second is worse; `call` is where the worst pair parts, None where no call differs, or where that
-    could not be read: `unread` says why."""
+    """A task on which B is worse than A. `call` is the first call that differs in the worst pair of rollouts; None if no call
+    differs, or if calls could not be read, and then `unread` says why."""
 
     task: PairedTask
     input: Json
@@ -67,9 +68,10 @@ class Regression:
 
 @dataclass(frozen=True, slots=True)
 class VersionComparison:
-    """B beside A on the tasks that both were given. `difference` is the mean over tasks of B's reward less A's; `interval` is
-    None where rewards lie outside of `bounds`. `anytime` says that it holds however often it was looked at, as an A/B needs.
-    `only_a` and `only_b` count tasks that the other was not given, `lost_pairs` what the infrastructure lost."""
+    """The comparison of B with A on the tasks that both were given. `difference` is the mean over tasks of B's reward minus
+    A's. `interval` is its 95 % interval; None if rewards lie outside `bounds` or nothing was paired. `anytime` says that the
+    interval is valid however often it was looked at, as an A/B test needs. `only_a` and `only_b` count the tasks that only one
+    was given, `lost_pairs` the pairs that infrastructure faults lost."""
 
     a: Side
     b: Side
@@ -86,11 +88,12 @@ class VersionComparison:
     only_b: int
     lost_pairs: int
     inputs: Mapping[str, Json] = field(default_factory=dict)
-    """What each of the tasks asks, by its id."""
+    """The input of each task, by the task's id."""
 
 
 async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], dict[str, str]]:
-    """The held-out evaluations of the newest runs at a place, and why stores could not be read, by URL."""
+    """Return the held-out evaluations of the newest runs at a place, and why stores or runs could not be read, by their
+    name."""
     found: list[EvaluatedVersion] = []
     listed, unreadable = await places.ask(lambda store: store.list_runs(places.project, limit=MOST_RUNS, brief=True))
     runs = [(url, run) for url, own in listed.items() for run in own]
@@ -108,8 +111,8 @@ async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], di
 async def compare_versions(
     places: Places, one: str, other: str, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> VersionComparison:
-    """Compare two evaluations, each named `KEY@STEP`. Raises `DataError` for one that there is not, and where they share no
-    task."""
+    """Compare two evaluations, each named `KEY@STEP`, whose rewards lie within `bounds`. Raises `DataError` for a name without
+    an evaluation and if they share no task, `ConfigError` for an unknown run."""
     (a, run_a), (b, run_b) = await _rollouts(places, one), await _rollouts(places, other)
     tasks_a, tasks_b = _by_task(run_a), _by_task(run_b)
     common = [task for task in tasks_a if task in tasks_b]
@@ -145,7 +148,7 @@ async def compare_versions(
 
 
 async def _rollouts(places: Places, name: str) -> tuple[Located, list[Rollout]]:
-    """The ended rollouts of an evaluation, as the run's latest try at it has them."""
+    """Return the run of an evaluation named `KEY@STEP`, and its ended rollouts, of the latest try if it was repeated."""
     key, at, step = name.rpartition("@")
     if not at or not step.isdecimal():
         raise DataError(f"{name[:200]!r} names no evaluation: RUN@STEP, such as my-run@10")
@@ -178,7 +181,7 @@ def _interval(
         or max(rewards, default=0) > bounds[1]
     ):
         return None
-    inside = np.clip(np.array(differences, dtype=np.float64), -width, width)  # a mean may be beyond by rounding
+    inside = np.clip(np.array(differences, dtype=np.float64), -width, width)  # rounding may put a mean outside
     if anytime:
         test = SequentialTest(-width, width)
         test.add(inside.tolist())
@@ -205,7 +208,7 @@ MOST_ROWS = 200
 
 
 async def page(places: Places, address: Address) -> Page:
-    """The comparison that an address names, or what can be compared."""
+    """Make the page `versions?of=KEY@STEP,KEY@STEP&bounds=LOW,HIGH`; with fewer than two names, the list of evaluations."""
     names = [name for name in address.option("of").split(",") if name]
     if len(names) < 2:
         return await _choices(places, address, names)
@@ -269,7 +272,7 @@ async def _choices(places: Places, address: Address, marked: list[str]) -> Page:
 
 
 def _ready(versions: list[EvaluatedVersion]) -> list[Link]:
-    """Pairs that one would want to compare."""
+    """Return links to likely comparisons: the two variants of an A/B, or a run's first and last evaluation."""
     names = {each.name for each in versions}
     links = []
     for key in dict.fromkeys(each.key for each in versions):
@@ -364,7 +367,7 @@ def _where(each: Regression) -> str:
 
 
 def _call(found: VersionComparison, each: Regression) -> str:
-    """The page of the call in A; of the rollout in B where only that made it."""
+    """Return the address of the differing call in A, or of the rollout in B if A has no such call."""
     if each.call is None or (each.call.where == "calls" and each.call.a == "no such call"):
         return to("rollout", found.b.located.key, each.task.rollout_b)
     return to("rollout", found.a.located.key, each.task.rollout_a, call=each.call.number)

@@ -1,4 +1,4 @@
-"""What several pages ask of recorded runs: typed, paged and bounded answers.
+"""Queries about recorded runs that several pages share, with typed, paged and bounded answers.
 
-The invariant: a query only reads, and what it takes follows from what is asked for, not from how much is stored.
+The invariant: a query only reads, and its cost depends on what is asked for, not on how much is stored.
 """

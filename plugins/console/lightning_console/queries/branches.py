@@ -1,7 +1,7 @@
-"""Branches: rollouts that begin as another one did, up to one of its calls, and have calls of their own from there on.
+"""Find branches: rollouts that repeat their parent's calls up to one of them, and make their own calls from there on.
 
-The invariant: a branch stands where it leaves its parent's line, and what its parent was answered is never counted as its own.
-Branches of one run are those that training made in its groups; `lightning branch` makes a run of its own in the same store.
+The invariant: a branch is shown at the call where it leaves its parent, and its parent's answers never count as its own.
+Branches in the same run were made by training, in its groups; `lightning branch` makes a new run for them in the same store.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from lightning_console.places import Located, key_of
 from lightning_console.queries.conversation import one_line
 
 LOOKED: Final = 500
-"""Runs of a store, the newest, among which those that have branches of another run are looked for."""
+"""Most runs of a store, from the newest, that are searched for branches of another run."""
 MOST: Final = 512
-"""Branches that are told."""
+"""Most branches that are returned."""
 LONGEST_CHANGE: Final = 60
-"""Characters of what was changed."""
+"""Most characters of one change."""
 WORDS: Final = ("rollout", "attempt", "at", "edit", "prompts", "components", "weights", "live")
-"""What the configuration of a run says of its branches."""
+"""The known keys in a run's configuration about its branches; any other key is shown as a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A branch. `key` names its run in addresses, `changed` says what is another than in its parent, empty where it is a sample
-    of the same policy; `edit` is the text that stands for the parent's answer, None where that call is sampled."""
+    """A branch. `key` names its run in addresses. `changed` says how it differs from its parent, empty if it is another sample
+    of the same policy. `edit` is the text that replaces the parent's answer, None if that call is sampled."""
 
     rollout: Rollout
     key: str
@@ -51,8 +51,9 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a branch has of its parent's `calls`: the places of those that were answered before the call at place `at` was sent,
-    which is None where that call is not there; of these, the first `shared` are the line that both have."""
+    """The calls that a branch takes over from its parent, as indices: `at` is the call at which it branches (None if that is
+    not stored), `answered` are the calls that were answered before it was sent. The first `shared` calls of the parent are all
+    among these: the line that both have in common."""
 
     answered: tuple[int, ...]
     at: int | None
@@ -61,8 +62,8 @@ class Inherited:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Whether branches can begin at a call: at the call `at`, as `lightning branch --at` counts, else 0, and `why` not. `tools`
-    are those that run again. `live` says that the run's trainer serves the version that answered the call, now."""
+    """Whether branches can begin at a call. `at` is its number for `lightning branch --at`; 0 if none can begin, and `why` says
+    why. `tools` are the tools that run again. `live` says that the run's trainer now serves the version that answered it."""
 
     at: int = 0
     why: str = ""
@@ -71,12 +72,13 @@ class Fork:
 
 
 NOWHERE: Final = Fork()
-"""Of a rollout without calls."""
+"""The `Fork` of a rollout without calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What the branches of a run change: in words, empty where nothing is, and the text of an edited answer."""
+    """The change that the branches of a run make to the rollout `parent`: in words, empty for none, and the text of an edited
+    answer (None if none was edited)."""
 
     parent: str
     changed: str
@@ -87,7 +89,7 @@ _known: WeakKeyDictionary[Store, dict[tuple[str, float], _Changes | None]] = Wea
 
 
 def inherited(calls: Sequence[Transition], seq: int) -> Inherited:
-    """What a branch at the call `seq` has of its parent's calls, as the gateway decides it."""
+    """Return the calls that a branch at the call `seq` takes over from its parent's `calls`, by the gateway's rule."""
     at = next((place for place, call in enumerate(calls) if call.seq == seq), None)
     if at is None:
         return Inherited((), None, 0)
@@ -97,23 +99,24 @@ def inherited(calls: Sequence[Transition], seq: int) -> Inherited:
 
 
 def own_calls(calls: Sequence[Transition]) -> list[Transition]:
-    """The calls of an attempt without those that were refused because it is no branch of its parent."""
+    """Return the calls of an attempt without those that were refused because the branch was void."""
     return [call for call in calls if call.finish_reason != BRANCH_VOID]
 
 
 def is_sample(branch: Branch) -> bool:
-    """Whether what a branch earned says how well its parent's policy goes on from there."""
+    """Return whether a branch's reward is a sample of its parent's policy: it changed nothing and has a reward."""
     return not branch.changed and branch.rollout.reward is not None
 
 
 async def changes_of(store: Store, run: Run) -> tuple[str, str | None]:
-    """What the branches of a run change, in words, and the answer that was edited, if one was."""
+    """Return the change that the branches of a run make, in words, and the edited answer (None if none was edited)."""
     found = await _changes(store, run)
     return (found.changed, found.edit) if found else ("", None)
 
 
 async def _changes(store: Store, run: Run) -> _Changes | None:
-    """Read once; None for a run that has no branches of another one. `run` may be brief."""
+    """Return the change that the branches of a run make, read once and kept; None for a run without branches of another run.
+    `run` may lack its configuration."""
     cache = _known.setdefault(store, {})
     about = (run.id, run.created_at)
     if about not in cache:
@@ -122,7 +125,7 @@ async def _changes(store: Store, run: Run) -> _Changes | None:
             cache[about] = await _read(store, whole.config if whole is not None else {})
         except UnavailableError:
             raise
-        except LightningError:  # it cannot be read, which its own page says, and must not hide another run's
+        except LightningError:  # its own page says so; it must not hide branches of other runs
             cache[about] = None
     return cache[about]
 
@@ -147,7 +150,7 @@ async def _read(store: Store, config: Mapping[str, Json]) -> _Changes | None:
 
 
 async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -> str:
-    """The weights that answered the parent's call, as a run names them."""
+    """Return the weights that answered the parent's call as `RUN@VERSION`; empty if that call is not stored."""
     attempt, at = said.get("attempt", parent.attempt), said.get("at")
     if not isinstance(attempt, int) or not isinstance(at, int):
         return ""
@@ -158,7 +161,7 @@ async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -
 
 
 def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str, Json]:
-    """The sampling parameters that a run gives to its calls, whatever they ask for."""
+    """Return the sampling parameters that a run's settings force on its calls."""
     settings = config.get("config")
     sections = settings if isinstance(settings, Mapping) else {}
     gateway, trainer = sections.get("gateway"), sections.get("trainer")
@@ -169,8 +172,8 @@ def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str
 
 
 async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[str, _Changes]], bool]:
-    """The younger runs in a run's store and project that have branches, the newest first, and whether some are not read yet.
-    Each configuration is read once, those of one look for `patience` seconds."""
+    """Return the newer runs with branches in a run's store and project, the newest first, and whether some are still unread:
+    one call reads configurations for at most `patience` seconds, each only once."""
     found: list[tuple[str, _Changes]] = []
     until = math.inf if patience is None else time.monotonic() + patience
     known = _known.setdefault(located.store, {})
@@ -187,8 +190,8 @@ async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[st
 async def branches_of(
     located: Located, parents: Sequence[str], *, patience: float | None = None
 ) -> tuple[list[Branch], bool]:
-    """The branches that runs of their own have of these rollouts, and whether there may be more of them, or other ones. Runs
-    that take longer than `patience` seconds to read are left for the next time."""
+    """Return the branches of these rollouts that are in other runs, and whether the result may still change. Runs that were not
+    read within `patience` seconds (None: no limit) are left for the next call."""
     wanted, store = set(parents), located.store
     found: list[Branch] = []
     runs, live = await _runs(located, patience)
@@ -204,7 +207,7 @@ async def branches_of(
 
 
 async def runs_with_branches(located: Located) -> list[str]:
-    """The keys of the runs that have branches of this run's rollouts."""
+    """Return the keys of the other runs that have branches of this run's rollouts."""
     keys = []
     for run, changes in (await _runs(located, None))[0]:
         parent = await located.store.get_rollout(changes.parent)
@@ -214,19 +217,20 @@ async def runs_with_branches(located: Located) -> list[str]:
 
 
 async def parent_of(located: Located) -> tuple[str, str] | None:
-    """The rollout whose branches a run has, after the key of its run; None for a run of another kind."""
+    """Return the parent of a run's branches: the key of its run, and its id. None for a run that was not made for branches."""
     changes = await _changes(located.store, located.run)
     parent = await located.store.get_rollout(changes.parent) if changes is not None else None
     return (key_beside(located, parent.run), parent.id) if parent is not None else None
 
 
 def key_beside(located: Located, run: str) -> str:
-    """The key of another run in the same store."""
+    """Return the key of a run in the same store as `located`."""
     return located.key if run == located.run.id else key_of(run, located.url if "~" in located.key else "")
 
 
 async def fork_of(located: Located, rollout: Rollout, calls: Sequence[Transition], ended: Attempt, place: int) -> Fork:
-    """Whether branches of a rollout can begin at the call at `place` of the `calls` of an attempt that has `ended`."""
+    """Return whether branches of a rollout can begin at the call with index `place` in `calls`, the calls of an attempt whose
+    events and rewards are `ended`."""
     if rollout.parent is not None:
         return Fork(why=f"it is itself a branch of {rollout.parent[0]}: branch that one")
     first = next((call for call in reversed(calls[: place + 1]) if not call.choice), calls[place])
@@ -242,12 +246,12 @@ async def fork_of(located: Located, rollout: Rollout, calls: Sequence[Transition
 
 
 async def _is_live(located: Located, version: int) -> bool:
-    """Whether the policy that the run's trainer serves could answer branches at a call that this version answered."""
+    """Return whether the run's trainer now serves the policy version that answered a call, so that it could answer branches."""
     settings = located.run.config.get("config")
     if "://" not in located.url or located.url.startswith(("http://", "https://")) or not isinstance(settings, Mapping):
         return False  # a server answers its clients alone
     try:
         config, _ = recorded_config(settings)
-    except ConfigError:  # they are another release's, which the command says
+    except ConfigError:  # settings of another release, which the command reports
         return False
     return not await why_not_served(located.store, located.run.id, version, config)

@@ -1,10 +1,10 @@
-"""A rollout's conversation as people read it: each message once, in the order in which it was said.
+"""A rollout's conversation as people read it: each message once, in the order in which it was sent or answered.
 
 Texts come from the recorded exchanges, else from decoded token ids.
 
-The invariant: a message that an agent sends again is not told again; what the agent changed of what was said before is.
-`missing` says why a text is not the recorded one. A token's text comes from the tokenizer in the folder of the model that the
-run names, or it is the id itself; nothing is downloaded and no code of a model is run.
+The invariant: a message that an agent sends again unchanged is not repeated; an earlier message that it changed is shown again.
+`missing` says why a text is not the recorded one. A token's text comes from the tokenizer in the model's folder that the run
+names, or is the id; nothing is downloaded and no code of a model is run.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 FILE: Final = "tokenizer.json"
 WORD_START: Final = "▁"
-"""How SentencePiece writes the space before a word, which decoding one token alone would drop."""
+"""SentencePiece's sign for the space before a word. Decoding a single token drops this space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokenizer of a run's model; `missing` says why there is none, empty where there is."""
+    """The tokenizer of a run's model; `missing` says why there is none, and is empty if there is."""
 
     tokenizer: Tokenizer | None = None
     missing: str = ""
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself; `#ID` where it is unknown."""
+        """Return the text of each token by itself; `#ID` for an unknown token."""
         return [self._text(token) for token in ids]
 
     def text(self, ids: Sequence[int]) -> str:
-        """All tokens together, special ones included; the ids where there is no tokenizer."""
+        """Decode all tokens together, special ones included; without a tokenizer, return the ids."""
         if self.tokenizer is None:
             return " ".join(f"#{token}" for token in ids)
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -60,7 +60,7 @@ class Vocabulary:
 
 
 def vocabulary_of(located: Located) -> Vocabulary:
-    """The tokenizer of the model that the run began with, or the one in the run's own folder, if the model has moved."""
+    """Load the tokenizer of the model that the run began with, or the copy in the run's own folder if the model has moved."""
     config, url = located.run.config, located.url
     model = str(config.get("model") or config.get("evaluates") or "")
     if not model:
@@ -81,7 +81,7 @@ def vocabulary_of(located: Located) -> Vocabulary:
 
 @functools.lru_cache(maxsize=4)
 def _loaded(file: Path, _changed: int) -> Tokenizer:
-    """Raises `ValueError` for a file that is none."""
+    """Load a tokenizer's file, again if it `_changed` (time in ns). Raises `ValueError` if it is not a tokenizer's."""
     from tokenizers import Tokenizer
 
     try:
@@ -92,8 +92,8 @@ def _loaded(file: Path, _changed: int) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One call. `request` is the JSON that was sent, empty where it is not recorded; `text` and `tool_calls` are of the answer.
-    `reply` says that there is a recorded one."""
+    """The content of one call. `request` is the JSON that was sent, empty if not recorded; `text` and `tool_calls` are the
+    answer's. `reply` is False if the answer is not recorded and `text` is decoded from tokens; `missing` says why."""
 
     request: Mapping[str, Any]
     text: str
@@ -104,13 +104,13 @@ class Said:
 
     @property
     def answer(self) -> str:
-        """The answer with its tool calls, as a text."""
+        """The answer and its tool calls as one text."""
         return " ".join(filter(None, [self.text, *map(str, self.tool_calls)]))
 
 
 def said_by(transitions: Sequence[Transition], vocabulary: Vocabulary, parent: Parent | None = None) -> list[Said]:
-    """What each call of an attempt said, given all of its calls, and of a branch those of its `parent`. Exchanges that cannot
-    be read are told by `missing`."""
+    """Return the content of each call of an attempt. `transitions` must be all its calls; a branch needs its `parent`, too. For
+    an exchange that cannot be read, `missing` says why."""
     try:
         read, corrupt = exchanges.read(transitions, parent), ""
     except StoreError as error:
@@ -131,24 +131,24 @@ def _said(call: Transition, exchange: Exchange | None, corrupt: str, vocabulary:
 
 
 def _choice(reply: Any, number: int) -> Any:
-    """The reply with only one of its choices."""
+    """Return the reply with only its choice `number`, or as it is for choice 0."""
     if number and isinstance(reply, dict) and len(choices := reply.get("choices") or ()) > number:
         return {**reply, "choices": [choices[number]]}
     return reply
 
 
 MOST: Final = 500
-"""Messages that are told: the first ones."""
+"""Most messages that are returned: the first ones."""
 LONGEST: Final = 20_000
-"""Characters of a text."""
+"""Most characters of a text."""
 PROMPTS: Final = 2_000
-"""Tokens of a prompt that is told where its request is not recorded: the last ones."""
+"""Most tokens of a prompt that are decoded if its request is not recorded: the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One message. `call` is the number of the call that it was first sent with, or answers, from 1; `data` are arguments or
-    values as JSON, by name. `missing` says why it is not the recorded text."""
+    """One message. `call` is the number, from 1, of the call that first sent it, or whose answer it is. `data` has arguments or
+    values as JSON, by name. `missing` says why the text is not the recorded one."""
 
     role: str
     text: str
@@ -162,7 +162,7 @@ class Line:
 def conversation(
     calls: Sequence[Transition], said: Sequence[Said], states: Sequence[StepState], vocabulary: Vocabulary
 ) -> tuple[list[Line], int]:
-    """The messages of an attempt, and how many are left out."""
+    """Return the messages of an attempt, at most `MOST`, and how many are left out."""
     lines: list[Line] = []
     told: dict[str, list[_Message]] = {}
     asked: dict[str, str] = {}
@@ -197,7 +197,7 @@ class _Message:
 
 
 def _shared(known: Sequence[_Message], now: Sequence[_Message]) -> int:
-    """How many of the messages were told before: those that both begin with."""
+    """Return how many messages at the beginning of `now` are the same as in `known`, and thus already shown."""
     differ = (place for place, (one, other) in enumerate(zip(known, now, strict=False)) if one != other)
     return next(differ, min(len(known), len(now)))
 
@@ -212,7 +212,7 @@ def _decoded(call: Transition, vocabulary: Vocabulary) -> list[_Message]:
 
 
 def _sent(request: Mapping[str, Any], asked: dict[str, str]) -> Iterator[_Message]:
-    """The messages of a request of any of the four APIs. `asked` are the tools' names by the ids of their calls so far."""
+    """Yield the messages of a request of any of the four APIs. `asked` has the tool's name for each tool call id so far."""
     for name in ("system", "instructions"):
         if request.get(name):
             yield _Message("system", _text(request[name]))
@@ -292,16 +292,16 @@ def _state(state: StepState, number: int) -> Line:
 
 
 def written(value: Json) -> str:
-    """A value as indented JSON; a text as it is."""
+    """Format a value as indented JSON; a text stays as it is."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1, default=str)
 
 
 def cut(text: str, longest: int = LONGEST) -> str:
-    """A text of at most so many characters."""
+    """Cut a text to `longest` characters, with a note of how many are missing."""
     return text if len(text) <= longest else f"{text[:longest]}\n… ({len(text) - longest} characters more)"
 
 
 def one_line(value: Json, longest: int) -> str:
-    """A value as a text of one line: a text as it is, anything else as JSON."""
+    """Format a value as one line of at most `longest` characters: a text as it is, anything else as JSON."""
     text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

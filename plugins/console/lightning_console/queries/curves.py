@@ -1,6 +1,6 @@
 """A run's course as curves: its metrics over steps, tokens and time, its held-out evaluations, and where its settings changed.
 
-The invariant: a number is the trainer's own. What is derived (sums over steps, when most of the gain was reached) is named so.
+The invariant: numbers are the trainer's own; derived ones (sums over steps, when most of the gain was reached) are named so.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lightning_console.queries.runs import About, about_of, finite, measured, se
 Axis = Literal["step", "tokens", "time"]
 AXES: Final[Mapping[Axis, str]] = {"step": "steps", "tokens": "sampled tokens (about)", "time": "wall time (s)"}
 MOST_OF: Final = 0.8
-"""The share of the gain that is asked for: when was most of it there?"""
+"""`gain_of` finds when this share of a run's gain was reached."""
 LEAST: Final = 6
-"""Steps that a run has at least whose gain is looked at."""
+"""Steps with a reward that a run needs so that its gain can be read from the training rewards."""
 GRID: Final = 100
-"""Points of the mean of several curves, at most."""
+"""Most points of the mean of several curves."""
 LEVEL: Final = 1.96
-"""Standard errors on both sides of a held-out mean: its interval of 95 %."""
+"""A held-out mean's interval of 95 % extends this many standard errors to both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Settings that changed before step `step`, in words."""
+    """The settings that a resume changed before step `step`, in words."""
 
     step: int
     changes: tuple[str, ...]
@@ -44,8 +44,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """When `MOST_OF` of what a run gained was there: after so many `steps` and `seconds` of training. `measure` is what was
-    looked at."""
+    """When a run had reached `MOST_OF` of its gain from `before` to `after`: after `steps` steps and `seconds` of training.
+    `measure` names the reward that was used."""
 
     before: float
     after: float
@@ -56,9 +56,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A run's course. `steps` are the numbers of its committed steps, `values[i]` the metrics of step `steps[i]`; `tokens[i]`
-    and `seconds[i]` say how many tokens were sampled and how long the steps took up to the end of it, where the first is about:
-    what the trainer measured of its speed, times how long it sampled."""
+    """A run's course. `steps` are the numbers of its committed steps, `values[i]` the metrics of step `steps[i]`. `tokens[i]`
+    and `seconds[i]` are the sampled tokens and the time up to the end of that step; tokens are an estimate, the measured speed
+    times the time of sampling. `phases` are the seconds of each phase of the trainer, over all steps."""
 
     about: About
     steps: tuple[int, ...]
@@ -71,28 +71,28 @@ class Curves:
     phases: Mapping[str, float]
 
     def x(self, axis: Axis) -> Sequence[float]:
-        """Where the steps are on an axis."""
+        """The position of each step on an axis."""
         return self.tokens if axis == "tokens" else self.seconds if axis == "time" else self.steps
 
     def x_after(self, count: int, axis: Axis) -> float:
-        """Where an evaluation after `count` steps is on an axis. That before the first step is at 0."""
+        """The position on an axis of an evaluation after `count` steps; 0 before the first step."""
         if axis == "step":
             return float(count)
         done = [x for step, x in zip(self.steps, self.x(axis), strict=True) if step <= count]
         return done[-1] if done else 0.0
 
     def named(self, name: str) -> list[float | None]:
-        """A metric of each step; None where a step has none, or no finite one."""
+        """A metric at each step; None if the step lacks it or it is not finite."""
         return [finite(values.get(name)) for values in self.values]
 
     @property
     def lengths(self) -> list[float | None]:
-        """Trained tokens for each rollout that was used, by step."""
+        """The mean number of trained tokens of a trained rollout, at each step."""
         return [next(iter(lengths_of(Course([metrics]))), None) for metrics in self.values]
 
     @property
     def names(self) -> list[str]:
-        """The metrics there are."""
+        """The names of all metrics, sorted."""
         return sorted({name for values in self.values for name in values})
 
 
@@ -100,7 +100,7 @@ _memo: Memo[Curves] = Memo()
 
 
 async def read_curves(store: Store, run: Run) -> Curves:
-    """The course of a run, kept while it does not change. Raises `StoreError`."""
+    """Read the course of a run, which is kept until the run changes. Raises `StoreError`."""
     return await _memo.get(store, (run.id, run.created_at), await stamp_of(store, run.id), lambda: _read(store, run))
 
 
@@ -140,13 +140,14 @@ async def _read(store: Store, run: Run) -> Curves:
 
 
 def total(values: Sequence[float | None]) -> float | None:
-    """The sum of those that are known; None where none is."""
+    """Return the sum of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def gain_of(curves: Curves) -> Gain | None:
-    """When most of a run's gain was there. None where there was none, or where too little was measured to say so."""
+    """Find when most of a run's gain was reached, by its held-out evaluations if it has enough, else by its training rewards.
+    None if it gained nothing or has too few values."""
     known = [
         (step, reward)
         for step, value in zip(curves.steps, curves.values, strict=True)
@@ -171,7 +172,8 @@ def gain_of(curves: Curves) -> Gain | None:
 
 
 def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | None]]:
-    """The held-out evaluations as points with their interval of 95 %, failed rollouts as 0."""
+    """Return the held-out evaluations as points `[x, score, low, high]` with their interval of 95 %; failed rollouts count as
+    0."""
     return [
         [curves.x_after(each.step, axis), each.score, each.score - LEVEL * each.error, each.score + LEVEL * each.error]
         for each in curves.evaluations
@@ -179,7 +181,8 @@ def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | No
 
 
 def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
-    """The settings in which runs differ, by name, with the value of each run; None for one that does not have it."""
+    """Return the settings in which runs differ, by name, with the value of each run; None if a run does not have the
+    setting."""
     names = sorted({name for run in runs for name in run.settings})
     table = {name: [run.settings.get(name) for run in runs] for name in names}
     return {
@@ -190,8 +193,8 @@ def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
 
 
 def mean_and_spread(curves: Sequence[tuple[Sequence[float], Sequence[float | None]]]) -> list[list[float | None]]:
-    """The mean of curves `(xs, values)` with the least and the most of them, over where all of them are. Between its points a
-    curve is straight."""
+    """Return the mean of curves `(xs, values)` as points `[x, mean, least, most]`, over the range that all of them cover.
+    Between its points a curve is a straight line."""
     known = [_known(xs, values) for xs, values in curves]
     known = [each for each in known if len(each[0])]
     if not known:

@@ -1,7 +1,7 @@
-"""Answers that are kept until they can have changed.
+"""A cache of answers about runs, each kept until its run has changed.
 
-The invariant: an answer about a run is made again only when the run has changed, and, while the run goes on, only in a small
-share of the time.
+The invariant: an answer is computed again only when its run has changed, and for a run that goes on, computing it takes only a
+small share of the time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lightning.trainer.epochs import is_over
 
 T = TypeVar("T")
 SHARE: Final = 20.0
-"""An answer is kept for so many times what making it took, also when the run has gone on meanwhile."""
+"""An answer is kept at least for this many times the time that computing it took, even if the run has changed meanwhile."""
 KEPT: Final = 64
-"""Answers that are kept of a store."""
+"""Most answers that are kept for one store."""
 
 
 @dataclass
@@ -32,7 +32,8 @@ class _Answer(Generic[T]):
 
 
 class Memo(Generic[T]):
-    """Keeps answers of a store, by what they are about; the oldest are forgotten."""
+    """A cache of answers for each store, by their subject (`about`). It keeps `kept` answers of a store and drops those that
+    were not used for longest."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -40,14 +41,16 @@ class Memo(Generic[T]):
         self._making: dict[Hashable, asyncio.Task[T]] = {}
 
     async def get(self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]]) -> T:
-        """The answer that was made for this `stamp`, or a new one."""
+        """Return the kept answer if its `stamp` is the same or it is still too new to be made again; else make a new one. Calls
+        at the same time share one `make`."""
         found = self._kept_answer(store, about, stamp)
         return found.value if found is not None else await asyncio.shield(self._made(store, about, stamp, make))
 
     async def soon(
         self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]], patience: float | None
     ) -> T | None:
-        """As `get`; what is not there after `patience` seconds is an older answer, or None, and is made meanwhile."""
+        """Return as `get` does, but wait at most `patience` seconds (None: no limit). After that, return the older answer, or
+        None if there is none, while the new one is made in the background."""
         found = self._kept_answer(store, about, stamp)
         if found is not None:
             return found.value
@@ -72,7 +75,7 @@ class Memo(Generic[T]):
     def _made(
         self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]]
     ) -> asyncio.Task[T]:
-        """The task that makes an answer: one, however many ask for it in this loop."""
+        """Return the task that makes an answer; callers in the same event loop share it."""
         key = (id(asyncio.get_running_loop()), id(store), about)
 
         async def made() -> T:
@@ -89,17 +92,18 @@ class Memo(Generic[T]):
             task = self._making[key] = asyncio.create_task(made())
             task.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
-            )  # somebody may have stopped waiting
+            )  # read the error, because nobody may be waiting any more
         return self._making[key]
 
 
 async def stamp_of(store: Store, run: str) -> Hashable:
-    """What changes when a run has gone on. Raises `StoreError`."""
+    """Return a value that differs once a run has changed: its last step, whether it is over, else its counts of rollouts.
+    Raises `StoreError`."""
     over, last = await is_over(store, run), await store.last_step(run)
     at = (last.step, last.digest) if last else None
     return (at, "over") if over else (at, tuple(await store.count_rollouts(run)))
 
 
 async def apart(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The same in a thread of its own: what computes for long must not hold up who else is served."""
+    """Run a coroutine in an event loop of its own in a thread, so that a long computation does not delay other requests."""
     return await asyncio.to_thread(lambda: asyncio.run(make()))

@@ -1,8 +1,8 @@
-"""One rollout: what it was asked, said and earned, when what ran, and what training made of each of its calls.
+"""Read one rollout: its conversation, rewards, timeline, and the credit of each of its calls.
 
-The invariant: only the chosen call's tokens are told, since a rollout may have hundreds of thousands. Spans of one lane do not
-overlap, and what belongs to a call is on its side of it, though agents have clocks of their own. Tools tell when they ended;
-they began at the earliest when the call that asked for them had its answer.
+The invariant: tokens are returned for the chosen call only, since a rollout may have hundreds of thousands. Spans of one lane
+do not overlap. Agents have clocks of their own, so a tool or a reward is placed after the call that it belongs to, and a state
+before it. Tools report only their end; their span starts at the answer of the call that asked for them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lightning_console.queries.runs import finite
 from lightning_console.queries.steps import CallCredit, StepProof, prove
 
 PROMPT_TOKENS: Final = 512
-"""Tokens of a prompt that are told unless more are asked for: the last ones."""
+"""Tokens of a prompt that are returned by default: the last ones."""
 MOST_TOKENS: Final = 20_000
-"""Tokens that are told at most."""
+"""Most tokens of a call that are returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLine:
-    """One call. `number` counts all calls and choices of the attempt from 1. `credit` is None where it was not trained, and
-    `untrained` says why not."""
+    """One call of a rollout. `number` counts all calls and choices of the attempt from 1. `credit` is None if the call was not
+    trained on, and `untrained` says why."""
 
     number: int
     transition: Transition
@@ -52,9 +52,9 @@ class CallLine:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of a call: the last of its prompt, `prompt` of them, then the answer's. `left_out` are those of the prompt before,
-    `answer_left_out` those of the answer behind. `logprobs`, `versions`, `advantages` and `trained` (1 or 0) have one value for
-    each token, None where it has none."""
+    """Tokens of a call: the last `prompt` tokens of its prompt, then those of its answer. `left_out` counts the prompt's tokens
+    before them, `answer_left_out` the answer's after them. `logprobs`, `versions`, `advantages` and `trained` (1 or 0) have one
+    value for each token, None for a token without one. `missing` says why texts are ids."""
 
     texts: tuple[str, ...]
     prompt: int
@@ -69,8 +69,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a branch begins with: `calls` of its parent, with their numbers in it, and the number `at` of the call at which it
-    leaves it, 0 where that is not stored. `key` names the parent's run, empty where it is not in this store."""
+    """The start of a branch: the `calls` of its parent that were answered before, with their numbers, and the number `at` of
+    the call at which it leaves the parent (0 if not stored). `key` names the parent's run; empty if it is not in this store."""
 
     branch: Branch
     parent: str
@@ -90,10 +90,10 @@ class BranchLine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """A rollout as one of its attempts. `chosen` is the number of the call whose `tokens` are told, 0 where there is none;
-    `empty` says why there is no call, `texts` why messages are not as they were recorded. `siblings` are the ids of the
-    rollouts of its group that are no branches. `beginning` is that of a branch, `branches` are those that this rollout has, and
-    `fork` says whether there can be one at the chosen call. `agent` is the run's as MODULE:FUNCTION, empty where that is not
+    """One attempt of a rollout. `chosen` is the number of the call whose `tokens` are given, 0 if there is no call, and then
+    `empty` says why. `texts` says why messages are not as recorded. `siblings` are the ids of the group's rollouts that are not
+    branches. `beginning` is where a branch starts (None for any other rollout), `branches` are the branches of this rollout,
+    and `fork` says whether one can begin at the chosen call. `agent` is the run's agent as MODULE:FUNCTION; empty if not
     known."""
 
     rollout: Rollout
@@ -117,7 +117,8 @@ class RolloutView:
 
     @property
     def before(self) -> int:
-        """How many calls a replay answers before the chosen one: choices of one call are one, and a branch has its parent's."""
+        """How many calls a replay answers before the chosen one. Choices of one call count once; the calls that a branch took
+        over from its parent count, too."""
         own = sum(not each.transition.choice for each in self.calls[: self.chosen]) - 1
         first = self.beginning
         inherited = 0 if first is None else len(first.calls) + (first.branch.edit is not None)
@@ -133,9 +134,9 @@ async def rollout_view(
     prompt: int = PROMPT_TOKENS,
     patience: float | None = None,
 ) -> RolloutView:
-    """A rollout of a run; `call` is the number of the call whose tokens are told, 0: the first that was trained. Runs that have
-    branches of it are looked for during `patience` seconds. Raises `DataError` for a rollout, an attempt or a call that is not
-    there."""
+    """Read a rollout of a run. `call` is the number of the call whose tokens are wanted (0: the first that was trained on),
+    `attempt` the attempt (0: the newest), `prompt` the number of prompt tokens. Other runs are searched for its branches for at
+    most `patience` seconds. Raises `DataError` if there is no such rollout, attempt or call."""
     store, found = located.store, await rollout_of(located, rollout)
     newest = found.attempt
     own = at_attempt(found, attempt) if attempt else found
@@ -185,7 +186,7 @@ async def rollout_view(
 async def _fork(
     located: Located, own: Rollout, newest: int, calls: Sequence[Transition], ended: Attempt, chosen: int
 ) -> Fork:
-    """Whether branches can begin at the chosen call."""
+    """Return whether branches can begin at the chosen call, and if not, why."""
     if not chosen:
         return NOWHERE
     if own.parent is None and not _is_over(own, newest):
@@ -194,12 +195,12 @@ async def _fork(
 
 
 def _is_over(rollout: Rollout, newest: int) -> bool:
-    """Whether an attempt has ended: an earlier one has, also while the rollout goes on."""
+    """Return whether an attempt has ended; an earlier one has, even if the rollout still runs."""
     return rollout.attempt < newest or rollout.status.ended
 
 
 async def _beginning(located: Located, rollout: Rollout) -> Beginning | None:
-    """Where a branch begins; None for a rollout that is none."""
+    """Return where a branch begins; None for a rollout that is not a branch."""
     if rollout.parent is None:
         return None
     parent, attempt, seq = rollout.parent
@@ -223,7 +224,7 @@ async def _beginning(located: Located, rollout: Rollout) -> Beginning | None:
 async def _branches(
     located: Located, rollout: Rollout, calls: Sequence[Transition], group: Sequence[Rollout], patience: float | None
 ) -> tuple[tuple[BranchLine, ...], bool]:
-    """The branches of an attempt, in the order of its calls, and whether there may be more."""
+    """Return the branches of an attempt, by the call at which they begin, and whether there may be more."""
     if rollout.parent is not None:
         return (), False
     elsewhere, grows = await branches_of(located, [rollout.id], patience=patience)
@@ -278,8 +279,8 @@ Kind = Literal["agent", "call", "tool", "reward", "state"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that ran, or happened, at a time in seconds. `call` is the number of the call that it is or belongs to, 0 for
-    none; `status` a word that says how it went."""
+    """An event of a rollout, from `begin` to `end` in seconds. `call` is the number of the call that it is or belongs to, 0 for
+    none; `status` is a word for its result."""
 
     kind: Kind
     name: str
@@ -292,8 +293,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes' names, and what is on them: the index of the lane with each, whose times are since the beginning. `seconds` is
-    how long it took from the first of it to the last."""
+    """The names of the lanes, and the moments as `(index of its lane, moment)`, with times since the first. `seconds` is the
+    time from the first to the last."""
 
     lanes: tuple[str, ...]
     moments: tuple[tuple[int, Moment], ...]
@@ -307,7 +308,7 @@ def lanes_of(
     states: Sequence[StepState],
     reward: float | None,
 ) -> Lanes:
-    """The lanes of an attempt. Calls whose times are not recorded stand at the beginning."""
+    """Return the timeline of an attempt in lanes. Calls without recorded times are placed at its start."""
     placed: list[tuple[str, Moment]] = []
     numbers = {call.id: number for number, call in reversed(list(enumerate(calls, 1)))}
     by_id = {call.id: call for call in reversed(calls)}
@@ -338,7 +339,7 @@ def lanes_of(
 
 
 def _lane(call: Transition | None, calls: Sequence[Transition]) -> str:
-    """The lane of what belongs to a call; of what belongs to none, that of the first one's agent."""
+    """Return the name of the lane for an event of a call; for an event of no call, the lane of the first call's agent."""
     known = call or next(iter(calls), None)
     return known.caller.name if known else UNNAMED.name
 
@@ -357,7 +358,7 @@ def _tool(
 
 
 def _laid_out(moments: Sequence[tuple[str, Moment]], start: float, last: float) -> Lanes:
-    """Each thing on the first lane of its name that is free then."""
+    """Place each moment on the first lane of its name that is free at its time, and make the times relative to `start`."""
     names = list(dict.fromkeys(name for name, _ in moments))
     agents = [name for name in names if not name.endswith(" · tools")]
     ordered = [lane for name in agents for lane in (name, f"{name} · tools") if lane in names]

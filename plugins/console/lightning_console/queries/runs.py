@@ -1,8 +1,8 @@
-"""The runs at a place, filtered and sorted, and each in a line: what it is, whether it goes on, what it earned, what is wrong.
+"""List the runs at a place, filtered and sorted, each with its state, rewards and alarms.
 
-The invariant: what cannot be read is named and hides nothing else. What a run's rows say is read again only when they can have
-changed: a run that has not takes two short reads, and a store's file that is as it was none. A run is called running only where
-something says so: its end is recorded when it comes to it, but nothing is when its trainer is killed.
+The invariant: a run or store that cannot be read is named and hides no other. A run is read again only when it can have
+changed: an unchanged one takes two short reads, and a store whose file is unchanged takes none. A run is called running only
+with evidence for it, because a trainer that is killed records no end.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from lightning_console.places import Places, key_of
 
 Name = Literal["running", "finished", "stopped", "failed", "session", "unread"]
 STATES: Final[tuple[Name, ...]] = ("running", "finished", "stopped", "failed", "session")
-"""What a run can be. A `session` are calls of a model that was served, such as a chat's; `unread` is one that is being read."""
+"""The states of a run. A `session` has the calls to a served model, such as those of a chat. A run that is still being read,
+or cannot be, has the state `unread`, which is not listed here."""
 QUIET: Final = 300.0
-"""Seconds for which a run may write nothing and still be taken to go on, where nothing else says it; five of its longest steps
-where these are more."""
+"""Seconds without a new step after which a run counts as stopped if nothing else shows that it goes on, or five times its
+longest recent step if that is more."""
 LOCKS: Final = Path("/proc/locks")
 MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`why` says what it is known from."""
+    """The state of a run. `why` names the evidence for it."""
 
     name: Name
     why: str
 
 
 async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Sequence[tuple[int, float]]) -> State:
-    """The state of a run, which has its configuration. `steps` are number and time (Unix seconds) of its newest committed ones,
-    in order; `over` is what the store says of its end (`lightning.trainer.epochs.is_over`)."""
+    """Return the state of a run (`run` with its configuration). `steps` are number and time (Unix seconds) of its newest
+    committed steps, in order; `over` says whether the store records its end (`lightning.trainer.epochs.is_over`)."""
     if SESSION_OF in run.config:
         return State("session", "calls of a model that was served; nothing was trained")
     if over:
@@ -83,7 +84,7 @@ async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Seque
 
 
 def is_held(url: str) -> bool:
-    """Whether a trainer of this machine holds the folder of a database. Nothing is locked to find it out."""
+    """Return whether a trainer on this machine has locked the folder of a database. This takes no lock; it reads `LOCKS`."""
     if not url.startswith("sqlite:"):
         return False
     try:
@@ -96,8 +97,8 @@ def is_held(url: str) -> bool:
 
 
 def _in_locks(file: Path) -> str:
-    """A file as `LOCKS` names it: device and inode. The device is that of the mount: of a subvolume of Btrfs `stat`
-    tells another. Raises `OSError`."""
+    """Return a file as `LOCKS` names it: `device:inode`. The device is the mount's, since `stat` gives another one for a Btrfs
+    subvolume. Raises `OSError`."""
     opened = os.open(file, os.O_PATH)
     try:
         about = Path(f"/proc/self/fdinfo/{opened}").read_text().split()
@@ -114,7 +115,7 @@ def _in_locks(file: Path) -> str:
 
 
 def said_seconds(seconds: float) -> str:
-    """A duration in words: `4.2 s`, `12 min`, `3.5 h`, `400 days`."""
+    """Format a duration in words: `4.2 s`, `12 min`, `3.5 h`, `400 days`."""
     value, unit = seconds, "s"
     for name, size in (("min", 60.0), ("h", 3600.0), ("days", 86400.0)):
         if seconds >= 2 * size:
@@ -123,23 +124,23 @@ def said_seconds(seconds: float) -> str:
 
 
 ODD: Final = (LightningError, KeyError, TypeError, ValueError, AttributeError)
-"""What reading a run of another release raises, or one that was made by hand."""
+"""Errors that reading a run of another release, or one that was edited by hand, may raise."""
 POINTS: Final = 400
-"""Points of a curve; of a longer run a point stands for several steps, with the least and the most of them."""
+"""Most points of a curve; in a longer run a point stands for several steps and has their least and largest value."""
 SPARK: Final = 48
-"""Points of a small curve."""
+"""Most points of a small curve in a table."""
 BY_SEED: Final = ("seed", "tasks.train.mark", "forked_from")
-"""What runs may differ in that differ in nothing but their seed: training tasks are often drawn by it."""
+"""Settings that may differ between runs that count as differing only in their seed: training tasks are often drawn by it."""
 SHARE: Final = 20.0
-"""A run that goes on is read again after so many times what reading it took."""
+"""A run that goes on is read again after this many times the time that reading it took."""
 LEAST, MOST = 1.0, 30.0
-"""Seconds after which a run that goes on, and one that stopped, is read again at the earliest and about."""
+"""Seconds until a run is read again: at least `LEAST` if it is running, else a random time from `MOST` to twice that."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a run's configuration says of it. `alike` is the same for runs that differ in nothing but their seed. `unread` says
-    why it cannot be read, empty where it can."""
+    """Facts from a run's configuration. `alike` is equal for runs that differ only in their seed. `tasks` and `held_out` count
+    tasks. `unread` says why the configuration cannot be read; empty if it can."""
 
     model: str
     algorithm: str
@@ -153,9 +154,10 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One run of a list. `rewards` are those of its steps with failed rollouts as 0, thinned; `reward` and
-    `reward_with_failures` those of the last step. `before` and `after` are the first and the last held-out evaluation. `alarms`
-    are what the rules say after the last step; `unread` says why the run could not be read whole, empty where it could."""
+    """One run of a list. `last` is the number of its last step. `rewards` are those of its steps, failed rollouts as 0, thinned
+    to a small curve; `reward` and `reward_with_failures` are the last step's. `before` and `after` are the first and the last
+    held-out evaluation. `alarms` are the rules' findings after the last step. `unread` says why the run could not be read
+    whole; empty if it could."""
 
     key: str
     id: str
@@ -181,7 +183,8 @@ class RunLine:
 
 @dataclass
 class _Known:
-    """What is known of a run: its line, made at `at` with so much work (`took`, seconds); `over` as it was then."""
+    """The kept line of a run. `over` says whether the run had ended when it was made; a run that has not ended is read again
+    after `until` (monotonic seconds)."""
 
     line: RunLine
     over: bool
@@ -193,7 +196,7 @@ _about: WeakKeyDictionary[Store, dict[tuple[str, float], About]] = WeakKeyDictio
 
 
 def known_line(store: Store, run: Run, url: str) -> RunLine:
-    """What is known of a run without reading: its line as it was, or its name."""
+    """Return a run's line without reading the store: the kept one, or one with its id alone and the state `unread`."""
     found = _known.get(store, {}).get(run.id)
     if found is not None and found.line.created_at == run.created_at:
         return found.line
@@ -206,8 +209,8 @@ def _nothing_known(run: Run, url: str, why: str) -> RunLine:
 
 
 async def line_of(store: Store, run: Run, url: str) -> RunLine:
-    """The line of a run (`run` may be brief). What is wrong with this run alone is said by `unread`. Raises `UnavailableError`
-    where the store does not answer."""
+    """Return the line of a run (`run` may lack its configuration). An error of this run alone is in the line's `unread`. Raises
+    `UnavailableError` if the store does not answer."""
     try:
         return await _line(store, run, url)
     except UnavailableError:
@@ -233,7 +236,7 @@ async def _line(store: Store, run: Run, url: str) -> RunLine:
 
 
 async def _read(store: Store, run: Run, url: str, *, over: bool) -> RunLine:
-    """The line, as far as the run can be read: each part by itself."""
+    """Read the line of a run part by part; a part that fails is named in `unread`, and the others are kept."""
     line = _nothing_known(run, url, "it cannot be read")
     wrong: list[str] = []
 
@@ -273,14 +276,14 @@ async def _read(store: Store, run: Run, url: str, *, over: bool) -> RunLine:
 
 
 def said_of(error: Exception) -> str:
-    """What is wrong with a run's record, in words."""
+    """Say what is wrong with a run's record, from the error that reading it raised."""
     if isinstance(error, LightningError):
         return str(error)
     return f"its record cannot be read by this release: {type(error).__name__}: {error}"
 
 
 def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
-    """The line with what the course of the run says."""
+    """Return the line with rewards, evaluations and alarms from the run's recorded course."""
     steps = recorded.steps
     rewards = [finite(metrics.get("reward_with_failures", metrics.get("reward"))) for metrics in steps]
     held_out = measured(recorded.evaluations)
@@ -302,20 +305,20 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
 
 
 def measured(found: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """The evaluations that say something: of one whose rollouts were neither scored nor failed nothing is known."""
+    """Return the evaluations that have a result: at least one of their rollouts was scored or failed."""
     return tuple(each for each in found if each.known)
 
 
 def finite(value: float | None) -> float | None:
-    """A metric that can be shown. Raises `TypeError` for what is no number."""
+    """Return a metric if it is finite, else None. Raises `TypeError` if it is not a number."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def points_of(
     xs: Sequence[float], values: Sequence[float | None], most: int = POINTS
 ) -> tuple[list[list[float | None]], list[int]]:
-    """A curve of at most `most` points, and the index of the value that each stands for: with the least and the most of the
-    values around it where it stands for several."""
+    """Thin a curve to at most `most` points; return these and, for each, the index of a value that it stands for. A point is
+    `[x, value]`, or `[x, mean, least, most]` if it stands for several values."""
     if len(values) <= most:
         return [[x, value] for x, value in zip(xs, values, strict=True)], list(range(len(values)))
     ends = [round(place * len(values) / most) for place in range(most + 1)]
@@ -331,12 +334,12 @@ def points_of(
 
 
 def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
-    """At most `most` of the values, in order: means of windows; None where no value of a window is known."""
+    """Thin values to at most `most`: the mean of each window, in order; None if no value of a window is known."""
     return [point[1] for point in points_of(range(len(values)), values, most)[0]]
 
 
 async def about_of(store: Store, run: Run) -> About:
-    """What a run's configuration says; it never changes, and is read once. Raises `StoreError`."""
+    """Return the facts from a run's configuration, which never changes and is read once. Raises `StoreError`."""
     cache = _about.setdefault(store, {})
     key = (run.id, run.created_at)
     if key not in cache:
@@ -370,8 +373,8 @@ def _about_of(config: Mapping[str, Json]) -> About:
 
 
 def settings_and_tasks(config: Mapping[str, Json]) -> dict[str, Json]:
-    """What decides what a run learns: its settings by name, its seed and model, and how many tasks it has, with marks of which
-    they are."""
+    """Return the settings that decide the result of a run, by name: its settings, seed and model, the number of its tasks, and
+    a short digest of them."""
     tasks = config.get("tasks")
     found = {
         name: value for name, value in config.items() if name not in ("config", "algorithm", "tasks", "train_agents")
@@ -384,8 +387,8 @@ def settings_and_tasks(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def chosen_settings(settings: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
-    """Of a run's `settings_and_tasks`: those that are not as this release has them by default, each with that default, and what
-    has none (model, seed, tasks)."""
+    """Select from a run's `settings_and_tasks` those that differ from this release's defaults, as `(value, default)`. The
+    default is None for those that have none (model, seed, tasks)."""
     level = settings.get("algorithm.arguments.low_level")
     named = {key: settings.get(f"algorithm.{key}") for key in ("name", "type")}
     usual = settings_of({"algorithm": {**named, "arguments": {} if level is None else {"low_level": level}}})
@@ -398,20 +401,21 @@ def chosen_settings(settings: Mapping[str, Json]) -> dict[str, tuple[Json, Json]
 
 
 def digest_of(value: Json) -> str:
-    """A short mark of a value."""
+    """Return a short digest of a JSON value: 8 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 LOOK: Final = 1000
-"""Runs of a store that are listed, the newest."""
+"""Most runs of a store that are listed: the newest."""
 AT_ONCE: Final = 8
-"""Stores that are read at a time."""
+"""Most stores that are read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunList:
-    """Runs from number `first` on of the `matched` ones of `total`. `unreadable` are reasons by store; `left_out` says of which
-    stores older runs are not among them; `reading` that some are still being read."""
+    """One page of runs: `lines` are those from index `first` on of the `matched` runs; `total` counts all runs without
+    sessions. `unreadable` has reasons by store, `left_out` the stores whose older runs are not listed. `reading` says that
+    some stores are still being read."""
 
     lines: tuple[RunLine, ...]
     first: int
@@ -435,12 +439,13 @@ ORDERS: Final[Mapping[str, Callable[[RunLine], object]]] = {
     "gain": lambda line: None if line.after is None or line.before is None else line.after.score - line.before.score,
     "alarms": lambda line: (sum(alarm.serious for alarm in line.alarms), len(line.alarms)),
 }
-"""What a list can be sorted by."""
+"""The sort keys of a list of runs, by name. A run whose key is None comes last."""
 
 
 @dataclass
 class _Look:
-    """What a look at a store finds: its runs, then their lines, or why it cannot be read. `stamp` is that of its file."""
+    """The progress of reading a store's list: its `runs`, then their `lines` (None until all are read), or `why` it cannot be
+    read. `stamp` is its file's (`stamp_of_file`) when reading began."""
 
     runs: list[Run] = field(default_factory=list)
     lines: list[RunLine] | None = None
@@ -463,9 +468,9 @@ async def list_runs(
     first: int = 0,
     limit: int = 100,
 ) -> RunList:
-    """Runs at a place: those whose names, model or algorithm have the `text`, and which are in a `state` (empty: any but
-    `session`); at most `limit` from number `first` on. Those that are not read after the patience of the places are there by
-    their names. Raises `ConfigError` for a place that is none."""
+    """List the runs at a place: those with all words of `text` in their id, model, algorithm, store or project, and in `state`
+    (empty: any but `session`); at most `limit` from index `first` on. Runs not read within the patience of the places appear
+    with what was known before, or their id alone. Raises `ConfigError` if there is no such place."""
     looks = await _look(places)
     unreadable, left_out = dict(places.unreadable), []
     lines: list[RunLine] = []
@@ -493,7 +498,8 @@ async def list_runs(
 
 
 async def _look(places: Places) -> dict[str, tuple[Store, _Look]]:
-    """A look at each store, as far as it has come after the patience of the places."""
+    """Read the list of each store that may have changed, and return all as far as they were read within the patience of the
+    places."""
     loop, found, tasks = asyncio.get_running_loop(), {}, []
     limit = _limits.setdefault(loop, asyncio.Semaphore(AT_ONCE))
     for url, store in (await places.stores()).items():
@@ -528,12 +534,12 @@ async def _read_store(store: Store, url: str, project: str | None, look: _Look, 
 
 
 def _is_settled(look: _Look) -> bool:
-    """Whether what was found can only change with the store."""
+    """Return whether the lines of a store can change only if its file does: none of its runs is running."""
     return look.lines is not None and all(line.state.name != "running" for line in look.lines)
 
 
 def stamp_of_file(url: str) -> tuple[int, ...] | None:
-    """What changes when something is written into a database's file; None for a store that is no file of this machine."""
+    """Return a value that changes when a database's file is written; None for a store that is not a file on this machine."""
     if not url.startswith("sqlite:"):
         return None
     path = parse(url).path
@@ -549,7 +555,7 @@ def stamp_of_file(url: str) -> tuple[int, ...] | None:
 
 
 def _sorted(lines: Sequence[RunLine], sort: str, descending: bool) -> list[RunLine]:
-    """The lines in an order; those that have nothing to be sorted by come last."""
+    """Sort the lines by the key named `sort`, newest first among equals; lines without that key come last."""
     order = ORDERS.get(sort, ORDERS["started"])
     newest = sorted(lines, key=lambda line: line.created_at, reverse=True)
     known = [line for line in newest if order(line) is not None]

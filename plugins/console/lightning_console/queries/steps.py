@@ -1,8 +1,7 @@
-"""A step of a run, derived again: what training made of each of its rollouts and of each of their calls.
+"""Derive a step of a run again: the advantage and weight of each call of each of its rollouts.
 
-The invariant: advantages are derived again from the store by the functions that training used, as an audit does, and no model
-is asked for it; they are told only where they make the very batch that was trained. `proved` is true only where the rows that
-are derived now have the digest that the step recorded; everything else says why not.
+The invariant: advantages are derived from the store by the functions that training used, as an audit does, without a model.
+`proved` is true only if the derived rows have the digest that the step recorded; otherwise `why` says why they do not.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from lightning.errors import DataError, LightningError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import changed_by_loop
-from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollout_digest, rollouts_of
 from lightning.types import Rollout, Run, StepRecord
+from lightning_proof.bring_forward import policy_fault_of, train_agents_of
 
 from lightning_console.queries.memo import Memo
 
@@ -36,7 +35,7 @@ OWN_CODE: Final = (
     "`lightning audit` proves what was recorded"
 )
 FRESH: Final = 60.0
-"""Seconds for which a step is not derived again, or 20 times what deriving it took, where that is more."""
+"""Seconds for which a derived step is kept, or 20 times the time that deriving it took if that is more."""
 UNTRAINED: Final = {
     "train": "no training step has looked at it",
     "branch": "branches that were made by a command are not trained on",
@@ -49,8 +48,8 @@ ASKS: Final = "its credit function has rewards of its own (a judge), which is no
 
 @dataclass(frozen=True, slots=True)
 class CallCredit:
-    """What training made of a call: the advantage and the weight of each of its `tokens`, as they are in the step's rows.
-    `own` is what its step rewards (tools' included) add up to."""
+    """The credit of a call in training: the advantage and the weight that each of its `tokens` has in the step's rows. `own`
+    is the sum of the call's step rewards, those of tools included."""
 
     advantage: float
     weight: float
@@ -65,9 +64,9 @@ class CallCredit:
 
 @dataclass(frozen=True, slots=True)
 class MemberCredit:
-    """What training made of a rollout. `total` is its return: `reward`, what its calls and its tools earned, and what its
-    length cost. `tokens` were sampled for it in `turns` calls. `recorded` says whether what is stored of it has the digest that
-    the step recorded; None where it was not trained."""
+    """The credit of a rollout in training, with that of its `calls`, by sequence number. `total` is its return: `reward` plus
+    step rewards and tool rewards, less the penalty for its length. `tokens` were sampled for it in `turns` calls. `recorded`
+    says whether the stored rollout has the digest that the step recorded; None if it was not trained on."""
 
     reward: float
     total: float
@@ -78,7 +77,7 @@ class MemberCredit:
 
     @property
     def advantage(self) -> float | None:
-        """The mean over the tokens that have a weight; None where none has."""
+        """The mean advantage over the tokens with a weight; None if there is none."""
         taught = [each for each in self.calls.values() if each.weight]
         tokens = sum(each.tokens for each in taught)
         return sum(each.advantage * each.tokens for each in taught) / tokens if tokens else None
@@ -86,10 +85,10 @@ class MemberCredit:
 
 @dataclass(frozen=True, slots=True)
 class StepProof:
-    """A step derived again. `record` is None where no step has looked at the rollouts. `proved` is whether the rows have the
-    recorded digest; None where they could not be derived, and `why` says why not. `rollouts` are all that the step looked at,
-    `members` those that count, by id; `groups` has mean and deviation of a group's returns, and how many they are. `skipped`
-    says by group why it taught nothing."""
+    """A step derived again. `record` is None if no step has used the rollouts. `proved` says whether the rows have the recorded
+    digest; None if they could not be derived. `why` says why they are not proved. `rollouts` are all rollouts that the step
+    looked at, `members` the credit of those in its groups, by id. `groups` has, by group, mean, deviation and number of the
+    returns; `skipped` says why a group was not trained on."""
 
     record: StepRecord | None = None
     epoch: Epoch | None = None
@@ -106,7 +105,7 @@ _proofs: Memo[StepProof] = Memo(kept=16)
 
 
 async def record_of(store: Store, rollout: Rollout, epochs: Sequence[Epoch]) -> StepRecord | None:
-    """The committed step that looked at a rollout's group; None where none has."""
+    """Return the committed step that used a rollout's group; None if none has."""
     if rollout.trained_at_step is not None:
         found = await store.steps(rollout.run, after=rollout.trained_at_step - 1, limit=1)
         return found[0] if found and found[0].step == rollout.trained_at_step else None
@@ -118,7 +117,7 @@ async def record_of(store: Store, rollout: Rollout, epochs: Sequence[Epoch]) -> 
 
 
 async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
-    """What the step that looked at a rollout made of it and its siblings, as it was derived within the last minute.
+    """Derive the step that used a rollout, and so the credit of it and its siblings. A result is kept for about a minute.
 
     Raises `StoreError` for rows that cannot be read.
     """
@@ -131,7 +130,7 @@ async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
 
 
 async def prove_step(store: Store, run: Run, record: StepRecord, epochs: Sequence[Epoch]) -> StepProof:
-    """What a step made of the rollouts that it looked at, as it was derived within the last minute. Raises `StoreError`."""
+    """Derive the credit of the rollouts that a step used. A result is kept for about a minute. Raises `StoreError`."""
     pruned = await store.get_state(run.id, PRUNED)
     stamp = record.digest, len(epochs), json.dumps(pruned, default=str), int(time.monotonic() // FRESH)
     about = run.id, run.created_at, record.step
@@ -141,7 +140,7 @@ async def prove_step(store: Store, run: Run, record: StepRecord, epochs: Sequenc
 
 
 async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lost: bool) -> StepProof:
-    """The step derived again from what the store holds now; calls that were trained may be `lost`."""
+    """Derive a step from what the store holds now. `lost` says that trained calls of the run were removed."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
     known = StepProof(record, epoch, tuple(rollouts))
     groups: list[Group] = []
@@ -161,7 +160,7 @@ async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lo
 def _derived(
     known: StepProof, record: StepRecord, groups: Sequence[Group], algorithm: Algorithm | None, why: str
 ) -> StepProof:
-    """The step with its credit. `why` says why there is no algorithm, where there is none."""
+    """Return the step with the credit of its rollouts. `why` is the reason if there is no `algorithm`."""
     digests = {name: digest for (name, _), digest in zip(record.rollouts, record.digests, strict=False)}
     batch, proved = None, None
     if algorithm is not None and getattr(getattr(algorithm, "credit", None), "rewards", False):
@@ -192,7 +191,7 @@ def _derived(
 
 
 def _doubt(record: StepRecord, batch: Batch) -> str:
-    """Why a derived batch does not prove what a step computed on; empty where it does."""
+    """Say why a derived batch is not proved to be the one that the step trained on; empty if it is."""
     used = tuple((rollout.id, rollout.attempt) for rollout in batch.used)
     try:
         if used == record.rollouts and is_batch_of(record, batch):
@@ -203,7 +202,7 @@ def _doubt(record: StepRecord, batch: Batch) -> str:
 
 
 def _rewarded(group: Group, algorithm: Algorithm | None) -> Group:
-    """The group with all that its algorithm counts as reward."""
+    """Return the group with the rewards that its algorithm's rules add: for tools, and for answers that are too long."""
     tokens = getattr(algorithm, "overlong_tokens", None)
     overlong = None
     if tokens is not None:
@@ -232,7 +231,7 @@ def _calls(member: Trajectory, spans: Mapping[int, tuple[Sample, TokenSpan]]) ->
 
 
 def _skipped(groups: Sequence[Group], batch: Batch, algorithm: Algorithm) -> dict[str, str]:
-    """Why groups have no row in the batch. Each is asked about alone, since a batch only counts them."""
+    """Say, by group, why groups have no row in the batch. A batch only counts the reasons, so each group is batched alone."""
     taught = {rollout.group for rollout in batch.used}
     found = {}
     for group in groups:

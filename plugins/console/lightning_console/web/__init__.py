@@ -1,1 +1,1 @@
-"""The console in a browser: the Gradio shell, who may open it, and what it may change."""
+"""The console in a browser: the Gradio application, access control, the actions that change something, and the chat."""

@@ -1,6 +1,6 @@
-"""A conversation with the model that a server serves, through its gateway, so that every call is recorded.
+"""The chat page: a conversation with a served model through the server's gateway, which records every call.
 
-The invariant: what is said is shown as text; a conversation is its visitor's alone, bounded, and gone with the server.
+The invariant: messages are shown as text. A conversation belongs to one visitor, is bounded, and ends with the server.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from lightning_console.web.gate import Visitor, need_changes
 
 CONVERSATIONS: Final = 256
 TURNS: Final = 40
-"""Messages of a conversation; the oldest are forgotten."""
+"""Most messages of a conversation; the oldest are dropped."""
 LONGEST: Final = 20_000
-"""Characters of a message."""
+"""Most characters of a message."""
 KEY_SECONDS: Final = 3_600.0
 ANSWER_SECONDS: Final = 120.0
 ANSWER_TOKENS: Final = 512
 RUNS: Final = 20
-"""Newest runs that are asked whether their model is served; of as many newest ones (`LISTED`), some are conversations."""
+"""Most runs, from the newest, whose model may be served. They are taken from the `LISTED` newest runs without those that
+recorded a chat."""
 LISTED: Final = 500
 NAME: Final = "console"
-"""The name of the runs that conversations are recorded as."""
+"""The name of the runs that record chats."""
 START: Final = (
     "lightning serve RUN",
     "lightning token create trainer --store PLACE",
@@ -60,14 +61,14 @@ class _Conversation:
 
 
 class Chat:
-    """Conversations with what a server serves; `host` is None where no server is."""
+    """All visitors' conversations with the models of a server; `host` is None for a console without a server."""
 
     def __init__(self, host: Host | None) -> None:
         self._host = host
         self._open = Bounded[tuple[str, str], _Conversation](CONVERSATIONS)
 
     async def page(self, store: Store | None, who: Visitor, address: Address) -> Page:
-        """The page `chat?run=RUN`; `store` is the one that the visitor sees."""
+        """Make the page `chat?run=RUN`. `store` is the visitor's view of the server's store."""
         text = str(address)
         if self._host is None or store is None:
             notice = Notice(
@@ -100,8 +101,8 @@ class Chat:
         return Page(text, "Chat", [*blocks, Actions(buttons, note=note)], TRAIL)
 
     async def act(self, store: Store | None, who: Visitor, name: str, given: dict[str, Any]) -> str:
-        """The actions `say` and `begin_again`. Raises `ConfigError` for a viewer, `DataError` for a message that cannot be
-        sent, `GatewayError` where there is no answer."""
+        """Do the action `say` or `begin_again`, and return what was done. Raises `ConfigError` for a viewer, `DataError` for a
+        message or a run that is not valid, `GatewayError` if there is no answer."""
         need_changes(who)
         run, text = str(given.get("run", "")), str(given.get("text", "")).strip()
         if name == "begin_again":

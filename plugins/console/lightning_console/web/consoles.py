@@ -1,10 +1,10 @@
-"""The consoles that are served: that of a person's own machine, on loopback, and that on a Lightning Server's port.
+"""The two consoles that are served: one on a person's own machine, on loopback, and one on a Lightning Server's port.
 
-Their pages are drawn in a Gradio application: one host, which `static/shell.js` fills.
+Their pages are drawn in a Gradio application with one empty element, which `static/shell.js` fills.
 
-The invariant: the first listens on this machine alone, is open to whoever was shown its address, and what it was started for,
-such as a training, never waits for it; the second is for the holders of the server's tokens. No text of a run goes through one
-of Gradio's own components, which make markup of it; and Gradio tells nobody that it runs.
+The invariant: the first listens on this machine only, opens to whoever has its address, and never delays the training that
+started it; the second opens to holders of the server's tokens. No text of a run goes through Gradio's own components, which
+would render it as markup, and Gradio sends no analytics.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ const add = (kind, attributes) => new Promise((done, failed) => {
 
 
 def scripts() -> list[str]:
-    """The names of the console's scripts; `shell.js` is the last."""
+    """The file names of the console's scripts; `shell.js` is the last."""
     names = sorted(file.name for file in STATIC.glob("*.js"))
     return sorted(names, key=lambda name: name == "shell.js")
 
 
 def styles() -> list[str]:
-    """The names of its style sheets."""
+    """The names of the console's style sheets."""
     return sorted(file.name for file in STATIC.glob("*.css"))
 
 
 def build(path: str) -> Starlette:
-    """The application below `path`; importing Gradio takes seconds. A page learns from it that it may ask `FUNCTIONS`; the gate
-    answers them.
+    """Build the Gradio application below `path`; importing Gradio takes seconds. It declares `FUNCTIONS` to the page, but the
+    gate answers them before they reach Gradio.
 
-    Raises `MissingExtraError` where Gradio is not installed.
+    Raises `MissingExtraError` if Gradio is not installed.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
@@ -111,7 +111,7 @@ def _answered_before(name: str) -> Any:
 
 
 class Shell:
-    """The application, made when it is first asked for, beside the event loop, and run until it is closed."""
+    """The Gradio application below `path`: built in a thread when it is first needed, then run until `close`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -121,7 +121,7 @@ class Shell:
         self._end = asyncio.Event()
 
     async def app(self) -> ASGIApp:
-        """The running application. Raises `MissingExtraError` where Gradio is not installed."""
+        """Return the running application; build and start it first if needed. Raises `MissingExtraError` without Gradio."""
         async with self._making:
             if self._app is None:
                 app = await asyncio.to_thread(self._make)
@@ -132,7 +132,8 @@ class Shell:
         return self._app
 
     def _make(self) -> Starlette:
-        """Import and build: seconds, so in a thread. Gradio leaves loops of its own open unless it finds one that runs."""
+        """Import Gradio and build the application, inside a running event loop: without one, Gradio opens loops of its own and
+        leaves them open. This takes seconds, so it is called in a thread."""
 
         async def made() -> Starlette:
             return build(self._path)
@@ -140,7 +141,7 @@ class Shell:
         return asyncio.run(made())
 
     async def _run(self, app: Starlette, started: asyncio.Future[None]) -> None:
-        """Gradio's start and end, in one task, as what it opens wants it."""
+        """Start Gradio, set `started`, and end Gradio after `close`. Both must happen in one task."""
         try:
             async with app.router.lifespan_context(app):
                 started.set_result(None)
@@ -151,7 +152,7 @@ class Shell:
             started.set_exception(error)
 
     async def close(self) -> None:
-        """End what Gradio has started. Idempotent."""
+        """Stop the application. Idempotent."""
         self._end.set()
         if self._running is not None:
             with contextlib.suppress(asyncio.CancelledError):
@@ -164,7 +165,7 @@ PATH = "/console"
 
 @dataclass(frozen=True, slots=True)
 class LocalConsole:
-    """A running console. `url` opens it, with the token that nobody else on the machine knows, and `once` does one time."""
+    """A running console on this machine. `url` opens it and has a secret token; `once` is such an address that works once."""
 
     url: str
     once: str
@@ -174,7 +175,8 @@ class LocalConsole:
 
 @asynccontextmanager
 async def local_console(places: Places, *, port: int = 0, start: str = "runs") -> AsyncIterator[LocalConsole]:
-    """Serve the console of a place on loopback; port 0 takes a free one. Raises `GatewayError` for a port that is taken."""
+    """Serve the console of the places on loopback until the context ends, and close the places then. Port 0 takes a free port.
+    Raises `GatewayError` for a port that is taken."""
     door, forks = OwnDoor(), Forks()
     desk = Desk(lambda _: places, Chat(None), forks=forks, start=start, where=redacted(places.where))
     shell = Shell(PATH)
@@ -196,7 +198,7 @@ async def local_console(places: Places, *, port: int = 0, start: str = "runs") -
 
 
 class ConsoleApp:
-    """A `WebApp`. Gradio is imported when the first visitor has been let in: a server that nobody looks at pays nothing."""
+    """The console on a Lightning Server's port, a `WebApp`. Gradio is imported only when the first visitor has logged in."""
 
     def __init__(self, host: Host) -> None:
         self._projects = Projects(host.store)
@@ -213,10 +215,10 @@ class ConsoleApp:
         return self._places[who.project]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request of the server below `/console`."""
         await self._gate(scope, receive, send)
 
     async def close(self) -> None:
-        """End what was started."""
+        """Cut off open requests and stop the Gradio application."""
         self._gate.close()
         await self._shell.close()

@@ -1,9 +1,8 @@
-"""What a console's pages ask of it: to show an address, and to do an action: to move aliases, to leave notes at a run, to chat.
+"""Answer the requests of a console's pages: show an address, or do an action (move an alias, leave a note, branch, chat).
 
-The invariant: a visitor sees the runs of their token's project and no others; an answer is bounded in time; and what fails is
-said on the page, while the console goes on. An action is named here or does not exist, and who may only look is refused
-whatever their page sends. A note is written once, under a number of its own, so that two people who write at a time lose
-nothing.
+The invariant: a visitor sees only the runs of their token's project. An answer is bounded in time, and an error is shown on the
+page while the console goes on. Only the actions named here exist, and a viewer is refused all of them, whatever their page
+sends. Each note has a number of its own and is written once, so that two people who write at the same time lose nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from lightning_console.web.forks import Forks
 from lightning_console.web.gate import VISITOR, Asked, Visitor, need_changes
 
 MOST: Final = 100
-"""Notes of a run."""
+"""Most notes of a run."""
 LONGEST: Final = 4_000
-"""Characters of a note."""
+"""Most characters of a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What somebody wrote. `at` is Unix time."""
+    """A note that a person left at a run. `by` is the person's name, `at` the Unix time."""
 
     text: str
     by: str
@@ -48,7 +47,7 @@ class Note:
 
 
 async def notes(located: Located) -> list[Note]:
-    """The notes of a run, oldest first. None where the store does not tell its state to whoever asks (a viewer's token)."""
+    """Return the notes of a run, oldest first; an empty list if the store refuses to read its state (for a viewer's token)."""
     found: list[Note] = []
     try:
         for number in range(MOST):
@@ -62,7 +61,7 @@ async def notes(located: Located) -> list[Note]:
 
 
 async def add_note(located: Located, text: str, by: str) -> Note:
-    """Leave a note. Raises `DataError` for one that is empty or too long, and where there are too many."""
+    """Add a note to a run. Raises `DataError` if the text is empty or too long, or if the run has `MOST` notes."""
     text = text.strip()
     if not text or len(text) > LONGEST:
         raise DataError(f"a note has 1 to {LONGEST} characters, and this one has {len(text)}")
@@ -87,7 +86,8 @@ Done = Callable[[Places, Visitor, Mapping[str, Any]], Awaitable[str]]
 
 
 async def act(places: Places, who: Visitor, name: str, given: Mapping[str, Any]) -> str:
-    """Do an action; returns what was done. Raises `ConfigError` for a viewer, `DataError` for what cannot be meant."""
+    """Do the action `name` with the arguments `given`, and return what was done. Raises `ConfigError` for a viewer, `DataError`
+    for an unknown action or an argument that is not valid."""
     done = ACTIONS.get(name)
     if done is None:
         raise DataError(f"there is no action {name[:40]!r}: there are {', '.join(ACTIONS)}")
@@ -134,8 +134,8 @@ async def _store(places: Places, url: str) -> Store:
 
 
 async def with_actions(places: Places, who: Visitor, page: Page, *, forks: bool = False) -> Page:
-    """A page with the notes of its run and a button for another one; without any button for who may only look, and with that
-    for branches where `forks` says that they can be made."""
+    """Return the page with the notes of its run and a button to add one. A viewer gets no buttons at all; the button for
+    branches stays only if `forks` is true."""
     address = Address.parse(page.address)
     blocks: list[Block] = [block for block in page.blocks if _is_for(who, block, forks=forks)]
     if address.page == "run" and len(address.about) == 1:
@@ -162,13 +162,13 @@ async def _of_run(places: Places, who: Visitor, key: str) -> list[Block]:
 
 logger = logging.getLogger(__name__)
 SECONDS: Final = 60.0
-"""Until a page is given up."""
+"""Seconds after which making a page or doing an action is given up."""
 TALKS: Final = ("say", "begin_again")
 
 
 class Desk:
-    """Answers the pages of all visitors. `places_of` gives what a visitor sees; `start` is the address of the first page; no
-    branches are made here without `forks`."""
+    """Answers the requests of all visitors' pages. `places_of` returns the places that a visitor sees; `start` is the address
+    of the first page; without `forks`, no branches can be made."""
 
     def __init__(
         self,
@@ -185,17 +185,17 @@ class Desk:
 
     @property
     def functions(self) -> dict[str, Asked]:
-        """What pages may ask; see `gate.FUNCTIONS`."""
+        """The functions that pages may call, by the names in `gate.FUNCTIONS`."""
         return {"show": self.show, "act": self.act}
 
     async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""
+        """Return the page of `asked["address"]`, or `{"same": True}` if its digest is still `asked["seen"]`."""
         who = VISITOR.get()
         address = with_whole_characters(str(asked.get("address") or self._start))
         page = await router.shown(address, self._page(who, address), SECONDS)
-        try:  # in a thread: a rollout's page has megabytes, and what else the server answers does not wait for them
+        try:  # in a thread: a rollout's page has megabytes, which would delay other requests
             written, digest = await asyncio.to_thread(_written, page)
-        except Exception as error:  # a number that JSON does not have
+        except Exception as error:  # a number that JSON cannot express
             logger.exception("the page %r could not be made", address[:200])
             page = router.cannot_show(address, router.fault_of(error))
             written, digest = _written(page)
@@ -206,7 +206,7 @@ class Desk:
         return {"page": written, **said}
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do the action `asked["name"]`; returns what was `said` of it, or the `error`."""
+        """Do the action `asked["name"]`; return its result as `said`, or why it failed as `error`."""
         who, name = VISITOR.get(), str(asked.get("name"))
         given = asked.get("arguments")
         given = given if isinstance(given, dict) else {}
@@ -240,6 +240,6 @@ class Desk:
 
 
 def _written(page: Page) -> tuple[Any, str]:
-    """A page as JSON has it, and its digest."""
+    """Return a page as a JSON value, and the SHA-256 of its encoding."""
     written = json_of(page.to_json())
     return orjson.loads(written), hashlib.sha256(written).hexdigest()

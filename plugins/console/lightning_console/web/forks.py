@@ -1,7 +1,7 @@
-"""*Fork here*: `lightning branch --live` in a process of its own, for the console of a person's own machine.
+"""The button *Fork here*: run `lightning branch --live` in a process, for the console on a person's own machine.
 
-The invariant: it runs what that person could run in the same folder, at most `MOST` of it at once, and nothing of it outlives
-the console.
+The invariant: it runs only commands that this person could run in the same folder, at most `MOST` at once, and no process
+outlives the console.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 MOST: Final = 2
 SECONDS: Final = 50.0
-"""Until the branches have to have begun: the agent's frameworks are imported first."""
+"""Seconds that the page waits for the branches to begin; importing the agent's frameworks comes first."""
 SOME_VOID: Final = 1
-"""How the command ends when some branches are void or failed: the pages show which."""
+"""The command's exit code when some branches are void or failed: the pages show which."""
 LOOK: Final = 0.3
 LAST: Final = 8192
-"""Bytes of what the command says that are kept: the last ones."""
+"""The last bytes of the command's error output that are kept."""
 GRACE: Final = 15.0
-"""Seconds that a command has to end its agents when the console is closed."""
+"""Seconds that commands have to end their agents when the console is closed."""
 BEGIN: Final = """
 import ctypes, signal, sys
 if sys.platform.startswith("linux"):
@@ -46,7 +46,7 @@ AGENT: Final = re.compile(r"[A-Za-z_][\w.]*:\S.*", re.DOTALL)
 
 
 class Forks:
-    """The branches that a console has begun."""
+    """The processes that make branches for a console."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[tuple[int, str]]] = {}
@@ -55,15 +55,17 @@ class Forks:
         self._closed = False
 
     async def begin(self, places: Places, given: Mapping[str, Any]) -> str:
-        """Begin the branches that an action `fork` asks for, and return when they have begun, with what is to be said. Raises
-        `DataError` with what the command says where it could not, and `ConfigError` where that many are being made."""
+        """Start the branches that an action `fork` asks for, wait up to `SECONDS` until they have begun, and return a text for
+        the visitor. Raises `DataError` for wrong arguments or with the command's error, and `ConfigError` if branches at this
+        call, or at `MOST` calls, are being made already."""
         agent, at, attempt = str(given.get("agent", "")).strip(), given.get("at"), given.get("attempt")
         if not AGENT.fullmatch(agent):
             raise DataError(f"{agent[:100]!r} names no agent: write MODULE:FUNCTION, as for `lightning train`")
         if not isinstance(at, int) or not isinstance(attempt, int):
             raise DataError("say at which call, and of which attempt")
         located, rollout = await places.find(str(given.get("run", ""))), str(given.get("rollout", ""))
-        # What is shown of a store's URL has no password; a folder may have another store with such a rollout.
+        # A store's shown URL lacks its password, so a place given by URL is used as it is. In a folder, the store's own URL is
+        # used, because another store there may have a rollout of this id.
         where = places.where if "://" in places.where else located.url
         if (name := base_name(rollout, at)) in self._running:
             raise ConfigError("branches at this call are being made already: they are shown here as they come")
@@ -89,7 +91,7 @@ class Forks:
         )
 
     def _follow(self, located: Located, name: str, began: float, running: asyncio.Task[tuple[int, str]]) -> None:
-        """Tell the terminal what the command says at its end: the page does not wait for that any more."""
+        """Log the command's error in the console's terminal when it ends, because the page no longer waits for it."""
 
         async def follow() -> None:
             code, said = await running
@@ -103,13 +105,13 @@ class Forks:
         following.add_done_callback(self._following.discard)
 
     async def _run(self, command: Sequence[str]) -> tuple[int, str]:
-        """Run the command to its end; its exit code, and its error or the last that it says."""
+        """Run a command to its end; return its exit code, and its error or its last line."""
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-c", BEGIN, *command],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the console, which ends it itself
+            start_new_session=True,  # Ctrl-C must reach only the console, which then ends the command
         )
         self._processes.add(process)
         if self._closed:
@@ -127,7 +129,7 @@ class Forks:
         return process.returncode, _error_in(said) or f"the command ended with {process.returncode}"
 
     async def close(self) -> None:
-        """End what is at work: the agents are stopped, and branches that have ended are kept."""
+        """Stop the running commands and their agents. Branches that have ended stay in the store."""
         self._closed = True
         for process in self._processes:
             with suppress(ProcessLookupError):
@@ -138,13 +140,13 @@ class Forks:
 
 
 async def _has_begun(located: Located, name: str, began: float) -> bool:
-    """Whether there is a run of branches with this name, or one of the next numbers, that is not older."""
+    """Return whether the store has a run called `name` or `name-NUMBER` that was created since `began`."""
     newest = await located.store.list_runs(limit=20, brief=True)
     return any(re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.id) and run.created_at >= began for run in newest)
 
 
 def _error_in(said: bytes) -> str:
-    """The error that a command ends with; its last line where it says none."""
+    """Return the last error in a command's output, or its last line if it has none."""
     lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
     last = max((place for place, line in enumerate(lines) if line.startswith("error:")), default=-1)
     return " ".join(lines[last:]).removeprefix("error:").strip()

@@ -1,11 +1,11 @@
-"""What stands before every page of a console: who may ask, from which page, for what.
+"""Access control of a console: check each request's session, its origin and its target before a page answers.
 
-Whoever was shown the address that `lightning console` printed may open it, or the holder of a server's token.
+A console opens to whoever has the address that `lightning console` printed, or to the holder of a server's token.
 
-The invariant: without a session nothing is answered but the login page; no request that another site's page has sent does
-anything; and a page gets leave from the browser to ask this server alone. What it asks is read and answered here: Gradio sees
-no text of a visitor. A cookie holds a session's name and nothing else. A session is remembered by its digest, ends with the
-token that opened it, and is refused as soon as that was revoked (`lightning_server.auth` says how soon).
+The invariant: without a session only the login page is answered. Requests from another site's page do nothing, and the
+browser lets a page ask this server only. Questions of pages are answered here, so that Gradio sees no text of a visitor. A
+cookie holds only a session's name. A server keeps only the digest of a session, which ends with the token that opened it and
+is refused once that is revoked (`lightning_server.auth` says how soon).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Connection
 
 SESSIONS: Final = 10_000
-"""Sessions of one server at most; the oldest goes first."""
+"""Most sessions of one server; the oldest is dropped first."""
 SESSIONS_EACH: Final = 100
-"""Sessions of one token, of which a team may share one: whoever logs in again and again ends their own, and nobody else's."""
+"""Most sessions of one token, which a team may share. Too many logins with a token drop only sessions of that token."""
 READERS: Final = (Scope.VIEWER, Scope.TRAINER)
-"""Scopes that open the console; an admin's does too. Those of `TRAINER` may also change what actions change."""
+"""Scopes that open the console; that of an admin does, too. All but `VIEWER` may also do actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Who looks. `project` bounds what is seen, None: nothing is hidden; `changes` says that actions are theirs to do."""
+    """The sender of a request. They see only runs of `project` (None: all runs); `changes` says whether they may do actions."""
 
     session: str
     name: str
@@ -55,32 +55,33 @@ class Visitor:
 
 
 VISITOR: ContextVar[Visitor] = ContextVar("visitor")
-"""Who sent the request that is being answered."""
+"""The sender of the request that is being answered."""
 
 
 def digest_of(text: str) -> str:
-    """What is kept of a secret with 256 random bits."""
+    """Return the SHA-256 of a secret with 256 random bits, which is kept in its place."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Door(Protocol):
-    """Lets visitors in. `form` says that they give a token on a page; otherwise it is in the address that they were given."""
+    """Opens sessions for holders of a token. With `form`, visitors enter the token on a page, else it is in the address."""
 
     form: bool
 
     async def enter(self, token: str) -> str:
-        """A new session for the holder of a token. Raises `ApiError` for one that opens nothing here."""
+        """Return a session for the holder of a token. Raises `ApiError` if the token is not valid here."""
 
     async def find(self, session: str) -> Visitor | None:
-        """Whose session it is; None for one that is unknown or has ended. Raises `LightningError` where nobody can say."""
+        """Return the visitor of a session; None if it is unknown or has ended. Raises `LightningError` if that cannot be
+        checked."""
 
     def leave(self, session: str) -> None:
         """End a session."""
 
 
 class OwnDoor:
-    """The door of a console on a person's own machine, as Jupyter has it: other users of the machine, and other pages in the
-    browser, do not know the token in the address that was printed."""
+    """The door of a console on a person's own machine, as in Jupyter: the printed address has a token, which other users of the
+    machine and other pages in the browser do not know."""
 
     form = False
 
@@ -89,12 +90,13 @@ class OwnDoor:
         self._session, self._once = secrets.token_urlsafe(32), ""
 
     def once(self) -> str:
-        """A token that opens the door one time, and instead of the last such."""
+        """Return a new token that works once, and make the previous one invalid."""
         self._once = secrets.token_urlsafe(32)
         return self._once
 
     async def enter(self, token: str) -> str:
-        """See `Door.enter`."""
+        """Return the console's only session for its token, or for the token that works once. Raises `ApiError` for any other
+        token."""
         if self._once and hmac.compare_digest(digest_of(token), digest_of(self._once)):
             self._once = ""
             return self._session
@@ -105,16 +107,16 @@ class OwnDoor:
         return self._session
 
     async def find(self, session: str) -> Visitor | None:
-        """See `Door.find`."""
+        """Return the user of this machine for the console's session; None for any other session."""
         known = hmac.compare_digest(digest_of(session), digest_of(self._session))
         return Visitor("own", "", None, changes=True) if known else None
 
     def leave(self, session: str) -> None:
-        """See `Door.leave`: the session of this machine's user is the process."""
+        """Do nothing: the session of this machine's user lasts as long as the process."""
 
 
 class TokenDoor:
-    """The door of a server's console: a token of scope viewer, trainer or admin opens it."""
+    """The door of a server's console, which opens for a token of scope viewer, trainer or admin."""
 
     form = True
 
@@ -123,7 +125,8 @@ class TokenDoor:
         self._sessions = Bounded[str, str](SESSIONS)
 
     async def enter(self, token: str) -> str:
-        """See `Door.enter`."""
+        """Check a server's token, and return a new session for its holder. Raises `ApiError` for a token that is not valid or
+        may not open the console."""
         principal = await self._authenticator.principal(f"Bearer {token.strip()}")
         principal.require(*READERS)
         session = secrets.token_urlsafe(32)
@@ -134,7 +137,8 @@ class TokenDoor:
         return session
 
     async def find(self, session: str) -> Visitor | None:
-        """See `Door.find`."""
+        """Return the visitor of a session, with the project and the scope of its token; None if it is unknown or its token was
+        revoked."""
         key = digest_of(session)
         identity = self._sessions.get(key)
         if identity is None:
@@ -148,12 +152,12 @@ class TokenDoor:
         return Visitor(key, principal.name or principal.id, principal.project, changes)
 
     def leave(self, session: str) -> None:
-        """See `Door.leave`."""
+        """Forget a session."""
         self._sessions.pop(digest_of(session), None)
 
 
 def need_changes(who: Visitor) -> None:
-    """Raise `ConfigError` for a visitor who may only look."""
+    """Raise `ConfigError` for a visitor who may not do actions (one with a viewer's token)."""
     if not who.changes:
         raise ConfigError(
             "a viewer's token changes nothing: log in with one of scope trainer or admin (lightning token create trainer)"
@@ -162,27 +166,27 @@ def need_changes(who: Visitor) -> None:
 
 logger = logging.getLogger(__name__)
 Asked = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Answers what a page asks."""
+"""A function that answers a page's question: JSON object in, JSON object out."""
 STATIC: Final = Path(__file__).parent.parent / "static"
 LONGEST_FORM: Final = 4_096
-"""Bytes of the login form."""
+"""Most bytes of a login form."""
 LONGEST_QUESTION: Final = 1 << 20
-"""Bytes of what a page asks."""
+"""Most bytes of a page's question."""
 FILES: Final = "lightning"
-"""Below it are the console's own scripts and styles."""
+"""The path below which the console's own scripts and styles are served."""
 PAGES: Final = frozenset({"", "assets", "static", "svelte", "theme.css", "config", "manifest.json", "favicon.ico"})
 CALLS: Final = frozenset({"component_server", "info", "startup-events", "heartbeat", "app_id"})
-"""What of Gradio's own routes is answered: not uploads, files, proxies, queues or monitoring, which no page here uses."""
+"""The routes of Gradio that are allowed: not uploads, files, proxies, queues or monitoring, which no page here uses."""
 ASKED: Final = "component_server"
-"""The route by which a page asks: Gradio's script sends the JSON there. Gradio itself would also take a form, keep its files on
-the disk, keep a session for each name that a visitor thinks of, and fail at what it did not send."""
+"""The route of a page's questions, to which Gradio's script sends JSON. The gate answers it, because Gradio itself would also
+take a form and keep its files on disk, keep a session for any name that a visitor sends, and fail at malformed requests."""
 FUNCTIONS: Final = ("show", "act")
-"""What can be asked."""
+"""The functions that a page may call."""
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
     "worker-src 'self' blob:; frame-ancestors 'none'; base-uri 'self'; form-action 'self'; object-src 'none'",
-    "referrer-policy": "same-origin",  # without one, a browser says of a form that it came from nowhere
+    "referrer-policy": "same-origin",  # without one, a browser sends a form with the origin `null`
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
@@ -203,8 +207,8 @@ OUTSIDE: Final = (
 
 
 class Gate:
-    """An ASGI application before another one, `inside`, which is asked for when it is first needed. It answers below `path`.
-    `asked` answers what pages ask, by `FUNCTIONS`."""
+    """An ASGI application that guards another one: `inside` returns it when it is first needed. It answers below `path`.
+    `asked` has the functions that pages may call, by the names in `FUNCTIONS`; `secure` marks cookies for HTTPS only."""
 
     def __init__(
         self,
@@ -221,7 +225,7 @@ class Gate:
         self._closed = False
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        """Serve one request, or say why not."""
+        """Serve one request, or answer why it is refused."""
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
@@ -230,7 +234,7 @@ class Gate:
         except ApiError as error:
             answer = self._login(request, error.message, error.status)
         except LightningError:
-            logger.exception("the console cannot be opened")  # what a store says of itself is not for strangers
+            logger.exception("the console cannot be opened")  # strangers must not see the store's error
             answer = PlainTextResponse("The console cannot be opened now; the server's log says why.", 503)
         safe = _with_headers(send)
         if isinstance(answer, Response):
@@ -255,13 +259,13 @@ class Gate:
             self._serving.discard(task)
 
     def close(self) -> None:
-        """Cut off what is being answered: Gradio's pages keep a request open as long as they are looked at. Idempotent."""
+        """Cut off the open requests, since Gradio's pages keep one open as long as they are shown. Idempotent."""
         self._closed = True
         for task in list(self._serving):
             task.cancel()
 
     async def _answer(self, request: Request) -> Response | Visitor:
-        """An answer, or the visitor whom the application inside may serve."""
+        """Return the gate's own answer to a request, or the visitor if the request is allowed to go on."""
         path = request.url.path
         if path == "/favicon.ico":
             return Response(status_code=204)
@@ -296,12 +300,12 @@ class Gate:
         return PlainTextResponse("There is nothing here.", 404)
 
     def _call(self, request: Request) -> str:
-        """Which of Gradio's own routes is asked for, if one is."""
+        """Return the name of the Gradio route that is asked for; empty if the path is none."""
         first, _, second = request.url.path.removeprefix(f"{self._path}/").partition("/")
         return second.partition("/")[0] if first == "gradio_api" else ""
 
     async def _ask(self, scope: Connection, receive: Receive, send: Send) -> None:
-        """Answer what a page asks, `{"fn_name": one of FUNCTIONS, "data": {...}}`."""
+        """Answer a page's question, the JSON `{"fn_name": one of FUNCTIONS, "data": {...}}`."""
         try:
             body = await _body(Request(scope, receive), LONGEST_QUESTION)
             asked = json.loads(body)
@@ -321,7 +325,7 @@ class Gate:
         await Response(json.dumps(await function(given)), media_type="application/json")(scope, receive, send)
 
     def _outside(self, request: Request, rest: str) -> Response:
-        """What somebody without a session gets."""
+        """Return the answer to a request without a session: a redirect to the login page, or status 401."""
         if not self._door.form:
             return PlainTextResponse(OUTSIDE, 401)
         if rest == "" and request.method == "GET":
@@ -342,7 +346,7 @@ class Gate:
         answer: Response = RedirectResponse(there, 303)
         if (
             request.headers.get("sec-fetch-site") == "cross-site"
-        ):  # such as a file's: a redirect would not take the cookie along
+        ):  # from a file, for example: the cookie would not be sent after a redirect
             answer = HTMLResponse(f'<meta http-equiv="refresh" content="0; url={html.escape(there, quote=True)}">')
         answer.set_cookie(
             _cookie(request), session, path=self._path, httponly=True, samesite="strict", secure=self._secure
@@ -376,9 +380,9 @@ def _with_headers(send: Send) -> Send:
 
 
 def _is_from_here(request: Request) -> bool:
-    """Whether a request may have been sent by a page of this very server, or by a person who followed a link to it.
+    """Return whether a request can come from a page of this server, or from a person who followed a link to it.
 
-    Another port of the same machine counts as the same site for cookies, so that their `SameSite` alone is not enough.
+    Cookies count another port of the same machine as the same site, so that their `SameSite` alone is not enough.
     """
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
@@ -389,7 +393,7 @@ def _is_from_here(request: Request) -> bool:
 
 
 def _cookie(request: Request) -> str:
-    """Cookies are of a host, whatever its port: each console has a name of its own."""
+    """Return the name of the session's cookie. It has the port, because browsers share cookies between the ports of a host."""
     return f"lightning-console-{request.url.port or 0}"
 
 
@@ -399,7 +403,7 @@ async def _form(request: Request) -> dict[str, str]:
 
 
 async def _body(request: Request, longest: int) -> bytes:
-    """What was sent. Raises `ApiError`, 413 for more than `longest` bytes, and `ClientDisconnect`."""
+    """Read a request's body. Raises `ApiError` (413 for more than `longest` bytes), and `ClientDisconnect`."""
     try:
         return await read_body(request.scope, request.receive, longest)
     except ClientGoneError:
@@ -411,7 +415,7 @@ async def _body(request: Request, longest: int) -> bytes:
 
 
 def _file(name: str) -> Response:
-    """One of the console's own scripts and styles."""
+    """Return one of the console's own scripts or styles; 404 for any other name."""
     path = STATIC / name
     if "/" in name or path.suffix not in (".js", ".css") or not path.is_file():
         return PlainTextResponse("There is no such file.", 404)

@@ -1,5 +1,5 @@
-"""The control API: every noun of the store over HTTP, for whoever has a token.
+"""The control API: the store's data over HTTP, for everybody who has a token.
 
-The invariant: see `lightning_server.api.app` for what a request goes through, and `lightning_server.api.table` for what a
-route is.
+The invariant: `lightning_server.api.app` says in which order a request is checked, `lightning_server.api.table` what a route
+is.
 """

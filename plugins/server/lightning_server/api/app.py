@@ -1,8 +1,8 @@
-"""The control API as an ASGI application: one object for one server, mounted on the gateway's port below `/api/`.
+"""The control API as an ASGI application: one object for each server, mounted on the gateway's port below `/api/`.
 
-The invariant: a request is checked in this order, and reaches a handler only behind all of it: route, token, scope, its
-holder's share, query, body, room. So a body that comes slowly takes room from nobody else, and no holder of a token takes all
-of it. A handler sees the store of its caller's project.
+The invariant: a request reaches a handler only after these checks, in this order: route, token, scope, the token's share of
+requests, query, body, free room. So a slowly arriving body takes room from no other token, and no token takes all the room. A
+handler sees the store of its caller's project.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ ROUTES: tuple[Route, ...] = (
     *handlers.ROUTES,
     *(route_of(operation, handlers.HANDLERS.get(operation.name)) for operation in OPERATIONS),
 )
-"""Those of the store and of the server itself."""
+"""The routes of the store's own operations and of the server itself, without those of plugins."""
 LONGEST_ONCE = 255
 EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
 LONG = 65_536
-"""Bytes of a body that is read beside the event loop."""
+"""A body longer than this many bytes is parsed in a thread."""
 T = TypeVar("T")
 NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
-"""Who asks where no token is needed: of a project that cannot be, and so sees nothing."""
+"""The principal of requests without a token: its project cannot exist, so it sees nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a server takes on. Beyond `requests` in flight, or `watches` that wait, it answers 429. One token may have a
-    quarter of the requests in flight: further ones of it wait, `queued` of them at most and each for `queue_seconds` at most,
-    before they get 429. A fleet of clients shares one token."""
+    """How much a server takes on at once. Beyond `requests` in flight, or `watches` waiting, it answers 429. One token may have
+    a quarter of the requests in flight; its further requests wait, at most `queued` of them for at most `queue_seconds` each,
+    and then get 429. A fleet of clients may share one token."""
 
     body_bytes: int = 32 * 1024 * 1024
     requests: int = 256
@@ -69,7 +69,7 @@ class Limits:
 
 
 def routes() -> tuple[Route, ...]:
-    """All of them: also those of the operations that plugins bring. Raises `PluginError` where two answer the same requests."""
+    """Return all routes, including those of plugins' operations. Raises `PluginError` where two answer the same requests."""
     return (*ROUTES, *_brought(plugins().operations()))
 
 
@@ -93,12 +93,12 @@ def _brought(operations: tuple[Operation, ...]) -> tuple[Route, ...]:
 
 
 def _shape(route: Route) -> tuple[str, ...]:
-    """Equal for routes that answer the same requests, whatever they call the parts of the path."""
+    """Return a key that is equal for routes that answer the same requests, whatever the names of their path parameters."""
     return route.method, re.sub(r"{\w+}", "{}", route.path)
 
 
 def description() -> Mapping[str, Json]:
-    """The OpenAPI document."""
+    """Return the OpenAPI document of all routes."""
     return _described(routes())
 
 
@@ -114,10 +114,10 @@ class _Turns:
 
 
 class Api:
-    """The application. `finish` ends attempts, `llm_for` gives agents their access to the model (None: there is no gateway),
-    `served` says whether the model of a run can be called now (None: it always can).
+    """The ASGI application. `finish` ends attempts. `llm_for` gives agents their access to the model (None: there is no
+    gateway). `served` tells whether the model of a run can be called now (None: it always can).
 
-    Close it before the server that it is mounted on, so that who waits for changes is let go.
+    Close it before the server that it is mounted on, so that clients that wait for changes are answered.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Api:
         self._asking: dict[str, _Turns] = {}
 
     async def close(self) -> None:
-        """Let everybody go who waits for changes. Idempotent."""
+        """Answer all clients that wait for changes. Idempotent."""
         self._stopped.set()
         await self._services.watchers.close()
 
@@ -199,7 +199,7 @@ class Api:
 
         async def wait(since: str, timeout: float) -> Changed:
             changed = await handlers.watch(replace(call, query=replace(asked, since=since, timeout=timeout)))
-            await self._authenticator.principal(authorization)  # a token that was revoked meanwhile hears no more
+            await self._authenticator.principal(authorization)  # the token may have been revoked during the wait
             return changed
 
         first = await wait(asked.since, 0)
@@ -208,7 +208,8 @@ class Api:
 
     @asynccontextmanager
     async def _share(self, route: Route, principal: Principal) -> AsyncIterator[None]:
-        """Wait until less than a quarter of the room is this token's. Raises `ApiError` (429) when too many wait, or for too
+        """For the length of the block count the request as one of its token's; first wait until the token has less than a
+        quarter of the requests in flight. Raises `ApiError` (429) when too many of its requests wait, or this one waits too
         long."""
         if route.scopes is None or route is handlers.WATCH:
             yield
@@ -237,8 +238,9 @@ class Api:
 
     @contextmanager
     def _room(self, route: Route) -> Iterator[None]:
-        """Count a request, or refuse it while there are too many. Those that only wait have a count of their own; what needs no
-        token is never refused so: a busy server is not a dead one."""
+        """For the length of the block count a request in flight. Raises `ApiError` (429) when there are too many. Requests that
+        wait for changes are counted apart. Requests that need no token are never refused here: a busy server must still say
+        that it lives."""
         if route.scopes is None:
             yield
             return
@@ -258,7 +260,7 @@ def _busy(why: str) -> ApiError:
 
 
 class _Routes:
-    """Finds the route of a request by its path as it was sent: an id may have a `/`, sent as `%2F`."""
+    """Finds the route of a request by its path in percent-encoded form, because an id may have a `/`, sent as `%2F`."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._methods: dict[str, dict[str, Route]] = {}
@@ -267,7 +269,8 @@ class _Routes:
         self._patterns = {path: compile_path(path)[0] for path in self._methods}
 
     def find(self, scope: Scope) -> tuple[Route, dict[str, str]]:
-        """The route and the path's parameters. Raises `ApiError` (404, 405)."""
+        """Return the route and the path's parameters, decoded. Raises `ApiError` (404, 405), `DataError` for a path that is no
+        UTF-8."""
         raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
         sent = raw.partition(b"?")[0].decode("latin-1")
         for path, pattern in self._patterns.items():
@@ -300,9 +303,10 @@ def _query(scope: Scope) -> list[tuple[str, str]]:
 
 
 def _once(scope: Scope, principal: Principal) -> str:
-    """The caller's id for the request, which is another one with another token: nobody gets what somebody else was answered.
+    """Return the caller's id for the request, prefixed with its token's id, so that no other token is given the answer. Empty
+    without one.
 
-    Raises `DataError` for several, and for what is too long or not printable.
+    Raises `DataError` for several ids, and for one that is too long or not printable.
     """
     given = Headers(scope=scope).getlist(ONCE_HEADER)
     if len(given) > 1 or any(not 0 < len(one) <= LONGEST_ONCE or not one.isprintable() for one in given):
@@ -311,5 +315,5 @@ def _once(scope: Scope, principal: Principal) -> str:
 
 
 async def _beside(long: bool, work: Callable[..., T], *arguments: Any) -> T:
-    """Do something that may take long in a thread, so that others are served meanwhile."""
+    """Call `work` in a thread where it is `long`, so that other requests are served meanwhile; else call it here."""
     return await asyncio.to_thread(work, *arguments) if long else work(*arguments)

@@ -1,8 +1,8 @@
 """Waiting for changes over HTTP: any number of clients wait for one run, and one watch of the store serves them all.
 
-The invariant: a client that sends the `since` it was given last hears of every change after it, from whichever server it asks:
-a server that does not know a `since` says that something may have changed. A stream of events ends when its client goes, when
-the server stops, or when the next wait fails (the store is away, the token was revoked).
+The invariant: a client that sends the `since` of its last answer hears of every change after it, from whichever server it asks:
+a server that does not know a `since` answers that something may have changed. A stream of events ends when its client
+disconnects, when the server stops, or when the next wait fails (the store does not answer, the token was revoked).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lightning_server.messages import Changed
 
 log = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0
-"""Seconds a request may wait; proxies cut off longer ones."""
+"""The longest wait of one request in seconds; proxies cut off longer ones."""
 IDLE = 90.0
-"""Seconds without a client until a watch of the store is given up."""
+"""A watch of the store ends after this many seconds without a waiting client."""
 ROUND = 30.0
 
 
@@ -56,8 +56,8 @@ class Watchers:
         self._closed = False
 
     async def wait(self, store: Store, key: Hashable, run: str, since: str, timeout: float) -> Changed:
-        """Return as soon as something may have changed after `since`, or after `timeout` seconds; at once for an unknown or
-        empty `since`. Those who give the same `key` see the same store and share a watch."""
+        """Return as soon as something of the run may have changed after `since`, or after `timeout` seconds; at once for an
+        unknown or empty `since`. Callers with the same `key` share one watch, so they must see the same store."""
         topic = self._topic(store, key, run)
         topic.waiting += 1
         try:
@@ -70,7 +70,7 @@ class Watchers:
             topic.left_at = asyncio.get_running_loop().time()
 
     async def close(self) -> None:
-        """Let all who wait go, with what they have. Later waits return at once."""
+        """End all waits with what they know. Later waits return at once."""
         self._closed = True
         for topic in list(self._topics.values()):
             async with topic.news:
@@ -85,7 +85,7 @@ class Watchers:
         return topic
 
     async def _begun(self, topic: _Topic) -> None:
-        """Return when the store is being watched. Raises what kept it from being."""
+        """Return when the watch of the store has begun. Raises the error that kept it from beginning."""
         assert topic.task is not None
         if not topic.begun.is_set():
             begun = asyncio.create_task(topic.begun.wait())
@@ -118,7 +118,7 @@ class Watchers:
                 raise
             log.warning("watching run %r ended, and begins again when it is asked for: %s", run, error)
         finally:
-            # Whoever waits for this watch is let go, and everybody's next `since` is unknown: nothing is missed.
+            # All waits for this watch end, and the next `since` of each client is unknown: no change is missed.
             self._topics.pop(key, None)
             if topic.begun.is_set() and not self._closed:
                 await self._tell(topic)
@@ -131,13 +131,14 @@ class Watchers:
 
 
 PING = 15.0
-"""Seconds without a change until a comment is sent, which keeps proxies from cutting the stream."""
+"""After this many seconds without a change a comment is sent, so that proxies keep the stream open."""
 
 
 async def events(
     first: Changed, wait: Callable[[str, float], Awaitable[Changed]], stopped: asyncio.Event
 ) -> AsyncIterator[bytes]:
-    """An event for each change, from `first` on; `wait(since, timeout)` waits for the next."""
+    """Yield a server-sent event for each change, `first` included. `wait(since, timeout)` waits for the next change. A failed
+    wait, or `stopped`, ends the stream."""
     yield _event(first)
     since = first.since
     while not stopped.is_set():

@@ -1,8 +1,8 @@
-"""What a server does beyond asking the store: leases with access to the model, judged outcomes, parts of what an attempt was
-completed with, word of a run's changes; and what it says of itself.
+"""Handlers of the requests for which a server does more than ask the store: leases with access to the model, the judging of
+outcomes, lists of what an attempt was completed with, waiting for changes; and what a server says of itself.
 
-The invariant: whoever runs agents can end the attempts it leased and can write no call: calls come from gateways. Changes of
-what belongs to the whole store are for admins alone. What needs no token says nothing of what the server holds, where it is, or
+The invariant: a client that runs agents can end the attempts that it leased and can write no calls: gateways write calls. Only
+admins change what belongs to the whole store. Answers that need no token do not say what the server holds, where it is, or
 which release it runs.
 """
 
@@ -33,19 +33,19 @@ from lightning_server.operations import RUNS
 log = logging.getLogger(__name__)
 
 LARGEST_LEASE = 1000
-"""Rollouts leased by one request."""
+"""At most this many rollouts are leased by one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfAttempt(Paging):
-    """Which attempt of a rollout is meant."""
+    """The query of a list of one attempt: a page, and the attempt of the rollout."""
 
     attempt: int | None = field(default=None, metadata={"doc": QUERY["attempt"]})
 
 
 @dataclass(frozen=True, slots=True)
 class WatchQuery:
-    """What to wait for."""
+    """The query of `watch`: the run, and how long to wait for its next change."""
 
     run: str = field(default="", metadata={"doc": QUERY["run"]})
     since: str = field(default="", metadata={"doc": "The `since` of the answer before; empty asks for one, at once."})
@@ -64,7 +64,8 @@ class WatchQuery:
 
 
 async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Leases:
-    """See the table of operations."""
+    """Lease pending rollouts of a run, each with access to the model. No new ones are leased while the run's model cannot be
+    called."""
     asked = call.body
     limit = min(asked.limit, LARGEST_LEASE)
     if await call.store.get_run(asked.run) is None:
@@ -72,7 +73,7 @@ async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Lease
     if not await _is_served(call, asked.run):
         if not call.once:
             return messages.Leases((), await is_over(call.store, asked.run))
-        limit = 0  # what this very request was given before its answer was lost is given all the same, or nobody would run it
+        limit = 0  # a repeated request still gets the leases of its first time, whose answer was lost; or nobody would run them
     leases = await call.store.lease(asked.run, asked.worker, limit=limit, ttl=asked.ttl, once=call.once)
     found = [await _with_llm(call, held) for held in leases]
     given = tuple([held for held in found if held is not None])
@@ -80,14 +81,14 @@ async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Lease
 
 
 async def _is_served(call: ApiCall[Any, Any], run: str) -> bool:
-    """Whether agents of a run would find the model: without it they would only spend their attempts."""
+    """Whether the run's model can be called now. Agents without a model would only use up their attempts."""
     served = call.services.served
     return served is None or await served(run)
 
 
 async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRollout | None:
-    """The lease with its model. One whose model cannot be had is given back: its fault must not cost the others, and is no
-    agent's. One on which a plugin's stage fails has had its attempt."""
+    """Return the lease with access to the model. When that access fails, end the attempt as an infrastructure fault and return
+    None, so that the other leases are still answered. The attempt is counted only where a plugin's stage failed."""
     llm_for = call.services.llm_for
     if llm_for is None:
         return messages.LeasedRollout(held)
@@ -108,7 +109,7 @@ async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRoll
 
 
 async def renew(call: ApiCall[NoQuery, messages.Renewal]) -> messages.Expiry:
-    """See the table of operations."""
+    """Prolong the lease of a running attempt, and return the lease's new end."""
     name = call.path["rollout"]
     rollout = await call.store.get_rollout(name)
     if rollout is None:
@@ -118,12 +119,13 @@ async def renew(call: ApiCall[NoQuery, messages.Renewal]) -> messages.Expiry:
 
 
 async def complete(call: ApiCall[NoQuery, Any]) -> Rollout:
-    """See the table of operations."""
+    """End an attempt with its outcome, and return the rollout."""
     return await call.services.finish(call.store, call.path["rollout"], call.attempt, call.body.outcome)
 
 
 def _of_attempt(told: Callable[[Attempt], Sequence[Any]], name: str, noun: Any, doc: str) -> Route:
-    """The route of a list that an attempt was completed with."""
+    """Make the route `GET /rollouts/{rollout}/NAME` for a list that an attempt was completed with; `told` reads the list from
+    the attempt."""
 
     async def handle(call: ApiCall[OfAttempt, None]) -> Page[Any]:
         async def read(rollout: str, attempt: int | None) -> Sequence[Any]:
@@ -137,8 +139,8 @@ def _of_attempt(told: Callable[[Attempt], Sequence[Any]], name: str, noun: Any, 
 
 async def watch(call: ApiCall[WatchQuery, None]) -> messages.Changed:
     """Wait until something of a run may have changed: rollouts created, leased, ended or given back, steps, state. Ask without
-    `since` first, look at what is to be known, then ask with the last answer's `since`: no change is missed, and some answers
-    may be mistaken about one. With `Accept: text/event-stream` the answers come as server-sent events, one for each change."""
+    `since` first, read the data, then ask with the `since` of the last answer. No change is missed; some answers may report a
+    change where there is none. With `Accept: text/event-stream` the answers come as server-sent events, one for each change."""
     asked = call.query
     if not asked.run:
         call.principal.require()
@@ -153,14 +155,14 @@ async def health(call: ApiCall[NoQuery, None]) -> messages.Health:
 
 
 async def version(call: ApiCall[NoQuery, None]) -> messages.Version:
-    """The release of the server, and what the token that asks may do."""
+    """The release of the server, and the scope and project of the token that asks."""
     asking = call.principal
     project = ALL_PROJECTS if asking.project is None else asking.project
     return messages.Version(__version__, "v1", asking.scope.value, project)
 
 
 async def openapi(call: ApiCall[NoQuery, None]) -> Json:
-    """This description."""
+    """The OpenAPI description of this API."""
     return call.services.describe()
 
 
@@ -169,7 +171,7 @@ HANDLERS: Final[Mapping[str, Callable[[ApiCall[Any, Any]], Awaitable[Any]]]] = {
     "renew": renew,
     "complete": complete,
 }
-"""What serves an operation where that is more than asking the store."""
+"""Handlers of operations that do more than ask the store, by the operation's name."""
 WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
 ROUTES = (
     Route("GET", "/health", health, None, messages.Health),

@@ -1,6 +1,6 @@
-"""The OpenAPI 3.1 description of the control API, written from the table of routes and the types that travel.
+"""The OpenAPI 3.1 description of the control API, made from the table of routes and the types that travel.
 
-The invariant: it describes every route, and nothing else; it has no word of its own about any of them.
+The invariant: it describes every route and nothing else; what it says of a route comes from that table and those types.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ONCE = {
 
 
 def describe(routes: Iterable[Route]) -> Schema:
-    """The description of these routes."""
+    """Return the OpenAPI document of these routes."""
     paths: Schema = {}
     used: list[type] = [Failure]
     for route in routes:
@@ -67,7 +67,7 @@ def describe(routes: Iterable[Route]) -> Schema:
 
 
 def scopes_of(route: Route) -> tuple[str, ...]:
-    """The scopes that may use a route, the widest last; empty where no token is needed."""
+    """Return the scopes that may use a route, admin last; empty where no token is needed."""
     if route.scopes is None:
         return ()
     return (*(scope.value for scope in route.scopes), Scope.ADMIN.value)
@@ -126,7 +126,8 @@ def _query_parameters(query: type) -> list[Schema]:
 
 
 def _plain(schema: Schema) -> Schema:
-    """A parameter's schema: leaving it out is how null is said, and no number is given by name."""
+    """Return the schema of a query parameter, from that of its type: null is dropped (the parameter is left out instead), and
+    so are the names for NaN and infinities."""
     first: Schema = schema["anyOf"][0] if "anyOf" in schema else schema
     return dict(first)
 

@@ -1,8 +1,8 @@
 """The routes of operations, made from the table in `lightning_server.operations` and from those of plugins.
 
-The invariant: an operation is served as its line in the table says, with its project's store; what is stored is redacted and
-checked first, by its type, whichever operation stores it. Whoever follows the cursors of a list sees each item that was there
-from the first page to the last exactly once, also when others are added before, between or behind them.
+The invariant: an operation is served as its line in the table says, on the store of the caller's project. Values that are
+stored are redacted and checked first, by their type. A client that follows the cursors of a list sees each item that was there
+from the first page to the last exactly once, even when other items are added meanwhile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from lightning_server.auth import check_token
 from lightning_server.http_operation import REQUIRED, HttpOperation
 
 READ_AT_ONCE = 16
-"""Attempts read from the store at once: what does not fit into the answer was read for nothing."""
+"""Attempts that are read from the store at once. What does not fit into the answer was read for nothing, so they are few."""
 Handler = Callable[[ApiCall[Any, Any]], Awaitable[Any]]
 
 
 def route_of(operation: HttpOperation, handler: Handler | None = None) -> Route:
-    """The route of an operation; a `handler` of its own where serving it is more than asking the store."""
+    """Make the route of an operation. `handler` serves it where that takes more than asking the store; None: the store is
+    asked."""
 
     async def handle(call: ApiCall[Any, Any]) -> Any:
         return await (_serve(call, operation) if handler is None else handler(call))
@@ -51,7 +52,7 @@ def route_of(operation: HttpOperation, handler: Handler | None = None) -> Route:
 
 
 def _query(operation: HttpOperation) -> type:
-    """The parameters of an operation's query."""
+    """Make the type of an operation's query: its parameters, and those of a page where it answers a list."""
     base = Paging if operation.item is not None else NoQuery
     if not operation.query:
         return base
@@ -75,7 +76,7 @@ def _query(operation: HttpOperation) -> type:
 
 
 async def _serve(call: ApiCall[Any, Any], operation: HttpOperation) -> Any:
-    """Ask the store for an operation, and answer as its answer travels."""
+    """Ask the store for an operation, and return the answer in the type that travels. Raises `ApiError` (404) for None."""
     arguments = await _arguments(call, operation)
     ask = operation.operation.on(call.store)
     if operation.item is not None:
@@ -92,7 +93,8 @@ async def _serve(call: ApiCall[Any, Any], operation: HttpOperation) -> Any:
 
 
 async def _arguments(call: ApiCall[Any, Any], operation: HttpOperation) -> dict[str, Any]:
-    """The arguments that a request has, but for those of a page."""
+    """Return the operation's arguments from a request, without those of a page. Raises `ApiError` (403) where a caller who is
+    no admin asks for what belongs to the whole store."""
     found = {
         part.name: parsed(call.path[part.name], part.hint, f"the {part.name} in the path") for part in operation.in_path
     }
@@ -104,7 +106,7 @@ async def _arguments(call: ApiCall[Any, Any], operation: HttpOperation) -> dict[
     if operation.once is not None:
         found["once"] = call.once or ("" if operation.once.hint is str else None)
     if found.get("run") == "":
-        call.principal.require()  # what belongs to the whole store is for admins
+        call.principal.require()  # raises unless an admin asks
     return found
 
 
@@ -132,7 +134,7 @@ async def _page(
 
 
 def _identity(operation: HttpOperation, item: Any) -> str:
-    """What no other item of a list has."""
+    """Return an item's identity, which no other item of the list has."""
     return "@".join(str(getattr(item, name)) for name in operation.cursor)
 
 
@@ -147,7 +149,8 @@ def _after(cursor: str, operation: HttpOperation) -> Any:
 async def _first_of(
     operation: HttpOperation, ask: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]
 ) -> Sequence[Any]:
-    """What is told of the first things asked for, of as many as fit into one answer."""
+    """Ask the store for the items of the request in order, and return the results of the first ones: as many as fit into one
+    answer."""
     name = operation.body[0].name
     found: list[Any] = []
     used = 0
@@ -164,7 +167,8 @@ async def _first_of(
 
 
 async def _stored(value: Any) -> Any:
-    """A value of a request as the store is to have it. What may be long is redacted beside the event loop."""
+    """Return a value of a request as it may be stored: checked or redacted, by its type. Long values are redacted in a
+    thread."""
     if isinstance(value, Token):
         return _checked(value)
     if isinstance(value, tuple) and value and type(value[0]) in REDACT:
@@ -193,20 +197,20 @@ def _checked(token: Token) -> Token:
 
 
 REDACT: Final[Mapping[type, Callable[[Any], Any]]] = {Transition: _storable, Span: redacted_span}
-"""What takes secrets out of what agents said."""
+"""Functions that remove secrets from what agents said, by type."""
 
 
 T = TypeVar("T")
 PAGE_BYTES = 16 * 1024 * 1024
-"""Bytes of one answer, about; an attempt, a call or an event that is longer comes alone."""
+"""About how many bytes one answer has; a single longer item comes alone."""
 ATTEMPT_CURSOR = re.compile(r"([0-9]{1,18})\.(.+)")
-"""The attempt of a page whose request names none, and the cursor within it."""
+"""Cursor of a list whose first request named no attempt: the attempt, and the cursor within its list."""
 
 
 def page(items: Sequence[T], asked: Paging, identity: Callable[[T], str] | None = None) -> Page[T]:
-    """The part of `items` that was asked for. The cursor is the `identity` of the last item given, which no other has;
-    without one, its number, for lists that only grow at their end. A page ends when its items exceed `PAGE_BYTES` in sum; it
-    has at least one.
+    """Return the page of `items` that was asked for. Its cursor is the `identity` of the last item returned, which must be
+    unique; with `identity` None it is the item's number, for lists that only grow at their end. A page ends when its items
+    exceed `PAGE_BYTES` in sum; it has at least one item if any are left.
 
     Raises `DataError` for a cursor that belongs to no item.
     """
@@ -241,7 +245,7 @@ def _fitting(items: Sequence[T], start: int, end: int) -> int:
 
 
 def size_of(item: object) -> int:
-    """Bytes of an item of a list, about; what agents tell may be long anywhere."""
+    """Return roughly how many bytes an item of a list has; texts of agents may be long in any of its parts."""
     if isinstance(item, (Attempt, StepRecord)):
         return _size(item.extras) + len(repr(replace(item, extras={})))
     if isinstance(item, Transition):
@@ -259,7 +263,8 @@ async def page_of_attempt(
     read: Callable[[str, int | None], Awaitable[Sequence[T]]],
     identity: Callable[[T], str] | None = None,
 ) -> Page[T]:
-    """A page of what an attempt has. Where none was named its cursors name it: the next attempt may begin between two pages."""
+    """Return a page of a list that an attempt has. Where the request names no attempt, the cursors name it, since a new attempt
+    may begin between two pages."""
     asked, rollout = call.query, call.path["rollout"]
     if asked.attempt is not None:
         return page(await read(rollout, asked.attempt), asked, identity)
@@ -269,9 +274,9 @@ async def page_of_attempt(
 
 
 async def _place(call: ApiCall[Any, None]) -> tuple[int | None, str]:
-    """The attempt whose pages are asked for, and the cursor within it. Raises `DataError` for a cursor of something else.
+    """Return the attempt whose pages are asked for, and the cursor within its list. Raises `DataError` for any other cursor.
 
-    The attempt is None for a rollout that is not there: reading from it says so.
+    The attempt is None for an unknown rollout: reading its list then raises.
     """
     if not call.query.cursor:
         rollout = await call.store.get_rollout(call.path["rollout"])

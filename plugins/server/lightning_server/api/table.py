@@ -1,7 +1,8 @@
-"""What a route is: the one description from which requests are checked, routes are found and the OpenAPI page is written.
+"""What a route is: the one description that requests are checked by, that routes are found in and that the OpenAPI page is made
+of.
 
-The invariant: nothing is served that is not described: a handler is reached through a `Route`, which says its scopes, its
-parameters, its body and its answer.
+The invariant: everything that is served is described: a handler is reached only through a `Route`, which declares its scopes,
+parameters, body and answer.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ Q = TypeVar("Q")
 B = TypeVar("B")
 
 LlmFor = Callable[[Lease, Store], Awaitable[LLM]]
-"""What the agent of a lease needs to call the model; the store is the one that the lease's holder sees."""
+"""Returns the access to the model for the agent of a lease; the store is the view of the lease's holder."""
 Finish = Callable[[Store, str, int, Outcome], Awaitable[Rollout]]
-"""Ends an attempt of a rollout and returns the rollout as it then stands."""
+"""Ends an attempt (store, rollout, attempt, outcome) and returns the rollout as it stands afterwards."""
 Served = Callable[[str], Awaitable[bool]]
-"""Whether the calls of a run's agents would find a policy server now."""
+"""Tells whether a policy server answers the calls of a run's agents now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What handlers work with beside the store."""
+    """What handlers use besides the store. `llm_for` is None without a gateway; `served` is None where models can always be
+    called."""
 
     watchers: Watchers
     finish: Finish
     llm_for: LlmFor | None
     served: Served | None
     describe: Callable[[], Mapping[str, Json]]
-    """The OpenAPI document, written when it is first asked for."""
+    """Returns the OpenAPI document, which is made at the first request for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiCall(Generic[Q, B]):
-    """One request, checked: `query` and `body` are what the route declares; `store` shows the caller's project alone; `once` is
-    the caller's id for the request, of this token alone, empty where it has none."""
+    """One request, after all checks. `query` and `body` have the types that the route declares. `store` shows the caller's
+    project alone. `once` is the caller's id for the request, made distinct for its token; empty without one."""
 
     principal: Principal
     store: Store
@@ -61,18 +63,18 @@ class ApiCall(Generic[Q, B]):
 
     @property
     def attempt(self) -> int:
-        """The path's `{attempt}`. Raises `DataError`."""
+        """The number `{attempt}` in the path. Raises `DataError` for what is no 64-bit integer."""
         return _integer(self.path["attempt"], "the attempt in the path")
 
 
 @dataclass(frozen=True, slots=True)
 class NoQuery:
-    """No parameters in the query."""
+    """The query of a route without parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """Which part of a list is wanted."""
+    """The query for one page of a list."""
 
     cursor: str = field(default="", metadata={"doc": "The `cursor` of the page before; empty for the first page."})
     limit: int = field(
@@ -88,8 +90,8 @@ class Paging:
 class Route:
     """One method of one path below `PREFIX`. `scopes` is None where no token is needed; an admin may use every route.
 
-    The answers of `heavy` routes may be long: their JSON is written beside the event loop. A request of a route that is `once`
-    may carry an id, under which it is done once however often it comes.
+    The answers of `heavy` routes may be long, so their JSON is written in a thread. A request of a `once` route may carry an
+    id; it is then done only once, however often it is sent.
     """
 
     method: str
@@ -104,17 +106,17 @@ class Route:
 
     @property
     def name(self) -> str:
-        """The operation's name: that of its handler."""
+        """The operation's name, which is the handler's."""
         return getattr(self.handler, "__name__", "")
 
     @property
     def doc(self) -> str:
-        """What the operation does: its handler's docstring, in one line."""
+        """The operation's description: its handler's docstring as one line."""
         return " ".join((self.handler.__doc__ or "").split())
 
 
 def query_of(route: Route, given: list[tuple[str, str]]) -> Any:
-    """The query of a request as the route's own type. Raises `DataError` for unknown, repeated and impossible parameters."""
+    """Parse the query of a request into the route's type. Raises `DataError` for unknown, repeated and invalid parameters."""
     if not given:
         return route.query()
     found = dict(given)
@@ -138,7 +140,7 @@ def parameters(query: type) -> dict[str, Field[Any]]:
 
 
 def parsed(text: str, hint: Any, where: str) -> Any:
-    """A value of the query or of the path. Raises `DataError` that names `where`."""
+    """Parse a value of the query or of the path as the type `hint`. Raises `DataError` that names `where`."""
     if hint == int | str:
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else text
     if hint in (int, int | None):
@@ -163,5 +165,5 @@ def _integer(text: str, where: str) -> int:
 
 
 def nothing_there(what: str, cure: str) -> ApiError:
-    """The answer for what nobody created."""
+    """Return the 404 error for something that does not exist."""
     return ApiError(404, "not_found", f"There is no {what}: {cure}" if cure else f"There is no {what}.")

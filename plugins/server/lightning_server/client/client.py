@@ -1,11 +1,12 @@
-"""`Client`: leases rollouts from Lightning Servers, runs the agent on them, and reports what came of it.
+"""`Client`: leases rollouts from Lightning Servers, runs the agent on them, and reports the outcomes.
 
-The invariant: what is leased is reported or given back before `run` returns; a server that is away is waited for, one that
-refuses something is asked again. A refused token ends it with an error that says why, and so do named runs that stay refused.
+The invariant: every lease is reported or given back before `run` returns. The client waits for servers that do not answer, and
+asks again for what servers refuse. It ends with an error when its token is refused, or when runs named by the user stay
+refused.
 
-A server that is away ends no agent. Leases wait, renewals are missed, and an outcome is told until a server has taken it or
-says that the attempt was given to another. It is told with less in it only when servers refuse it for what it is or how long it
-is, or have refused it for as long as a lease lasts while they answered other things. What is refused about one attempt costs
+Agents go on while no server answers. Leases wait, renewals are missed, and an outcome is sent again until a server takes it or
+says that the attempt was given to another client. A shorter form of it is sent only when servers refuse it for its content or
+length, or have refused it for as long as a lease lasts while they answered other requests. A refusal about one attempt costs
 that attempt alone.
 """
 
@@ -44,12 +45,13 @@ from lightning_server.http_store.transport import PageError, TokenRefusedError, 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds a single request asks again; the client itself goes on asking without end."""
+"""Seconds for which a single request is repeated; the client itself goes on without end."""
 STARTING_PAUSE = 2.0
 
 
 def _with_token(config: Config, token: str | Path | None) -> tuple[str, ...] | None:
-    """What agents in a sandbox may not read where the token, which leases any rollout, is in a file."""
+    """Return the setting `runner.sandbox_hidden` with the token's file added, since its token leases any rollout; None where
+    the token is in no file."""
     if not isinstance(token, Path):
         return None
     return (*config.runner.sandbox_hidden, str(token.absolute()))
@@ -58,13 +60,13 @@ def _with_token(config: Config, token: str | Path | None) -> tuple[str, ...] | N
 class Client:
     """Runs an agent for the servers at `server` (one URL, or several that serve one database).
 
-    `token` (default: the environment's `LIGHTNING_TOKEN`) has the scope `runner`; a path names a file with it, which is read
-    again when servers refuse what it had. `runs` are the runs to work for; by default
-    every run of the token's project that has work. `runner` names the plugin that executes agents (`process`, `inline`, ...),
-    `config` is a `lightning.config.Config` or a TOML file, of which the section `runner` counts; `concurrency` and `adapters`
-    win over it. `rollouts` ends the client after so many attempts, `idle` after so many seconds without work.
+    `token` has the scope `runner` (default: the environment's `LIGHTNING_TOKEN`). A path names a file with the token, which is
+    read again when servers refuse the token. `runs` are the runs to work for (default: every run of the token's project that
+    has work). `runner` names the plugin that executes agents (`process`, `inline`, ...). `config` is a
+    `lightning.config.Config` or a TOML file; only its section `runner` is used, and `concurrency` and `adapters` override it.
+    The client ends after `rollouts` attempts, or after `idle` seconds without work.
 
-    Raises `ConfigError` for settings that cannot be meant, `PluginError` for an unknown runner.
+    Raises `ConfigError` for impossible settings, `PluginError` for an unknown runner.
     """
 
     def __init__(
@@ -100,17 +102,18 @@ class Client:
         self._given = (named, rollouts, idle)
 
     def run(self) -> AttemptCounts:
-        """Work until there is a reason to end: `rollouts` or `idle`, SIGTERM, or Ctrl-C; return what was done.
+        """Work until `rollouts` or `idle`, SIGTERM or Ctrl-C ends it; return what was done.
 
         SIGTERM and Ctrl-C drain: nothing more is leased, agents get `runner.drain` seconds, then their leases are given back. A
-        second one ends everything at once. Raises `StoreError` when servers refuse the token, or leases of all of `runs` for as
-        long as a lease lasts, `RunnerError` when no agent can run, and `RuntimeError` where an event loop runs already: await
+        second signal ends everything at once. Raises `StoreError` when servers refuse the token, or refuse leases of all `runs`
+        for as long as a lease lasts; `RunnerError` when no agent can run; `RuntimeError` inside a running event loop: await
         `work` there.
         """
         return asyncio_utils.run(self._until_told(), instead="`await client.work()` in place of client.run()")
 
     async def work(self, stop: asyncio.Event | None = None) -> AttemptCounts:
-        """`run` on the loop that there is; set `stop` to drain. Cancelling ends the agents and gives the leases back."""
+        """Do as `run` does, on the running event loop; set `stop` to drain. Cancelling ends the agents and gives the leases
+        back."""
         runs, rollouts, idle = self._given
         servers = Servers()
         worker = f"{socket.gethostname()}/{os.getpid()}/{new_id('client')}"
@@ -139,7 +142,7 @@ class Client:
             await self._store.close()
 
     async def _open(self, stop: asyncio.Event) -> bool:
-        """Connect; a client may be started before its server. False when it was told to end before one came."""
+        """Connect to a server, and wait until one answers. Returns False when `stop` was set before."""
         told = False
         while not stop.is_set():
             try:
@@ -159,17 +162,18 @@ class Client:
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds between two attempts to tell an outcome."""
+"""The first and the longest pause in seconds between two attempts to send an outcome."""
 LONG_ENOUGH = 0.95
-"""The part of `runner.timeout` for which a key must be good: it was issued a moment ago, by a machine with its own clock."""
+"""A key must be valid for this part of `runner.timeout`, not all of it: it was issued a moment ago, by a machine with another
+clock."""
 WORK = "leases and outcomes"
-"""What a delivery asks servers, as `Presence` knows it."""
+"""The kind of request that a delivery makes, for `Presence`."""
 
 
 @dataclass(slots=True)
 class AttemptCounts:
-    """What a client has done: attempts it leased, and how they ended (`lost`: they were given to others meanwhile, or
-    no server took their outcome)."""
+    """What a client has done: attempts it leased, and how they ended. `retried` attempts are to be made again; `lost` ones were
+    given to other clients, or no server took their outcome."""
 
     leased: int = 0
     succeeded: int = 0
@@ -180,9 +184,10 @@ class AttemptCounts:
 
 @dataclass(slots=True)
 class ServerDelivery:
-    """The `Delivery` of one client. It hands out `rollouts` attempts at most, and ends after `idle` seconds without work.
+    """Leases attempts from servers and reports their outcomes, for the loop that runs agents. It leases `rollouts` attempts at
+    most, and ends after `idle` seconds without work.
 
-    An agent may run for `timeout` seconds.
+    `ttl` is how long a lease lasts, `timeout` how long an agent may run, both in seconds.
     """
 
     store: HttpStore
@@ -195,17 +200,17 @@ class ServerDelivery:
     presence: Presence = field(default_factory=Presence)
     timeout: float = 0.0
     tally: AttemptCounts = field(default_factory=AttemptCounts)
-    _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
+    _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # of an attempt: its server, process
     _busy_at: float = field(default_factory=time.monotonic)
     _told_of_keys: bool = False
-    _asked: bool = False  # from then on there may be leases, also such as this client has not heard of
+    _asked: bool = False  # since the first request there may be leases, even if no answer came
 
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Delivery.watch`."""
+        """Watch for runs that may have become leasable, for the length of the block."""
         return self.runs.watching()
 
     async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
-        """See `Delivery.lease`. Nothing while no server answers, or refuses."""
+        """Lease up to `limit` attempts; none while no server answers, or servers refuse."""
         if self.rollouts is not None:
             limit = min(limit, self.rollouts - self.tally.leased)
         found: list[tuple[Lease, LLM]] = []
@@ -237,7 +242,8 @@ class ServerDelivery:
         return found
 
     async def renew(self, lease: Lease) -> None:
-        """See `Delivery.renew`. While no server answers, or one refuses, the agent goes on: its report says how it stands."""
+        """Prolong a lease. While no server answers, or one refuses, the agent goes on. Raises `StaleAttemptError` when the
+        attempt was superseded or has ended."""
         try:
             await self.store.renew(lease, ttl=self.ttl)
         except UnavailableError as error:
@@ -253,7 +259,8 @@ class ServerDelivery:
             self.presence.back(WORK)
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
-        """See `Delivery.report`. Waits as long as it takes; what stays refused is told with less in it, at last as a fault."""
+        """Report an outcome until a server takes it, however long that lasts, and return the rollout; None when servers refuse
+        even its shortest form. Raises `StaleAttemptError` when the attempt was superseded."""
         outcome = await self._fair(lease, outcome)
         try:
             rollout = await self._tell(lease, outcome)
@@ -272,7 +279,7 @@ class ServerDelivery:
         return rollout
 
     async def release(self) -> None:
-        """See `Delivery.release`. When no server answers, leases expire by themselves."""
+        """Give back all leases. When no server answers, they expire."""
         if not self._asked:
             return
         try:
@@ -281,7 +288,8 @@ class ServerDelivery:
             logger.warning("leases were not given back and will expire: %s", error)
 
     async def unfinished(self) -> bool:
-        """See `Delivery.unfinished`."""
+        """Whether there may be more to do: False after `rollouts` attempts, after `idle` seconds without work, or when all
+        given runs are over."""
         if self.rollouts is not None and self.tally.leased >= self.rollouts:
             return False
         if self.runs.are_over:
@@ -291,7 +299,8 @@ class ServerDelivery:
 
     # inside -----------------------------------------------------------------------------------------------------
     async def _at_server(self, leased: list[tuple[Lease, LLM]]) -> list[tuple[Lease, LLM]]:
-        """The leases with the model at the very server that has just answered: its address is known to work from here."""
+        """Return the leases with the model's address at the server that has just answered, because that address is known to
+        work from here."""
         url = self.store.answering
         process = await self.servers.process_at(url)
         for lease, llm in leased:
@@ -300,7 +309,7 @@ class ServerDelivery:
         return [(lease, replace(llm, base_url=f"{url}/v1")) for lease, llm in leased]
 
     def _check_lifetime(self, llm: LLM, url: str) -> None:
-        """Say once that agents may run longer than their keys are valid: the server does not know this client's settings."""
+        """Warn once when agents may run longer than their keys are valid: the server does not know this client's settings."""
         left = seconds_left(llm.api_key)
         if self._told_of_keys or left >= LONG_ENOUGH * self.timeout:
             return
@@ -314,7 +323,8 @@ class ServerDelivery:
         )
 
     async def _tell(self, lease: Lease, outcome: Outcome) -> Rollout | None:
-        """The rollout as an outcome left it, or as little of that outcome as servers take; None when they take nothing."""
+        """Send an outcome, in shorter forms as long as servers refuse it, at last as a fault. Return the rollout, or None when
+        servers refuse all forms."""
         refused: LightningError | None = None
         for told in _less_and_less(outcome):
             taken = await self._try_to_tell(lease, told)
@@ -330,11 +340,10 @@ class ServerDelivery:
         return None
 
     async def _try_to_tell(self, lease: Lease, outcome: Outcome) -> Rollout | LightningError:
-        """What servers made of an outcome: the rollout, or what they refused it with.
+        """Send one form of an outcome until a server answers. Return the rollout, or the error with which it was refused.
 
-        Asks until one answers. A refusal that is not about the outcome itself may pass (the error page of a proxy where servers
-        answer something else, which may be about it as well): the same is told again until pauses between such refusals have
-        taken `ttl` seconds.
+        A refusal for another reason than the outcome's content may pass, and so may a proxy's error page while servers answer
+        other requests. The outcome is then sent again until the pauses after such refusals add up to `ttl` seconds.
         """
         pause, left = FIRST_PAUSE, self.ttl
         while True:
@@ -362,7 +371,8 @@ class ServerDelivery:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _answers(self) -> bool:
-        """Whether a server answers what is about no outcome. A page that stands in the place of that too is about none."""
+        """Whether a server answers a request that has no outcome in it. If an error page answers that request too, the page is
+        not about the outcome."""
         try:
             await self.store.version()
         except UnavailableError:
@@ -374,7 +384,8 @@ class ServerDelivery:
         return True
 
     async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
-        """No agent is at fault whose server is gone: the attempt may be made again."""
+        """Turn an agent's fault into one of the infrastructure, so that the attempt may be made again, if the agent's server is
+        gone. Other outcomes are returned unchanged."""
         url, process = self._used.get((lease.rollout.id, lease.attempt), ("", ""))
         if outcome.fault not in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
             return outcome
@@ -385,7 +396,8 @@ class ServerDelivery:
 
 
 def seconds_left(token: str) -> float:
-    """How long a token will still be good by this machine's clock, its signature unread; infinite for what does not say so."""
+    """Return the seconds until a key expires by this machine's clock, without checking its signature; infinity for a key that
+    has no expiry."""
     try:
         said = jwt.decode(token, options={"verify_signature": False})
         return float(said["exp"]) - time.time()
@@ -394,7 +406,8 @@ def seconds_left(token: str) -> float:
 
 
 def _less_and_less(outcome: Outcome) -> list[Outcome]:
-    """An outcome, and what is left of it when it is refused: its reward or fault, step rewards and labels always."""
+    """Return an outcome and its shorter forms: without the arguments of its tool events, then without tool events. All have the
+    reward or fault, step rewards and labels."""
     told = [outcome]
     for less in (without_arguments(outcome), replace(outcome, tool_events=())):
         if less != told[-1]:
@@ -403,7 +416,7 @@ def _less_and_less(outcome: Outcome) -> list[Outcome]:
 
 
 def _why(outcome: Outcome, refused: LightningError | None) -> str:
-    """What the fault says that stands for an outcome of which servers refuse all; `refused` is what they said of the least."""
+    """Return the error text for an outcome that servers refuse in every form; `refused` is what they said of the shortest."""
     if not isinstance(refused, TooLongError):
         return f"servers refused the outcome, also without what its tools did: {refused}"
     return (

@@ -1,9 +1,9 @@
 """Which runs a client works for: those it was given, or every run of its project that has work.
 
-The invariant: every run that begins to have work is found: one of the newest within `FIND_SECONDS`, an older one when its turn
-comes. One that gave work lately is watched, so that its next rollouts are leased as soon as they are there. No task of finding
-or watching ends unheard. A run that is not there yet is waited for, and so are servers that do not answer. What servers refuse
-is asked again after growing pauses; only a refused token ends the client at once.
+The invariant: every run that gets work is found: one of the newest runs within `FIND_SECONDS`, an older one when its turn
+comes. A run that gave work lately is watched, so that its next rollouts are leased at once. An error that ends a task of
+finding or watching is raised by `wait`. A run that does not exist yet is waited for, and so are servers that do not answer.
+What servers refuse is asked again after growing pauses; only a refused token ends the client at once.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 FIND_SECONDS = 5.0
 NEWEST = 8
-"""Runs that are looked at for work each time: a project trains a few at a time, and mostly its newest ones."""
+"""The newest runs, which are checked for work each time: a project usually trains a few of its newest runs."""
 OLDER = 32
-"""Further runs that are looked at each time, in turn."""
+"""Older runs that are checked each time, in turn."""
 WATCHED_SECONDS = 600.0
-"""How long a run without work is watched: an optimizer step lies between two lots of it."""
+"""Seconds for which a run without work is watched: between two batches of rollouts lies an optimizer step."""
 ROUND = 25.0
 FIRST_PAUSE, DROPPED_SECONDS = 5.0, 60.0
-"""How long what servers refuse is left alone: the first time, and at most."""
+"""The first and the longest pause in seconds after servers have refused something."""
 AWAY_SECONDS = 1.0
-"""Between two questions that no server answered."""
+"""Seconds between two requests that no server answered."""
 FINDING = "which runs have work"
-"""What finding asks servers, as `Presence` knows it."""
+"""The kind of request that finding makes, for `Presence`."""
 
 
 class Runs:
-    """The runs to lease from. `given` names them; empty: find them. No wait is longer than `longest` seconds. `presence` hears
-    whether servers answer. Given runs that are all refused for `patience` seconds are an error."""
+    """The runs to lease from. `given` names them; empty: they are found. No wait is longer than `longest` seconds. `presence`
+    is told whether servers answer. It is an error if servers refuse all given runs for `patience` seconds."""
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class Runs:
         self._turn, self._looked_at = 0, ""
 
     def in_turn(self) -> list[str]:
-        """The runs to ask, beginning with another one each time, so that none takes all the places."""
+        """Return the runs to lease from, beginning with another one each time, so that no run takes all places."""
         runs = list(self._active)
         self._turn += 1
         first = self._turn % len(runs) if runs else 0
         return runs[first:] + runs[:first]
 
     def gave_work(self, run: str) -> None:
-        """Keep watching this run."""
+        """Note that a run gave work: it is watched on."""
         self._active[run] = time.monotonic()
         self._alive.add(run)
 
     def answered(self, run: str, over: bool) -> None:
-        """Servers refuse this run no more, and say whether it is over."""
+        """Note that servers answered a lease request for this run, and whether the run is over."""
         self._refused.pop(_leasing(run), None)
         if not over:
             self._alive.add(run)
@@ -89,18 +89,18 @@ class Runs:
                 logger.warning("run %s was over before this client began: waiting for it to be resumed", run)
 
     def unanswered(self) -> None:
-        """No server says any more which runs are over."""
+        """Note that no server answers: it is no longer known which runs are over."""
         self._over.clear()
 
     @property
     def are_over(self) -> bool:
-        """Whether runs were given and have all come to their end while this client was there. One that was over before may
-        be about to be resumed."""
+        """Whether runs were given and all of them ended while this client worked for them. A run that was over before the
+        client began does not count, since it may be resumed."""
         return bool(self._given) and (self._over & self._alive).issuperset(self._given)
 
     def drop(self, run: str, error: LightningError) -> None:
-        """Leave a run alone for a while that servers refuse to lease from. Raises the error when they have refused all
-        the given ones for long that are not over."""
+        """Stop leasing from a run for a while, because servers refused to. Raises `error` when they have refused all given runs
+        that are not over for `patience` seconds."""
         self._over.discard(run)
         left = set(self._given) - self._over
         if left and all(self._refused.get(_leasing(one), -1.0) >= self._patience for one in left):
@@ -112,7 +112,7 @@ class Runs:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[Runs]:
-        """For the length of the block runs are found and watched."""
+        """Find and watch runs for the length of the block."""
         self._finding = finding = asyncio.create_task(self._find() if not self._given else self._follow())
         finding.add_done_callback(lambda _: self._news.set())
         try:
@@ -122,7 +122,8 @@ class Runs:
             self._watches.clear()
 
     async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`. Raises what ended the finding or a watch: `TokenRefusedError`, or what should not happen."""
+        """Wait for news of any run, `timeout` seconds at most; return whether there was some. Raises the error that ended the
+        finding or a watch: `TokenRefusedError`, or an unexpected one."""
         for task in (self._finding, *self._watches.values()):
             if task is not None and task.done():
                 task.result()
@@ -152,7 +153,8 @@ class Runs:
             await asyncio.sleep(pause)
 
     async def _look(self, runs: list[str]) -> None:
-        """Lease from those that have work, from now on. One about which servers refuse to say it is left alone for a while."""
+        """Check which of these runs have work, and lease from those from now on. A run about which servers refuse to answer is
+        dropped for a while."""
         for run in runs:
             if run in self._active or self._is_dropped(run):
                 continue
@@ -168,20 +170,20 @@ class Runs:
                 self._news.set()
 
     async def _to_look_at(self) -> list[str]:
-        """The newest runs, and the next ones in turn of all that are older."""
+        """Return the ids of the newest runs, and of the next ones in turn of all older runs."""
         newest = await self._listed(NEWEST)
         if len(newest) < NEWEST:
             return newest
         after, self._looked_at = self._looked_at or newest[-1], ""
         try:
             older = await self._listed(OLDER, after)
-        except DataError:  # that run was deleted meanwhile: begin again
+        except DataError:  # the run `after` was deleted meanwhile: begin again
             return newest
         self._looked_at = older[-1] if len(older) == OLDER else ""
         return list(dict.fromkeys([*newest, *older]))
 
     async def _listed(self, limit: int, after: str = "") -> list[str]:
-        """Ids of runs."""
+        """Return ids of at most `limit` runs, newest first, those after the run `after`."""
         return [run.id for run in await self._store.list_runs(after=after, limit=limit, brief=True)]
 
     def _is_dropped(self, run: str) -> bool:
@@ -225,8 +227,8 @@ class Runs:
                 await asyncio.sleep(FIND_SECONDS)
 
     async def _heed(self, run: str) -> None:
-        """Tell of changes in a run. Returns when there is no such run, which may begin yet."""
-        if await self._store.get_run(run) is None:  # not by the watch's refusal: it might begin right after that
+        """Watch a run and report each change as news. Returns when the run does not exist; it may be created later."""
+        if await self._store.get_run(run) is None:  # a refused watch would not tell: the run might begin right after
             return
         try:
             async with self._store.watch(run) as watch:
@@ -248,7 +250,8 @@ class Runs:
         return False
 
     def _pause(self, what: str, error: LightningError) -> float:
-        """Seconds for which to leave alone what servers refuse, more each time. It is told at once, and where it lasts."""
+        """Return the pause in seconds before servers are asked again for what they refused; it grows each time. The first
+        refusal and lasting ones are logged as warnings."""
         before = self._refused.get(what, 0.0)
         pause = min(max(before, FIRST_PAUSE), DROPPED_SECONDS)
         self._refused[what] = before + pause

@@ -1,7 +1,8 @@
-"""Whether servers answer, and which process of them: what tells that the one an agent used is gone.
+"""Whether servers answer, and which server process does: by this a client finds out that the server which its agent used is
+gone.
 
-The invariant: the server of an agent that failed is taken to be gone only if its process was known and answers no more, however
-many others answer at the same URL.
+The invariant: the server of a failed agent counts as gone only if its process was known and no longer answers, however many
+other processes answer at the same URL.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from lightning.errors import UnavailableError
 logger = logging.getLogger(__name__)
 
 ONE_FAILURE = 30.0
-"""Seconds between two kinds of questions going unanswered, below which they do for one reason."""
+"""When two kinds of requests fail within this many seconds, they count as one outage, which is logged once."""
 
 
 class Presence:
-    """Hears of every question of one client whether a server has answered it."""
+    """Logs when servers stop answering one client and when they answer again. The client reports each request to it."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
 
     def away(self, question: str, error: UnavailableError) -> None:
-        """No server answered this kind of question."""
+        """Note that no server answered a kind of request; the first failure of an outage is logged."""
         now = time.monotonic()
         known = question in self._since or any(now - since < ONE_FAILURE for since in self._since.values())
         self._since.setdefault(question, now)
@@ -35,26 +36,26 @@ class Presence:
             logger.warning("%s. Agents that run go on; this client asks again", error)
 
     def back(self, question: str) -> None:
-        """A server answered this kind of question."""
+        """Note that a server answered a kind of request; the end of an outage is logged."""
         since = self._since.pop(question, None)
         if since is not None and not self._since:
             logger.warning("a server answers again after %.0f s", time.monotonic() - since)
 
 
 TIMEOUT = 5.0
-"""Seconds a server has to say who it is."""
+"""Seconds that a server has to answer at `/health`."""
 QUESTIONS = 8
-"""How often nobody but others must answer until a process is gone: servers behind one URL take turns."""
+"""A process counts as gone when it gives none of this many answers at its URL: servers behind one URL take turns."""
 
 
 class Servers:
-    """Asks servers who they are. Belongs to one event loop; close it."""
+    """Asks servers which process they are. It belongs to one event loop, and must be closed."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     async def process_at(self, url: str) -> str:
-        """The word of the process that answers at a server's URL; empty when none does."""
+        """Return the name of the process that answers at a server's URL; empty when none answers."""
         try:
             async with self._asking().get(f"{url}/health", allow_redirects=False) as reply:
                 said = orjson.loads(await reply.read())
@@ -64,7 +65,8 @@ class Servers:
         return str(said.get("server", "")) if isinstance(said, dict) else ""
 
     async def is_gone(self, url: str, process: str) -> bool:
-        """Whether a process that answered at a URL does so no more; when it is not known which did, whether none does."""
+        """Return whether the process that answered at a URL before answers there no longer. With an empty `process` (it was
+        never known): whether nothing answers there."""
         if not process:
             return await self._is_silent(url)
         if await self.process_at(url) == process:
@@ -85,7 +87,7 @@ class Servers:
         return self._session
 
     async def close(self) -> None:
-        """Disconnect. Idempotent."""
+        """Close the connections. Idempotent."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -1,1 +1,1 @@
-"""Several gateways before one policy: what they and the trainer tell each other, and each one's part in it."""
+"""Several gateways that serve one policy: the protocol between them and the trainer, and both ends of it."""

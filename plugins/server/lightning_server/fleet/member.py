@@ -1,9 +1,9 @@
-"""A gateway's seat among those that serve one run: it follows the owner's notice, and stops in time when it cannot. And the
-runs of elsewhere that one gateway serves.
+"""A gateway's seat among the gateways of one run: it follows the owner's notice, and stops serving in time when it cannot. Also
+the policies of other trainers' runs that one gateway serves.
 
-The invariant: a call is dispatched only while the seat is held and the notice, read since, says so; a call that was in flight
-across an update which this gateway did not acknowledge, or while it had lost its seat, is unsure. `fleet.records` says why that
-is enough. A run is joined when its first key comes, and left when none has come for a while.
+The invariant: a call is sent only while the gateway has its seat and its newest notice allows it. A call is unsure (its version
+is not known) if it was in flight during an update that this gateway did not acknowledge, or while it had lost its seat.
+`fleet.records` says why that is enough. A run is joined when its first key comes, and left when no call has come for a while.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from lightning_server.fleet.records import (
 log = logging.getLogger(__name__)
 
 RETRY = 0.2
-"""Seconds until the store is asked again after it refused."""
+"""Seconds until the store is asked again after an error."""
 OUT_OF_TOUCH = "This server has lost touch with the database, which says which weights are current,"
 RESTARTING = "The policy server is being restarted"
 
 
 class Member:
-    """One seat. `policy` is closed until the notice has been read; `follow` keeps it as the notice says."""
+    """One gateway's seat for one run. `policy` sends no calls until the notice has been read; then `follow` keeps it as the
+    notice says."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Member:
         self._number, self._seat = 0, Seat("")
         self._valid_until = 0.0
         self.seated = False
-        """Whether it has a seat and has heard nothing to the contrary."""
+        """Whether the gateway has a seat, as far as it knows."""
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._owner = ""
@@ -75,7 +76,7 @@ class Member:
         self._orphaned = False
 
     async def follow(self) -> None:
-        """Take a seat and follow the notice, for ever; take another one when it was lost."""
+        """Take a seat and follow the notice, for ever; take a new seat when it was lost."""
         complained = False
         while True:
             try:
@@ -91,7 +92,7 @@ class Member:
             await asyncio.sleep(RETRY)
 
     async def leave(self) -> None:
-        """Give the seat up; what is still in flight is unsure. Call it when `follow` has been cancelled."""
+        """Give the seat up, and mark the calls in flight as unsure. Call it when `follow` has been cancelled."""
         seated = self.seated
         self.lapse("")
         if seated:
@@ -104,12 +105,13 @@ class Member:
         await self.policy.close()
 
     def check(self) -> None:
-        """Give the seat up if its time is over: the timer may be late, when this process or its machine stood still."""
+        """Give the seat up if it was not renewed in time: the timer may come late when this process or its machine stood
+        still."""
         if self.seated and self._clock() >= self._valid_until:
             self.lapse("its heartbeat came too late")
 
     def lapse(self, why: str) -> None:
-        """The seat is lost: hold new calls, and take nothing for known of those in flight."""
+        """Give the seat up: new calls wait, and those in flight are unsure. `why` is logged; empty: nothing is."""
         if not self.seated:
             return
         self.seated = False
@@ -141,7 +143,7 @@ class Member:
         self._due = began + BEAT
 
     async def _stay(self, watch: RunWatch) -> None:
-        """Follow until the seat is lost. A store that refuses is asked again while there is time."""
+        """Follow the notice until the seat is lost. After an error the store is asked again."""
         while self.seated:
             try:
                 notice = await notice_of(self._store, self._run)
@@ -166,7 +168,8 @@ class Member:
         self._due = began + BEAT
 
     def _renewed(self, began: float) -> None:
-        """The store has acknowledged the heartbeat that began then. Once the time is over it is too late for that."""
+        """Prolong the seat: the store has acknowledged the heartbeat that began at `began`. It is too late once the seat has
+        expired."""
         self.check()
         if not self.seated:
             return
@@ -186,8 +189,8 @@ class Member:
 
     # the notice -------------------------------------------------------------------------------------------------
     async def _heed(self, notice: Notice | None) -> None:
-        """Do as the notice says."""
-        if notice is None:  # no trainer has begun: calls wait for a server as they do when one restarts
+        """Open or close the policy as the notice says; None means that no trainer has begun."""
+        if notice is None:  # no trainer has begun: calls wait for a server, as during a restart
             self._serve(None)
             return
         if not self._account(notice):
@@ -208,8 +211,9 @@ class Member:
         await self._listen(notice)
 
     def _account(self, notice: Notice) -> bool:
-        """Bring the versions of the calls in flight up to date; False when the owner has given this gateway up."""
-        if self._number < notice.first:  # gone; it may have been pruned since, and taken anew by one that came late
+        """Update the versions of the calls in flight from the notice. Return False when the owner counts this gateway as
+        gone."""
+        if self._number < notice.first:  # gone; another gateway may have taken its number since
             self.lapse("its seat is gone")
             return False
         if notice.owner != self._owner:
@@ -228,7 +232,7 @@ class Member:
         return True
 
     def _update(self, notice: Notice) -> None:
-        """Split the calls in flight at the servers whose weights have changed."""
+        """Split the calls in flight at the servers whose weights have changed: later tokens are of the new version."""
         update, had = (
             Update(notice.version, notice.counts),
             {slot.upstream: slot.version for slot in self.policy.pool.slots},
@@ -243,7 +247,7 @@ class Member:
             self.policy.update(update, server)
 
     def _serve(self, notice: Notice | None) -> None:
-        """Open the gate before these servers, which may be none."""
+        """Open the gate: calls go to the notice's servers. With None, or where a server is not allowed, there are none."""
         versions = notice.version_of if notice is not None and notice.version != UNKNOWN else {}
         servers = tuple(versions)
         try:
@@ -260,7 +264,9 @@ class Member:
         self.policy.gate.open(self)
 
     async def _listen(self, notice: Notice) -> None:
-        """While calls are held: notice when the owner is gone, who alone knows what became of the weights."""
+        """While calls are held, watch the owner's heartbeat, because only the owner knows which weights the servers have. After
+        `GONE` seconds without one the policy has no servers, and calls in flight in a `HELD` notice become unsure; a new
+        heartbeat closes the gate again."""
         began = self._clock()
         alive = (notice.epoch, notice.stance, await self._store.get_state("", alive_key(self._run)))
         known, since = self._heard
@@ -277,28 +283,28 @@ class Member:
 
 
 IDLE = 300.0
-"""Seconds without a call after which a run of somebody else's is left."""
+"""Seconds without a call after which a gateway leaves another trainer's run."""
 
 
 class ServerFleet:
-    """A `Fleet` whose gateways and trainers meet in the store."""
+    """Gateways and trainers that talk to each other through the store."""
 
     def owner(self, store: Store, run: str, seed: int | None) -> Owner:
-        """See `Fleet.owner`."""
+        """Return the trainer's end for a run whose calls are seeded with `seed` (None: not seeded)."""
         return Owner(store, run, seed=seed)
 
     def others(self, store: Store, hold_timeout: float, allowed: Allowed) -> JoinedRuns:
-        """See `Fleet.others`."""
+        """Return the gateway's end: the policies of other trainers' runs. Their servers must be `allowed`."""
         return JoinedRuns(store, hold_timeout, allowed)
 
     async def served_version(self, store: Store, run: str) -> int | None:
-        """See `Fleet.served_version`."""
+        """Return the version of a run's policy that its servers have; None where it has none, or nobody knows it."""
         notice = await notice_of(store, run)
         return notice.version if notice is not None and notice.servers and notice.version != UNKNOWN else None
 
 
 class JoinedRuns:
-    """The `OtherPolicies` of one gateway."""
+    """The policies of other trainers' runs that one gateway serves."""
 
     def __init__(self, store: Store, hold_timeout: float, allowed: Allowed) -> None:
         self._store, self._hold_timeout, self._allowed = store, hold_timeout, allowed
@@ -308,11 +314,11 @@ class JoinedRuns:
 
     @property
     def known(self) -> list[Policy]:
-        """See `OtherPolicies.known`."""
+        """The policies of the runs that are joined now."""
         return [member.policy for member in self._joined.values()]
 
     def of(self, run: str) -> Policy:
-        """See `OtherPolicies.of`."""
+        """Return the policy of a run, which is joined if it was not."""
         member = self._joined[run] if run in self._joined else self._join(run)
         member.policy.used = asyncio.get_running_loop().time()
         return member.policy
@@ -326,7 +332,7 @@ class JoinedRuns:
         return member
 
     async def _stay(self, run: str, member: Member) -> None:
-        """Follow while calls come; then leave."""
+        """Follow a run's notice until no call has come for `IDLE` seconds."""
         following = asyncio.create_task(member.follow())
         loop = asyncio.get_running_loop()
         try:
@@ -341,7 +347,7 @@ class JoinedRuns:
             await end(following)
 
     def _ended(self, run: str, member: Member, task: asyncio.Task[None]) -> None:
-        """Let go of a run: idle, closed, or failed in a way that nobody has thought of; its next call joins it anew."""
+        """Leave a run whose task has ended: it was idle, closed, or failed unexpectedly. The run's next call joins it anew."""
         self._staying.discard(task)
         self._forget(run, member)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -355,7 +361,7 @@ class JoinedRuns:
             del self._joined[run]
 
     async def close(self) -> None:
-        """See `OtherPolicies.close`."""
+        """Leave every run."""
         await end(*self._staying)
         await asyncio.sleep(0)  # the callbacks of the tasks run now
         await asyncio.gather(*self._leaving, return_exceptions=True)

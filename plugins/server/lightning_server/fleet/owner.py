@@ -1,7 +1,8 @@
-"""The trainer's end of a fleet: it says where its policy is served, and holds every gateway's calls while that changes.
+"""The trainer's end of a fleet: it announces where its policy is served, and holds every gateway's calls while that changes.
 
-The invariant: weights change only inside `hold`, after each gateway that may have dispatched a call has stopped or is gone; and
-what is announced afterwards is true: the new version, the old one, or that nobody knows. `fleet.records` has the protocol.
+The invariant: weights change only inside `hold`, after each gateway that may have sent a call has stopped sending or is gone.
+What is announced afterwards is true: the new version, the old one, or that the version is not known. `fleet.records` describes
+the protocol.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Seen:
-    """A seat as it was read last, and when its heartbeat was first seen (the owner's clock)."""
+    """A seat as it was last read, and since when its heartbeat is unchanged (the owner's clock)."""
 
     seat: Seat
     since: float
 
 
 class Owner(PolicyOwner):
-    """A `PolicyOwner` whose gateways are told by the store."""
+    """The owner of a run's policy, which tells gateways through the store. Methods raise `ConflictError` when another owner has
+    taken over."""
 
     def __init__(self, store: Store, run: str, *, seed: int | None = None, clock: Callable[[], float] = now) -> None:
         self._store, self._run, self._clock = store, run, clock
@@ -60,11 +62,12 @@ class Owner(PolicyOwner):
 
     @property
     def others(self) -> int:
-        """How many gateways besides the owner's own served the run when it was last looked."""
+        """How many gateways besides the owner's own served the run when the seats were last read."""
         return len(self._seen)
 
     async def open(self, servers: Sequence[Upstream], version: int) -> None:
-        """See `PolicyOwner.open`."""
+        """Take the run over and announce the servers, of weights `version` (`UNKNOWN`: they get no calls before the first
+        update)."""
         before = await notice_of(self._store, self._run)
         epoch, self._first = (before.epoch + 1, before.first) if before else (1, 0)
         self._notice = replace(
@@ -79,7 +82,7 @@ class Owner(PolicyOwner):
         await self._announce()
 
     async def serve(self, servers: Sequence[Upstream], version: int) -> None:
-        """See `PolicyOwner.serve`."""
+        """Announce the servers and their version, after `open` without servers and before the first hold."""
         async with self._changing:
             await self._check_owner()
             notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers), versions=())
@@ -87,7 +90,7 @@ class Owner(PolicyOwner):
             await self._announce()
 
     async def close(self) -> None:
-        """See `PolicyOwner.close`."""
+        """Announce that the run has no servers any more. An error of the store is only logged."""
         if self._observer is not None:
             await end(self._observer)
             self._observer = None
@@ -100,7 +103,9 @@ class Owner(PolicyOwner):
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[Hold]:
-        """See `PolicyOwner.hold`."""
+        """For the length of the block no gateway sends calls, and the calls in flight are known. The block sets what changed on
+        the `Hold`, which is announced afterwards. After a `PolicyServerError` the old version goes on; after any other error it
+        is not known."""
         async with self._changing:
             hold = Hold()
             async with self._closed(Stance.HELD) as closed:
@@ -123,7 +128,8 @@ class Owner(PolicyOwner):
 
     @asynccontextmanager
     async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
-        """See `PolicyOwner.moving`."""
+        """For the length of the block new calls wait, while dead servers are started again with their weights. `servers` then
+        returns the new servers; none are announced when the block fails."""
         async with self._changing, self._closed(Stance.PAUSED) as closed:
             before = closed.notice
             closed.notice = replace(before, servers=(), versions=())
@@ -146,7 +152,7 @@ class Owner(PolicyOwner):
     # the notice -------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def _closed(self, stance: Stance) -> AsyncIterator[_After]:
-        """Hold calls for the length of the block; then announce what the block left in `_After`."""
+        """For the length of the block gateways hold their calls; then announce the notice that the block left in `_After`."""
         await self._check_owner()
         after = _After(self._notice)
         if stance is Stance.HELD:
@@ -158,7 +164,7 @@ class Owner(PolicyOwner):
             yield after
         finally:
             self._notice = after.notice
-            await to_its_end(self._reopen(beating))  # or `close` would announce at the same time
+            await to_its_end(self._reopen(beating))  # even if cancelled, or `close` would announce at the same time
 
     async def _reopen(self, beating: asyncio.Task[None]) -> None:
         await end(beating)
@@ -179,7 +185,7 @@ class Owner(PolicyOwner):
             )
 
     async def _beat(self) -> None:
-        """Say that the owner lives, from one second of holding on."""
+        """Write the owner's heartbeat once a second."""
         for number in count():
             await asyncio.sleep(BEAT)
             with suppress(StoreError):  # gateways that hear nothing stop waiting; what fails here fails the hold, too
@@ -187,7 +193,7 @@ class Owner(PolicyOwner):
 
     # the seats --------------------------------------------------------------------------------------------------
     async def _gather(self) -> list[str]:
-        """Wait until each seat has acknowledged the epoch or is gone; return the keys of all calls in flight."""
+        """Wait until each seat has acknowledged the epoch or is gone. Return the keys of all calls in flight."""
         if await self._unready():
             async with self._store.watch("") as watch:
                 while await self._unready():
@@ -223,7 +229,7 @@ class Owner(PolicyOwner):
         self._gone.add(number)
 
     def _observe(self) -> None:
-        """Look after the seats between holds, so that one which falls silent is known to be gone when the next hold comes."""
+        """Read the seats between holds, so that the next hold need not wait for a gateway that is gone."""
         if self._seen and (self._observer is None or self._observer.done()):
             self._observer = asyncio.create_task(self._look_on(), name="lightning-fleet")
 
@@ -237,6 +243,6 @@ class Owner(PolicyOwner):
 
 @dataclass(slots=True)
 class _After:
-    """What is announced when calls go on."""
+    """The notice that is announced when the block of a hold ends."""
 
     notice: Notice

@@ -1,24 +1,24 @@
-"""What the trainer that owns a policy and the gateways that serve it tell each other, and where in the store it lies.
+"""What the trainer that owns a policy and the gateways that serve it tell each other, and the store's keys for it.
 
-The invariant: everything is said in the store's state under the empty run; a key has one writer at a time, but for the claim
-of a seat, which `keep_state` decides.
+The invariant: all messages are in the store's state under the empty run. A key has one writer at a time, except while a seat is
+claimed, which `keep_state` decides.
 
     policy/RUN          the owner's notice: servers, weight version, and whether calls are held
     policy/RUN/alive    the owner's heartbeat, only while it holds calls
-    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order; from the notice's `first` on, none is
-                        ever given to a second one
+    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order; from the notice's `first` on, no seat
+                        is given to a second gateway
 
 An update: the owner announces a hold under a new epoch, then reads the seats. A gateway that reads the announcement stops
-dispatching, then writes the epoch and its calls in flight into its seat. A gateway that takes a seat reads the notice after
-that. So the owner sees every gateway that may have dispatched, or that gateway sees the hold. When each seat has
-acknowledged or is gone the owner updates, and announces the version with the tokens that each call had then.
+sending calls, then writes the epoch and its calls in flight into its seat. A gateway that takes a seat reads the notice after
+that. So either the owner sees a gateway that may have sent calls, or that gateway sees the hold. When each seat has
+acknowledged or is gone, the owner updates, and announces the version with the tokens that each call had then.
 
-Nobody compares clocks. A seat is gone when the owner has seen its heartbeat unchanged for `GONE` seconds of its own clock; a
-gateway gives its seat up for good when `LAPSE` seconds of its own, fewer, have passed since it began the last heartbeat that
-the store has acknowledged.
+Nobody compares clocks. A seat is gone when the owner has seen its heartbeat unchanged for `GONE` seconds of its own clock. A
+gateway gives its seat up for good when `LAPSE` seconds of its own clock, which are fewer, have passed since it began the last
+heartbeat that the store has acknowledged.
 
-Seats below the notice's `first` are gone, and whoever finds to have one gives it up: pruning a database removes them
-(`lightning_db.queries.empty_seats`), so that their numbers may be taken once more by a gateway that read an older notice.
+Seats below the notice's `first` are gone, and a gateway that has such a seat gives it up: pruning a database deletes them
+(`lightning_db.queries.empty_seats`), so that a gateway that read an older notice may take their numbers again.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from lightning_server.json_codec import codec_of
 BEAT = 1.0
 """Seconds between two heartbeats."""
 LAPSE = 4.0
-"""Seconds after which a gateway that could not renew its seat takes itself for out."""
+"""Seconds after which a gateway that could not renew its seat gives the seat up."""
 GONE = 5.0
 """Seconds without a heartbeat after which others take a gateway, or an owner that holds calls, for gone."""
 
 
 def now() -> float:
-    """Seconds of a clock that never jumps, and on Linux goes on while the machine sleeps."""
+    """Return seconds of a clock that never jumps, and on Linux also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Stance(StrEnum):
-    """What gateways do with new calls: `OPEN` sends them; `HELD` keeps them and acknowledges; `PAUSED` only keeps them."""
+    """What gateways do with new calls. `OPEN`: send them. `HELD`: keep them waiting, and acknowledge that. `PAUSED`: only keep
+    them waiting."""
 
     OPEN = "open"
     HELD = "held"
@@ -58,12 +59,12 @@ class Stance(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What an owner says of its policy.
+    """What an owner announces of its policy.
 
-    `epoch` counts its holds (and owners). `version` is that of the newest weights, since epoch `updated`, `versions` those that
-    the servers have, in their order (empty: all have the newest), and `counts` says how many response tokens calls in flight
-    had then; `taken` are the seats that had acknowledged the last hold that ended. Seats below
-    `first` are gone. `seed` is what calls are seeded with, None where they are not.
+    `epoch` counts holds, and changes of owner. `version` is that of the newest weights, which were loaded in epoch `updated`.
+    `versions` are those of the `servers`, in their order (empty: all have the newest). `counts` has the response tokens that
+    each call in flight had at the update. `taken` are the seats that had acknowledged the last ended hold. Seats below `first`
+    are gone. `seed` seeds calls, None where they are not seeded.
     """
 
     owner: str
@@ -91,8 +92,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a gateway says of itself. `ack` is the newest hold it keeps or kept, `keys` its calls in flight in that one, as
-    `Update.in_flight` names them; a gateway that has `left` never comes back under this seat."""
+    """What a gateway says of itself. `ack` is the epoch of the newest hold that it has acknowledged, `keys` its calls in flight
+    at that hold, as `Update.in_flight` names them. A gateway that has `left` never comes back under this seat."""
 
     id: str
     beat: int = 0
@@ -105,30 +106,30 @@ Word = TypeVar("Word", Notice, Seat)
 
 
 def to_json(said: Notice | Seat) -> Json:
-    """For the store."""
+    """Return a notice or a seat as JSON for the store."""
     return codec_of(type(said)).encode(said)
 
 
 def from_json(kind: type[Word], kept: Json) -> Word | None:
-    """What `to_json` wrote; None when nothing was kept. Fields of a newer version are left aside."""
+    """Read what `to_json` wrote; None when nothing was stored. Fields of a newer release are ignored."""
     return None if kept is None else cast("Word", codec_of(kind).decode(kept, "what a fleet has kept", False))
 
 
 async def notice_of(store: Store, run: str) -> Notice | None:
-    """What the owner of a run's policy says; None where there is none yet."""
+    """Return the notice of a run's owner; None where there is none yet."""
     return from_json(Notice, await store.get_state("", notice_key(run)))
 
 
 def notice_key(run: str) -> str:
-    """Where the owner's notice lies."""
+    """Return the key of the owner's notice."""
     return f"policy/{run}"
 
 
 def alive_key(run: str) -> str:
-    """Where the owner's heartbeat lies."""
+    """Return the key of the owner's heartbeat."""
     return f"policy/{run}/alive"
 
 
 def seat_key(run: str, number: int) -> str:
-    """Where a seat lies."""
+    """Return the key of a seat."""
     return f"gateway/{run}/{number}"

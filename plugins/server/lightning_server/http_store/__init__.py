@@ -1,4 +1,4 @@
-"""The store as a client sees it: the control API of one or several Lightning Servers."""
+"""`HttpStore`: a store over the control API of one or several Lightning Servers."""
 
 from lightning_server.http_store.store import HttpStore
 

@@ -1,8 +1,8 @@
-"""Asking servers: what every method of `HttpStore` does with its path, its body and the answer. Leases whose answer was
-lost are asked for again. And where the servers are: `http://a:8000`, `https://a,b/prefix?patience=600`, and `LIGHTNING_TOKEN`.
+"""The requests of `HttpStore`: path, body, and the reading of the answer. Lease requests whose answer was lost are sent again.
+The URLs of servers (`http://a:8000`, `https://a,b/prefix?patience=600`) and `LIGHTNING_TOKEN` are read here.
 
-The invariant: an answer is read as the type that was expected, or it is an error that names the request. A token is never
-part of a URL, so that nothing that shows a URL shows a token.
+The invariant: an answer is read as the expected type, or raises an error that names the request. A token is never part of a
+URL, so that nothing that shows a URL shows a token.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_server.messages import LeaseRequest
 
 
 class UnansweredLeases:
-    """Lease requests of one store that no server answered, with the ids that they were sent under; they may be of any thread.
+    """The lease requests of one store that no server answered, each with the id it was sent under. Any thread may use it.
 
-    The invariant: an id goes to one request at a time, and to none for more rollouts than it was first sent for: what a server
-    has given out under it is given again.
+    The invariant: an id belongs to one request at a time, and is never sent again for more rollouts than at first: a server
+    repeats the leases that it gave under the id.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,8 @@ class UnansweredLeases:
         self._kept: list[tuple[LeaseRequest, str]] = []
 
     def take(self, run: str, worker: str, limit: int) -> tuple[LeaseRequest, str] | None:
-        """A request of this worker for no more than `limit` rollouts, to be sent again now; None when there is none."""
+        """Remove and return a request of this worker for at most `limit` rollouts, to be sent again now; None when there is
+        none."""
         with self._lock:
             for place, (asked, _) in enumerate(self._kept):
                 if (asked.run, asked.worker) == (run, worker) and asked.limit <= limit:
@@ -44,25 +45,25 @@ class UnansweredLeases:
         return None
 
     def keep(self, asked: LeaseRequest, once: str) -> None:
-        """Remember a request that was not answered."""
+        """Keep a request that was not answered, unless it asked for nothing."""
         if asked.limit:
             with self._lock:
                 self._kept.append((asked, once))
 
     def forget(self, worker: str) -> None:
-        """The worker has given back whatever it was given."""
+        """Drop a worker's requests: it has given back all its leases."""
         with self._lock:
             self._kept = [kept for kept in self._kept if kept[0].worker != worker]
 
 
 PATIENCE: Final = 120.0
 EVERY_PROJECT: Final = "*"
-"""What a server says of a token that is bound to no project."""
+"""The project that a server names for a token of all projects."""
 PAGE: Final = 1000
 
 
 class Asking:
-    """The connection of an `HttpStore`, which says what the arguments are."""
+    """The connection of an `HttpStore`, where the arguments are described."""
 
     def __init__(
         self, urls: str | Sequence[str], *, token: str | Path | None = None, patience: float | None = None
@@ -77,14 +78,14 @@ class Asking:
         self._unanswered = UnansweredLeases()
         self._transport: Transport | None = None
         self.project: str | None = None
-        """The project that the servers show to this store's token; None: all, and before `open`."""
+        """The project that servers show to this store's token; None for all projects, and before `open`."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._urls)})"
 
     async def open(self, *, make: bool = True) -> None:
-        """See `Store.open`; a server has its store already. Raises `StoreError` when a server refuses the token,
-        `UnavailableError` when none answers."""
+        """Connect to the servers and check the token; `make` has no effect, since a server has its store already. Raises
+        `StoreError` when a server refuses the token, `UnavailableError` when none answers."""
         with self._lock:
             fresh = self._transport is None
             if self._transport is None:
@@ -100,7 +101,7 @@ class Asking:
             raise
 
     async def close(self) -> None:
-        """See `Store.close`."""
+        """Close the connections. Idempotent."""
         if self._transport is not None:
             await self._disconnect(self._transport)
 
@@ -113,7 +114,7 @@ class Asking:
 
     @property
     def answering(self) -> str:
-        """The URL of the server that answered last. Raises `StoreError` before `open`."""
+        """Return the URL of the server that answered last. Raises `StoreError` before `open`."""
         return self._opened().answering
 
     def _opened(self) -> Transport:
@@ -122,7 +123,7 @@ class Asking:
         return self._transport
 
     async def version(self) -> messages.Version:
-        """The release of the server, and what this store's token may do."""
+        """Ask for the server's release, and the scope and project of this store's token."""
         return cast("messages.Version", await self._ask("GET", ("version",), messages.Version))
 
     # asking -----------------------------------------------------------------------------------------------------
@@ -135,7 +136,8 @@ class Asking:
         query: Mapping[str, object] | None = None,
         **how: Any,
     ) -> Any:
-        """Ask, and read the answer as an `answer`. `how` are further fields of the `StoreRequest`, and `patience`."""
+        """Send a request, and read the answer as the type `answer`. `how` are further fields of `StoreRequest`, and `patience`.
+        Raises `NotFoundError` and the errors of the store."""
         transport, patience = self._opened(), how.pop("patience", None)
         if not all(path):
             raise DataError(f"an id or a name in {method} /{'/'.join(path)} is empty")
@@ -166,7 +168,7 @@ class Asking:
 
 
 def _quoted(part: str) -> str:
-    """Text for a path or a query. Raises `DataError` for what no URL can hold."""
+    """Percent-encode text for a path or a query. Raises `DataError` for text that no URL can hold."""
     try:
         return "%2E" * len(part) if part in (".", "..") else quote(part, safe="")
     except UnicodeEncodeError as error:
@@ -189,7 +191,7 @@ EXAMPLE: Final = "write http://host:port, several as http://host-a:port,host-b:p
 
 
 def split_urls(given: str | Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The URLs of the servers, without a slash at the end, and the options behind `?`. Raises `ConfigError`."""
+    """Return the URLs of the servers, without a slash at the end, and the options after `?`. Raises `ConfigError`."""
     texts = [given] if isinstance(given, str) else list(given)
     found: list[str] = []
     options: dict[str, str] = {}
@@ -221,7 +223,8 @@ def _checked(url: str) -> str:
 
 
 def token_or_complain(given: str | Path | None) -> str:
-    """The token that was given, that of a file, or the environment's. Raises `ConfigError`, which shows no part of it."""
+    """Return the token: the one given, the one in a given file, or the environment's. Raises `ConfigError` where there is none;
+    no error shows a part of it."""
     where = str(given) if isinstance(given, Path) else TOKEN_VARIABLE
     try:
         text = given.read_text(encoding="utf-8") if isinstance(given, Path) else given

@@ -1,11 +1,11 @@
 """`HttpStore`: the `Store` protocol over the control API of Lightning Servers.
 
-The invariant: it promises what the store behind the servers promises, through whichever of them answers; errors are the same
-classes with the same words. A request is sent until it is answered, and what must not be done twice is sent under an id.
+The invariant: it promises what the store behind the servers promises, whichever server answers; errors have the same classes
+and texts. A request is sent until it is answered; one that must not be done twice is sent under an id.
 
-Changes are heard of by requests that a server answers when there is news (`HttpWatch`). Each says what the last one told, so a
-change between two of them is told by the next, whichever server answers it. Servers that take turns behind one URL are asked
-now and then, not without end: each answers at once what it did not tell itself.
+Changes are heard by requests that a server answers when there is news (`HttpWatch`). Each request says what the last answer
+told, so a change between two requests is in the next answer, whichever server gives it. When several servers take turns behind
+one URL there are pauses between requests, because a server answers at once when another gave the last answer.
 """
 
 from __future__ import annotations
@@ -33,33 +33,39 @@ from lightning_server.messages import Changed
 from lightning_server.operations import LEASE_ANSWER, over_http
 
 BODY_BYTES: Final = 8 * 1024 * 1024
-"""Longer lists are sent in several requests; what is one unit is sent in one."""
+"""Lists with more bytes of JSON are sent in several requests; a longer single item is sent in one."""
 
 SHORTEST_ANSWER: Final = 3.0
-"""Seconds a server is given at least: what it has leased after that waits until the lease expires."""
+"""The least seconds that a server has to answer a lease request. If it leases later than that, the lease stays unused until it
+expires."""
 CHECKS: Final[Mapping[type, Callable[[Any], object]]] = {Rollout: rows.rollout_values, Span: rows.SPANS.values}
-"""What says of a noun that has no JSON what is wrong with it, better than JSON can."""
+"""Functions that raise a clearer error than JSON's for a value that has no JSON, by type."""
 
 
 class HttpStore(Operations, Asking):
     """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
 
-    A path names a file with the token, which is read again when servers refuse what it had: tokens may expire and be renewed
-    there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
-    pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for settings that cannot be meant.
+    `token` may be a path of a file with the token, which is read again when servers refuse the token: tokens may expire and be
+    renewed there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with
+    growing pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for impossible settings.
 
-    `create_rollouts`, `append` and a plugin's operations on lists send more than `BODY_BYTES` in several requests: all or none
-    of each. State that is a secret of the servers is not there, and cannot be kept.
+    `create_rollouts`, `append` and a plugin's operations on lists send more than `BODY_BYTES` in several requests, each of
+    which is done wholly or not at all. State that is a secret of the servers can neither be read nor written.
     """
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Ask for an operation."""
+        """Do an operation at a server. Raises `StoreError` that names the missing plugin where the server does not know a
+        plugin's operation."""
         try:
             return await self._called(over_http(operation), arguments)
         except UnknownRouteError as error:
             if operation.group is None:
                 raise
-            raise operation.group.lacking(operation, f"the server at {self._urls[0]}") from error
+            raise StoreError(
+                f"the server at {self._urls[0]} cannot do {operation.name}: it has no plugin that brings "
+                f"{operation.group.name!r}, or another release of it. Install {operation.group.distribution} there, and start "
+                "the server again"
+            ) from error
 
     async def _called(self, operation: HttpOperation, arguments: dict[str, Any]) -> Any:
         path = _path(operation, arguments)
@@ -85,7 +91,7 @@ class HttpStore(Operations, Asking):
     async def _told(
         self, operation: HttpOperation, path: Sequence[str], payload: bytes | None, how: Mapping[str, Any]
     ) -> Any:
-        """What a server answers to one request."""
+        """Send one request of an operation and return the operation's result."""
         answer = await self._ask(operation.method, path, operation.answered, payload, **how)
         if operation.result is type(None):
             return None
@@ -94,7 +100,7 @@ class HttpStore(Operations, Asking):
     async def _pages(
         self, operation: HttpOperation, path: Sequence[str], query: Mapping[str, object], arguments: Mapping[str, Any]
     ) -> Any:
-        """The items of every page from a cursor on, or the first `limit` of them."""
+        """Return the items of all pages, or the first `limit` of them; for an operation that returns a `Page`, return one."""
         most: int | None = arguments.get("limit")
         if operation.is_page:
             cursor = arguments["cursor"]
@@ -115,7 +121,7 @@ class HttpStore(Operations, Asking):
     async def _in_parts(
         self, operation: HttpOperation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]
     ) -> list[Any]:
-        """What is told of all that is asked for, from answers that tell it of some."""
+        """Return the results for all items `asked` for, from answers that have those of the first items only."""
         found: list[Any] = []
         while len(found) < len(asked):
             body = _body(operation, {operation.body[0].name: tuple(asked[len(found) : len(found) + PAGE])})
@@ -126,11 +132,12 @@ class HttpStore(Operations, Asking):
         return found
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Store.watch`."""
+        """Watch a run for changes."""
         return HttpWatch(lambda since, timeout: self._changed(run, since, timeout))
 
     async def _changed(self, run: str, since: str, timeout: float) -> messages.Changed | None:
-        """What a server says after `timeout` seconds at most; None when none could say it in that time."""
+        """Ask whether a run changed; a server answers after `timeout` seconds at most. None when no server answered in that
+        time."""
         query = {"run": run, "since": since, "timeout": timeout}
         try:
             changed = await self._ask(
@@ -144,14 +151,14 @@ class HttpStore(Operations, Asking):
 
     # leases -----------------------------------------------------------------------------------------------------
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
-        """See `Store.lease`. What was not answered in time is asked for first when the worker leases again."""
+        """Lease rollouts. A request that was not answered in time is repeated first when the worker leases again."""
         return [held.lease for held in (await self._lease(run, worker, limit, ttl, once)).leases]
 
     async def lease_for_agents(
         self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0
     ) -> tuple[list[tuple[Lease, LLM]], bool]:
-        """`lease`, with what the agent of each lease needs to call the model, and whether the run is over. Raises `StoreError`
-        when the server has no model for agents to call."""
+        """Lease rollouts, each with access to the model, and say whether the run is over. Raises `StoreError` when the server
+        has no gateway."""
         found = await self._lease(run, worker, limit, ttl, "")
         if any(one.llm is None for one in found.leases):
             raise StoreError(
@@ -176,7 +183,7 @@ class HttpStore(Operations, Asking):
             raise
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
-        """See `Store.renew`."""
+        """Prolong a lease by `ttl` seconds from now, and return it."""
         path = ("rollouts", lease.rollout.id, "attempts", str(lease.attempt), "renew")
         found = await self._ask(
             "POST",
@@ -188,25 +195,26 @@ class HttpStore(Operations, Asking):
         return replace(lease, expires_at=found.expires_at)
 
     async def release(self, worker: str, *, once: str = "") -> int:
-        """See `Store.release`."""
+        """Give back everything that a worker holds; return how many leases that were."""
         found = await super().release(worker, once=once)
         self._unanswered.forget(worker)
         return found
 
 
 def _id() -> str:
-    """For a call that its caller has not named: its answer may get lost on the way all the same."""
+    """Return an id for a call to which its caller gave none, because its answer may get lost."""
     return uuid.uuid4().hex
 
 
 def _once(operation: HttpOperation, arguments: Mapping[str, Any]) -> str:
-    """The id under which a call is sent. None says that it may be done twice."""
+    """Return the id under which a call is sent; empty for a call that may be done twice (its `once` is None)."""
     once: str | None = arguments.get("once") if operation.once else None
     return _id() if once == "" else once or ""
 
 
 def _within(ttl: float) -> float:
-    """Seconds a server has to answer about a lease of `ttl` seconds: a few servers may be asked before it is over."""
+    """Return the seconds that a server has to answer about a lease of `ttl` seconds, so that a few servers can be asked before
+    it expires."""
     return min(
         max(SHORTEST_ANSWER, ttl / 6), LEASE_ANSWER
     )  # in this order a NaN, which the server refuses, is no timeout
@@ -218,7 +226,7 @@ def _path(operation: HttpOperation, arguments: Mapping[str, Any]) -> tuple[str, 
 
 
 def _is_sent(part: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a parameter is in the query; one at its default is not."""
+    """Whether a parameter is sent in the query; one that has its default is not."""
     return part.default is REQUIRED or arguments[part.name] != part.default
 
 
@@ -227,7 +235,7 @@ def _shown(value: object) -> object:
 
 
 def _body(operation: HttpOperation, arguments: Mapping[str, Any]) -> Any:
-    """What is sent as the body; None when there is none."""
+    """Return the body of a request; None when it has none. Raises `DataError` for a value that is not JSON."""
     if not operation.body:
         return None
     for part in operation.body:
@@ -239,8 +247,8 @@ def _body(operation: HttpOperation, arguments: Mapping[str, Any]) -> Any:
 
 
 def _item(value: Any) -> bytes:
-    """A noun as JSON."""
-    if isinstance(value, Transition):  # refused before any part of the list is sent
+    """Return an item of a list as JSON. Raises `DataError` that says what is wrong with it."""
+    if isinstance(value, Transition):  # raises before any part of the list is sent
         rows.pack_extras(value.extras, f"the extras of transition {value.key}")
     try:
         return json_codec.to_bytes(value)
@@ -250,7 +258,7 @@ def _item(value: Any) -> bytes:
 
 
 def _bodies(field: str, items: Sequence[bytes]) -> Iterator[bytes]:
-    """`{field: [items]}`, in bodies of `BODY_BYTES` at most; an item that is longer comes alone."""
+    """Yield bodies `{field: [items]}` of `BODY_BYTES` at most; a longer item is alone in its body."""
     start = size = 0
     for end, item in enumerate(items):
         if end > start and size + len(item) > BODY_BYTES:
@@ -265,19 +273,20 @@ def _list(field: str, items: Sequence[bytes]) -> bytes:
 
 
 ROUND: Final = 25.0
-"""Seconds of one request; proxies cut off longer ones."""
+"""The longest wait of one request in seconds; proxies cut off longer ones."""
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 4.0
-"""Seconds until the next question when another server answered than the one that told the last."""
+"""The longest pause in seconds before the next request, when another server answered than the time before."""
 
 
 class HttpWatch:
-    """A `RunWatch`. `ask(since, timeout)` asks a server; None means that none could say in that time."""
+    """Waits for changes of a run. `ask(since, timeout)` asks a server, and returns None when no server answered in that
+    time."""
 
     def __init__(self, ask: Callable[[str, float], Awaitable[Changed | None]]) -> None:
         self._ask = ask
         self._since, self._pause = "", 0.0
-        self._told: dict[str, str] = {}  # what each server told last, by what it calls its watch
+        self._told: dict[str, str] = {}  # the last `since` of each server, by its watch's name
 
     async def __aenter__(self) -> Self:
         first = await self._ask("", 0.0)
@@ -288,10 +297,11 @@ class HttpWatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is held between requests."""
+        """Do nothing: no connection is held between requests."""
 
     async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`. True also when no server could be asked in that time: something may have changed."""
+        """Wait until something may have changed, `timeout` seconds at most; return whether it may have. True also when no
+        server answered in that time."""
         deadline = time.monotonic() + timeout
         while True:
             await asyncio.sleep(min(self._pause, max(deadline - time.monotonic(), 0.0)))
@@ -303,7 +313,8 @@ class HttpWatch:
                 return False
 
     def _heard(self, changed: Changed) -> bool:
-        """Whether there is news in an answer. None in that of another server which has told the same before."""
+        """Take in an answer, and return whether it has news. An answer that another server gave in the same words before has
+        none."""
         watch = changed.since.rpartition(".")[0]
         if watch == self._since.rpartition(".")[0]:
             self._pause = 0.0

@@ -1,9 +1,9 @@
-"""Requests to servers that may go away at any moment: failover, back-off, and the errors of the store made of answers.
+"""Requests to servers that may go away at any moment: failover, back-off, and the store's errors made of answers.
 
-The invariant: a request ends with an answer of a server, or with `UnavailableError` when its patience is over; one that must
-not be done twice has a name by which every server knows it again. After a refusal that may be one server's alone another one is
-asked next. Once a Lightning Server has answered, a page that is no answer of one means that it is away; before, a wrong URL.
-The token is sent in one header and shown nowhere.
+The invariant: a request ends with a server's answer, or with `UnavailableError` after its patience. A request that must not be
+done twice has an id that every server recognizes. After a refusal that may concern one server alone, another server is asked
+next. An answer that is not from a Lightning Server means a wrong URL, unless such a server has answered before: then it means
+that the server is away. The token is sent in one header and shown nowhere.
 """
 
 from __future__ import annotations
@@ -48,30 +48,31 @@ FIRST_DELAY: Final = 0.05
 LONGEST_DELAY: Final = 5.0
 CONNECT_SECONDS: Final = 5.0
 KEEP_ALIVE: Final = 60.0
-"""Seconds; below those of the server, so that it is never the one who hangs up."""
+"""Seconds that an idle connection is kept: fewer than the server's, so that the server never closes one first."""
 LONGEST_ANSWER: Final = 256 << 20
-"""Bytes of an answer, decompressed: many times a page (`server.api.paging`). A server is believed no more than that."""
+"""The longest answer that is read, in decompressed bytes; it is many times a page."""
 LONG: Final = 30.0
-"""Seconds of patience from which on it is said that a request is being repeated; who has less says it itself."""
+"""With at least this many seconds of patience, repeated requests are logged; with less, the caller says it."""
 BUSY: Final = 429
 TOO_LONG: Final = 413
 AWAY: Final = (502, 503, 504)
 LOOK: Final = "look at the proxy before it, and at whether the server behind that runs"
 LONG_BODY: Final = 64 * 1024
-"""Bytes from which on a body may be what a connection was cut off for: proxies that do so take shorter ones."""
+"""Only a body of at least this many bytes may be cut off for its length: proxies take shorter ones."""
 LARGE_BODY: Final = 1 << 20
-"""From this size on aiohttp wants bodies as a stream."""
+"""From this size in bytes on aiohttp wants bodies as a stream."""
 CUTS: Final = 4
-"""A body that was cut off so often, without an answer, is asked about (`Transport._is_too_long`)."""
+"""After this many cut-offs of a body without an answer, it is checked whether the body is too long
+(`Transport._is_too_long`)."""
 
 
 class TooLongError(DataError):
-    """What was sent is longer than the server, or a proxy before it, takes: it said so (413), or hangs up at it."""
+    """The request is longer than the server, or a proxy before it, takes: it answered 413, or closes the connection."""
 
 
 class PageError(UnavailableError):
-    """Something before the servers answers in their place, such as a proxy with an error page. It may be because of what was
-    asked."""
+    """Something other than a Lightning Server answered, such as a proxy with an error page. The cause may be the request
+    itself."""
 
 
 KINDS: Final[Mapping[str, type[LightningError]]] = {
@@ -81,14 +82,14 @@ KINDS: Final[Mapping[str, type[LightningError]]] = {
     "body_too_large": TooLongError,
     "schema": SchemaError,
 }
-"""The errors behind the words of a server's answers; every other word is a `StoreError`."""
+"""The errors for the words of a server's answers; every other word means `StoreError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """What to ask. `path` is percent-encoded below `PREFIX`; `once` is the name of what must not be done twice; `waits` is how
-    long the server may take on purpose, `answer_seconds` how long it may send nothing beyond that before it counts as gone, in
-    seconds."""
+    """One request. `path` is percent-encoded, below `PREFIX`. `once` is the id of a request that must not be done twice. A
+    server may take `waits` seconds on purpose, and may send nothing for `answer_seconds` beyond them before it counts as
+    gone."""
 
     method: str
     path: str
@@ -100,21 +101,21 @@ class StoreRequest:
 
 
 class TokenRefusedError(StoreError):
-    """The token opens nothing here: unknown, revoked, expired (401), or of another scope (403)."""
+    """The token is unknown, revoked or expired (401), or of another scope (403)."""
 
 
 class NotFoundError(Exception):
-    """The server knows the path and has nothing there."""
+    """The server knows the path, and nothing exists there."""
 
 
 class UnknownRouteError(StoreError):
-    """The server does not know the path."""
+    """The server does not know the path, such as one of a plugin that it does not have."""
 
 
 class Transport:
-    """The connections of one store, in a thread with an event loop of its own: whoever uses the store may be in any.
+    """The connections of one store, in a thread with its own event loop, so that any thread and loop may use the store.
 
-    `renew` says which token there is by now, when servers refuse the one that there was; it may raise `ConfigError`.
+    `renew` returns the present token when servers have refused the old one; it may raise `ConfigError`.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ class Transport:
         self._current = random.randrange(len(self._urls))  # noqa: S311 — spreads clients over servers
         self._process = os.getpid()
         self._closing = False
-        self._met = False  # a Lightning Server has answered: the URLs are right
-        self._cuts: Counter[tuple[str, int]] = Counter()  # of long bodies, by path and length, until they are answered
+        self._met = False  # whether a Lightning Server has answered, so that the URLs are right
+        self._cuts: Counter[tuple[str, int]] = Counter()  # cut-offs of long bodies, by path and length
         self._thread = LoopThread("lightning-store-http")
         self._over = asyncio.Event()
         self._session, self._fresh = asyncio.run_coroutine_threadsafe(self._open(), self._thread.loop).result()
@@ -136,12 +137,12 @@ class Transport:
 
     @property
     def answering(self) -> str:
-        """The server that answered last, or is asked next."""
+        """The URL of the server that answered last, or is asked next."""
         return self._urls[self._current]
 
     async def send(self, request: StoreRequest, patience: float | None = None) -> bytes:
-        """The body of a server's answer. Raises `NotFoundError` and what `KINDS` says, `UnavailableError` when no server
-        answered for `patience` seconds (default: the store's)."""
+        """Send a request and return the body of the answer. Raises `NotFoundError` and the errors in `KINDS`,
+        `UnavailableError` when no server answered for `patience` seconds (default: the store's)."""
         check_process(f"at {', '.join(self._urls)}", self._process)
         wanted = self._patience if patience is None else patience
         waiter = self._thread.submit(lambda: self._send(request, wanted), followed=True)
@@ -150,7 +151,7 @@ class Transport:
         return await waiter
 
     async def close(self) -> None:
-        """Let requests that have been sent end, but for those that wait for news, then disconnect."""
+        """Wait until the sent requests end, except those that wait for news, then disconnect."""
         self._closing = True
         if self._process == os.getpid():
             self._thread.loop.call_soon_threadsafe(self._over.set)
@@ -158,7 +159,8 @@ class Transport:
 
     # in the thread ----------------------------------------------------------------------------------------------
     async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
-        """Connections that are kept, and new ones for what was cut off: a kept one may have been dead before."""
+        """Open two sessions: one that keeps connections, and one that makes a new one each time, for requests that were cut
+        off, since a kept connection may have been dead."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
         fresh = aiohttp.TCPConnector(limit=0, force_close=True)
         none, accept = aiohttp.DummyCookieJar(), {"accept": "application/json"}
@@ -205,7 +207,7 @@ class Transport:
             delay = min(delay * 2, LONGEST_DELAY)
 
     async def _is_renewed(self, refused: str) -> bool:
-        """Whether there is another token now than the one that was refused."""
+        """Read the token again, and return whether it differs from the one that was refused."""
         if self._token == refused and self._renew is not None:
             try:
                 self._token = await asyncio.to_thread(self._renew)
@@ -214,12 +216,12 @@ class Transport:
         return self._token != refused
 
     def _pass_over(self, at: int) -> None:
-        """Begin with the server after `at` from now on, unless somebody else has seen to that."""
+        """Ask the server after `at` from now on, unless another request has changed the server already."""
         if at == self._current:
             self._current = (at + 1) % len(self._urls)
 
     async def _until_closed(self, attempt: Coroutine[Any, Any, bytes], waits: bool) -> bytes:
-        """The answer to one attempt; one that only waits for news is given up when the store is closed."""
+        """Return the answer to one attempt. An attempt that waits for news ends when the store is closed."""
         if not waits:
             return await attempt
         task, over = asyncio.create_task(attempt), asyncio.create_task(self._over.wait())
@@ -233,8 +235,8 @@ class Transport:
             await cancel(task)
 
     async def _is_too_long(self, at: int, request: StoreRequest) -> bool:
-        """Whether it is because of its length that a request was cut off: a long one, some times, by a server that answers a
-        short one."""
+        """Count that a request was cut off, and return whether its length is the reason: it is long, was cut off `CUTS` times,
+        and the server answers a short request."""
         if len(request.body or b"") < LONG_BODY:
             return False
         self._cuts[_same(request)] += 1
@@ -307,8 +309,8 @@ class Transport:
 
 
 class _AwayError(Exception):
-    """No answer, or one that says to ask again, after `pause` seconds. `cut`: the connection was there, and broke off; `page`:
-    something else answered that has no word for this."""
+    """There was no answer, or one that says to ask again after `pause` seconds. `cut`: the connection was made, and broke off.
+    `page`: something that is not a Lightning Server answered."""
 
     def __init__(self, message: str, pause: float = 0.0, *, cut: bool = False, page: bool = False) -> None:
         super().__init__(message)
@@ -316,7 +318,7 @@ class _AwayError(Exception):
 
 
 async def whole_body(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body of an answer. Raises `StoreError` for one of more than `most` bytes."""
+    """Read the body of an answer. Raises `StoreError` for one of more than `most` bytes."""
     body = await bounded(response.content.iter_any(), most)
     if body is None:
         raise StoreError(
@@ -331,7 +333,7 @@ def _asked(request: StoreRequest) -> str:
 
 
 def _same(request: StoreRequest) -> tuple[str, int]:
-    """What a request has in common with one that says the same again."""
+    """Return a key that is equal for repetitions of a request: its path and its body's length."""
     return request.path, len(request.body or b"")
 
 
@@ -343,7 +345,7 @@ def _hung_up(base: str, request: StoreRequest) -> str:
 
 
 def problem_in(body: bytes) -> Problem | None:
-    """What a server says is wrong; None when the answer is not a server's of ours."""
+    """Return the error in a server's answer; None when the answer is not a Lightning Server's."""
     try:
         return cast("Failure", json_codec.from_bytes(Failure, body, "the answer")).error
     except DataError:

@@ -1,4 +1,5 @@
 """A run whose policy server is scripted."""
 
-from tests.core.trainer.conftest import answering, bench, without_settling  # noqa: F401 — fixtures
+from tests.core.trainer.conftest import answering, without_settling  # noqa: F401 — fixtures
 from tests.core.trainer.test_opening import house  # noqa: F401 — a fixture
+from tests.plugins.bench import bench  # noqa: F401 — a fixture

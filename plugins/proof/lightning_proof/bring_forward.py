@@ -1,4 +1,4 @@
-"""Committed steps taken again, each under the settings of its own config epoch.
+"""Committed steps taken again, each under the settings of its own config epoch: for a resume, a fork, a replay and a proof.
 
 The invariant: a step is taken again on the batch that its record proves, by the algorithm and the optimizer that took it; where
 that cannot be, an error says so before anything is changed.
@@ -10,26 +10,26 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from pydantic import ValidationError
-
 from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
 from lightning.config import Config
-from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.context import Numeric, machine
+from lightning.trainer.context import Numeric, base_digest, machine
 from lightning.trainer.epochs import Epoch, epoch_at
-from lightning.trainer.lr_schedule import full_rate, rate_of
+from lightning.trainer.lr_schedule import optimizer_of, rate_of
 from lightning.trainer.own_loop import OWN_LOOP
+from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
-from lightning.trainer.teacher import Teacher, recorded_teacher, reference_of, teacher_again
+from lightning.trainer.teacher import TEACHER, Teacher, reference_of
 from lightning.trainer.training_data import PolicyFault, is_batch_of, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
+from pydantic import ValidationError
 
 logger = logging.getLogger(__name__)
 
@@ -83,18 +83,30 @@ def policy_fault_of(epoch: Epoch) -> PolicyFault:
     return float(found) if isinstance(found, (int, float)) else "exclude"
 
 
-def optimizer_of(config: Config) -> OptimizerConfig:
-    """The optimizer of the settings."""
-    engine = config.engine
-    return OptimizerConfig(
-        full_rate(config),
-        engine.betas,
-        engine.weight_decay,
-        engine.eps,
-        engine.max_grad_norm,
-        engine.critic_lr,
-        engine.minibatches,
-        engine.epochs,
+def recorded_teacher(record: StepRecord) -> Teacher | None:
+    """The teacher that a step was taken with."""
+    found = record.context.get(TEACHER)
+    if not isinstance(found, Mapping):
+        return None
+    return Teacher(str(found.get("name")), Path(str(found.get("model"))), str(found.get("sha256")))
+
+
+def teacher_again(recorded: Teacher, here: Teacher | None, run: Path | None = None) -> Teacher:
+    """The teacher of a step that is to be taken again: the one that is `here`, where it is the same, or that in its folder,
+    which may have moved with that of the `run`. Raises `ConfigError` where its files are gone, or are another's."""
+    if here is not None and here.digest == recorded.digest:
+        return here
+    places = [recorded.folder, *([] if run is None else [run / TEACHER / recorded.folder.name])]
+    found = [folder for folder in places if (folder / "config.json").is_file()]
+    for folder in found:
+        if base_digest(folder) == recorded.digest:
+            return replace(recorded, folder=folder)
+    if found:
+        problem = f"and the files in {found[0]} are another model's by now: bring back those that it had"
+    else:
+        problem = f"which is not at {recorded.folder} any more: bring it back there"
+    raise ConfigError(
+        f"the step was taken with the teacher {recorded.name} (SHA-256 {recorded.digest[:12]}...), {problem}"
     )
 
 
@@ -128,9 +140,8 @@ class Rewinder:
     ) -> None:
         """Call `use` (in a thread) with an engine that has the state after `step` steps; it is closed then. `watch` is called
         (in a thread) with the engine before each step that is taken again."""
-        state, begun = None, self.checkpoints.newest(step)
-        if begun is not None:
-            state = self.checkpoints.path(begun)
+        begun = self.checkpoints.newest(step)
+        state = None if begun is None else self.checkpoints.path(begun)
         left = self.records[begun or 0 : step]
         alike = [list(part) for _, part in itertools.groupby(left, key=lambda record: self._training(record.step))]
         for part in alike or [[]]:
@@ -142,8 +153,7 @@ class Rewinder:
                 for record in part:
                     if watch is not None:
                         await asyncio.to_thread(watch, engine, record)
-                    rate = rate_of(self._config_at(record.step), self.epochs[0].config, record.step)
-                    await take_again(self.store, record, self.epochs, self.given, engine, rate, self._teacher_at(last))
+                    await self._take(engine, record, self._teacher_at(last))
                 if part is (alike or [part])[-1]:
                     await asyncio.to_thread(use, engine)
                 else:
@@ -159,6 +169,15 @@ class Rewinder:
         engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
         if state is not None:
             engine.load(state)
+
+    async def bring_forward(self, engine: Engine, records: Sequence[StepRecord]) -> None:
+        """See `BringForward`: the engine is opened as one is `here`."""
+        for record in records:
+            await self._take(engine, record, self.teacher)
+
+    async def _take(self, engine: Engine, record: StepRecord, teacher: Teacher | None) -> None:
+        rate = rate_of(self._config_at(record.step), self.epochs[0].config, record.step)
+        await take_again(self.store, record, self.epochs, self.given, engine, rate, teacher)
 
     def needed(self, step: int) -> bool:
         """Whether some of the steps that lead from the newest checkpoint to `step` were taken by an engine that was opened
@@ -238,3 +257,29 @@ async def take_again(
             ", ".join(other),
             ", ".join(f"{record.context[key]} → {now[key]}" for key in other),
         )
+
+
+class Resumes(RunStage):
+    """Takes the steps of a run that goes on again, so that it may have fewer checkpoints than steps."""
+
+    api = API
+
+    async def bring_forward(
+        self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
+    ) -> BringForward:
+        """See `RunStage.bring_forward`."""
+        again = Rewinder(
+            start.store,
+            records,
+            epochs,
+            Checkpoints(start.folder / "checkpoints", start.config.trainer.keep_checkpoints),
+            start.make_engine,
+            start.model,
+            start.config,
+            [algorithm for _, algorithm in start.phases],
+            teacher=teacher,
+        )
+        if again.needed(len(records)):
+            start.reporter.phase("taking steps again under the settings that they were taken with")
+            await again.bring_to(len(records), lambda engine: engine.save(again.checkpoints.path(len(records))))
+        return again.bring_forward
