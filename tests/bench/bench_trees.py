@@ -93,7 +93,9 @@ async def _cpu_of(role: str, server: bench_gateway.Server) -> dict[str, float]:
             return {"CPU of a call with a long prompt, ms": cpu}
         found = {}
         for concurrency in bench_gateway.CONCURRENCIES:
-            await bench_gateway.cpu_of_a_call(http, server, concurrency, bench_gateway.WARM)
+            await bench_gateway.cpu_of_a_call(
+                http, server, concurrency, CALLS
+            )  # a gateway's first seconds are its start
             cpu = await bench_gateway.cpu_of_a_call(http, server, concurrency, CALLS)
             found[f"CPU of a call, {concurrency} at a time, ms"] = cpu
         return found
