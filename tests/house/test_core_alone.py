@@ -128,7 +128,7 @@ def test_the_core_alone_trains_is_killed_and_resumes(programs: Path, tmp_path: P
     assert started("--resume").wait(timeout=600) == 0, output.read_text()
     after = committed(tmp_path)
     assert after[: len(before)] == before, "a committed step is never undone"
-    assert [record.step for record in after] == list(range(STEPS))
+    assert [record.step for record in after] == list(range(1, STEPS + 1))
     assert any(record.rollouts for record in after[len(before) :]), "the resumed run goes on learning"
     assert list((tmp_path / "run/model").glob("*.safetensors"))
 

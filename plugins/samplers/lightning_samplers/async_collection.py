@@ -1,8 +1,9 @@
 """The sampler that goes on sampling while the engine trains.
 
-The invariant: a group begins with the policy server's current version, recorded as `Rollout.step` before an agent runs, and is
-taken by one step at most `trainer.max_staleness` later (`lightning_samplers.pacing`); no group is thrown away. The store has
-the whole state: which groups have begun, and, in `StepRecord.groups`, which were taken.
+The invariant: a group begins with the policy server's current weights, and the number of the next step is recorded as
+`Rollout.step` before an agent runs; that step takes it, or one at most `trainer.max_staleness` later
+(`lightning_samplers.pacing`); no group is thrown away. The store has the whole state: which groups have begun, and, in
+`StepRecord.groups`, which were taken.
 
 A group begins only when a place for an agent is free, so that it has the newest weights. Evaluations use the same places,
 before new groups; no step is taken meanwhile, so that all their tokens are of one version.

@@ -1,7 +1,7 @@
 """Decide how far sampling may run ahead of training: which groups may begin, and which groups a step takes.
 
-The invariant: a group that begins while the policy server has version a is taken by a step s with a <= s <= a + K, where K
-is the bound on staleness; and no group is ever thrown away to keep this bound.
+The invariant: a group that begins while step a is next is taken by a step s with a <= s <= a + K, where K is the bound on
+staleness; and no group is ever thrown away to keep this bound.
 
 Every group has a deadline, the step a + K. Let R(t) be the open groups (begun, not taken) whose deadline is t or earlier,
 and B the number of groups that a step takes. The groups that are open before step s can meet their deadlines if and only if
