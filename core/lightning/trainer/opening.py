@@ -77,7 +77,6 @@ class RunOpening:
     progress: bool
     from_run: str | None
     recorded: str | None
-    _base: Path
     _project: str
     _rate_chosen: str
     _steps_set: bool
@@ -266,7 +265,15 @@ class RunOpening:
         open_in_order = one_by_one if shares_gpu(self.config) else together
         return await open_in_order(
             self._open_stack(
-                made.resources, self.out, run, store, made.runner, made.prompts, restores=restores, sender=sender
+                made.resources,
+                self.out,
+                made.start.model,
+                run,
+                store,
+                made.runner,
+                made.prompts,
+                restores=restores,
+                sender=sender,
             ),
             asyncio.to_thread(self._open_engine, engine, made, critic=critic),
         )
@@ -275,6 +282,7 @@ class RunOpening:
         self,
         resources: AsyncExitStack,
         folder: Path,
+        model: Path,
         run: Run,
         store: Store,
         runner: Runner,
@@ -288,7 +296,7 @@ class RunOpening:
             run=run,
             config=with_dtypes(self.config, self.model, self.engine),
             folder=folder,
-            model=self._base,
+            model=model,
             store=store,
             runner=runner,
             prompts=prompts,
@@ -311,8 +319,8 @@ class RunOpening:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
         other = reference_of(engine, made.teacher)
         optimizer = optimizer_of(self.config)
-        engine.open(self._base, optimizer, seed=self.config.trainer.seed, critic=critic, **other)
-        return base_digest(self._base, self.out / "base.json")
+        engine.open(made.start.model, optimizer, seed=self.config.trainer.seed, critic=critic, **other)
+        return base_digest(made.start.model, self.out / "base.json")
 
     async def _begin(self, made: Prepared, stack: Stack) -> Trackers:
         """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over.

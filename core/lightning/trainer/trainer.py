@@ -106,7 +106,7 @@ class Trainer(RunOpening):
         _check_settings(self.config, store)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
-        self.model = self._base = resolve_model(model)
+        self.model = resolve_model(model)
         self.algorithm = schedule.at(1) if isinstance(schedule, AlgorithmSchedule) else schedule
         self._rate_chosen = ""
         if isinstance(schedule, AlgorithmSchedule) and self.config.engine.lr is None:
@@ -171,7 +171,13 @@ class Trainer(RunOpening):
         async with self._prepared(agent, train, val, sampler) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(
-                    made.resources, self.out, made.start.run, made.start.store, made.runner, made.prompts
+                    made.resources,
+                    self.out,
+                    made.start.model,
+                    made.start.run,
+                    made.start.store,
+                    made.runner,
+                    made.prompts,
                 )
                 trackers = await self._begin(made, stack)
                 say_how_to_join(stack, made.start.reporter)
@@ -241,7 +247,7 @@ class Trainer(RunOpening):
             if not isinstance(self.algorithm, SearchAlgorithm):
                 await check_model(self._make_engine(self.config), self.model, reporter)
             reporter.phase("starting the policy server")
-            stack = await self._open_stack(resources, folder, run, store, runner, prompts)
+            stack = await self._open_stack(resources, folder, self.model, run, store, runner, prompts)
             await stack.tell_how_to_call()
             say_how_to_join(stack, reporter)
             report = await rehearse(stack, tasks, self.train_agents, self.algorithm, reporter)

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from lightning.cli.locate import with_store
+from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
+from lightning.trainer import opening
 from lightning_proof.audit import audit
 
 from tests.core.trainer.conftest import LedgerEngine
@@ -80,6 +82,27 @@ def test_a_fork_with_adapters_trains_them_on_the_other_runs_weights(
     assert equal(theirs, ours)
     assert model(forked / "model").keys() == theirs.keys()
     assert any(name.endswith("lora_A.default.weight") for name in state(forked / "checkpoints" / "step-00000001"))
+
+
+def test_engine_and_policy_server_of_a_fork_open_its_model(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its start and when it goes on: its checkpoints hold adapters alone."""
+    opened: list[tuple[str, Path]] = []
+    engine, stack = TorchEngine.open, opening.open_stack
+
+    def open_engine(self: TorchEngine, model: Path, *given: Any, **more: Any) -> None:
+        opened.append(("engine", model))
+        engine(self, model, *given, **more)
+
+    def open_server(*given: Any, **more: Any) -> Any:
+        opened.append(("server", more["model"]))
+        return stack(*given, **more)
+
+    parent = train("parent", 1)
+    monkeypatch.setattr(TorchEngine, "open", open_engine)
+    monkeypatch.setattr(opening, "open_stack", open_server)
+    for steps, resume in ((1, False), (2, True)):
+        fork = train("fork", steps, from_run=str(parent), resume=resume, engine__lora={"rank": 2})
+        assert {*opened[-2:]} == {("engine", fork / "forked"), ("server", fork / "forked")}
 
 
 async def test_a_forks_first_rollouts_see_its_parents_weights(bench: Bench, tmp_path: Path) -> None:
