@@ -421,15 +421,12 @@ class Decoder:
         self._full: dict[int, bytes] = {}
 
     async def decode(self, n: int, parent: int | None, blob: bytes) -> CallTokens:
-        """The tokens of transition `n`. Raises `StoreError` when it or one of its parents is damaged."""
-        await self._resolve(n, parent)
-        tokens = decode(blob, self._full[parent] if parent is not None else b"")
-        self._full[n] = full_tokens(tokens)
-        return tokens
-
-    async def _resolve(self, child: int, parent: int | None) -> None:
-        """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""
-        chain: list[Row] = []
+        """Return the tokens of transition `n`, a row of the database. Raises `StoreError` when the row or one of its parents is
+        damaged."""
+        chain: list[Row] = [
+            (n, parent, blob)
+        ]  # with the ancestors, decoded from the oldest on: no recursion, which may be deep
+        child = n
         while parent is not None and parent not in self._full:
             if parent >= child:
                 raise StoreError(f"transition {child} names a later one, {parent}, as its parent: the row is corrupt")
@@ -438,6 +435,7 @@ class Decoder:
                 raise StoreError(f"transition {parent}, the parent of {child}, is missing")
             chain.append(row)
             child, parent = parent, row[1]
-        for n, above, blob in reversed(chain):
-            tokens = decode(blob, self._full[above] if above is not None else b"")
-            self._full[n] = full_tokens(tokens)
+        for known, above, stored in reversed(chain):
+            tokens = decode(stored, self._full[above] if above is not None else b"")
+            self._full[known] = full_tokens(tokens)
+        return tokens

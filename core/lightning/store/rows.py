@@ -241,14 +241,17 @@ class Form:
     read: Callable[[Any, str], Any] | None = None
 
 
+_SIMPLE: Final[Mapping[object, Form]] = {
+    **dict.fromkeys((str, int, bytes), Form()),
+    float: Form(finite),
+    bool: Form(lambda value, _: int(value), lambda value, _: bool(value)),
+}
+
+
 def _form(kind: Any) -> Form:
-    """How a field of a type is kept, unless its noun says otherwise."""
-    if kind in (str, int, bytes):
-        return Form()
-    if kind is float:
-        return Form(finite)
-    if kind is bool:
-        return Form(lambda value, _: int(value), lambda value, _: bool(value))
+    """Return how a field of a type is kept, unless the table of its noun says otherwise."""
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return Form(lambda value, _: value.value, lambda value, _: kind(value))
     origin, arguments = get_origin(kind), get_args(kind)
@@ -405,6 +408,14 @@ SPANS: Final = Columns(
     forms={"name": PLAIN, "error": PLAIN, "service": PLAIN},
     words={"attributes": "an attribute", "started_at": "started_at", "ended_at": "ended_at"},
 )
+
+
+def _number_of_step(step: int, what: str) -> int:
+    if step < 1:
+        raise DataError(f"{what} is {step}: count the steps of a run from 1")
+    return step
+
+
 STEPS: Final = Columns(
     StepRecord,
     "step {_.step} of run {_.run!r}",
@@ -413,8 +424,10 @@ STEPS: Final = Columns(
         "rollouts": Form(
             lambda pairs, _: dump([[rollout, attempt] for rollout, attempt in pairs]),
             lambda text, what: tuple((rollout, attempt) for rollout, attempt in as_list(text, what)),
-        )
+        ),
+        "step": Form(_number_of_step),
     },
+    words={"step": "the number"},
 )
 
 

@@ -8,7 +8,6 @@ A copy is an SQLite store, since both databases have the same tables: every comm
 from __future__ import annotations
 
 import asyncio
-import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -17,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
 from lightning.store.pages import batched
-from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables
+from lightning.store.relational.transaction import MADE, Operation, SqlPart, Transaction, make_tables
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
 from lightning.store.sqlite.connection import make_tables as make_sqlite_tables
@@ -149,13 +148,11 @@ async def _make_groups(transaction: Transaction, groups: Mapping[str, SqlPart], 
         await make_tables(transaction, name, part.tables, where)
 
 
-_TABLE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+TABLE\s+(\w+)", re.IGNORECASE)
-
-
 def _tables_of(groups: Mapping[str, SqlPart]) -> list[str]:
-    """The tables of each group, those first that were made first."""
+    """Return the tables of the groups, in the order in which they are made."""
     statements = (statement for part in groups.values() for step in part.tables for statement in step)
-    return list(dict.fromkeys(found[1] for each in statements if (found := _TABLE.match(each))))
+    found = filter(None, map(MADE.match, statements))
+    return list(dict.fromkeys(each[2] for each in found if each[1].upper() == "TABLE"))
 
 
 def _new_sqlite(path: Path) -> sqlite3.Connection:

@@ -314,13 +314,12 @@ async def complete(
         )
         if excused:
             await transaction.run(GIVE_BACK, (where.n,))
-        ending = end.fault or "reward"
         await transaction.run(
             "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ?, "
             "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?",
             (
                 await transaction.now(),
-                ending,
+                end.fault or "reward",
                 end.digest,
                 *end.kept,
                 rollout,
@@ -390,14 +389,13 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     attempt = call.transition.attempt
     key = (where.n, attempt, call.transition.seq)
     if not rollout_state.may_write(where.position, attempt):
-        if not await _is_repeated(transaction, where, key, call):
-            rollout_state.check_fence(where.position, attempt)
+        await _repeat(transaction, where, key, call)
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
     n = await transaction.insert(INSERT_TRANSITION, (*key[:2], parent.key if parent else None, *call.values, blob))
     if n is None:
-        assert await _is_repeated(transaction, where, key, call), "what is in the way of a call has its key"
+        await _repeat(transaction, where, key, call)
         return False
     known = KnownTransition(n, blob[: codec.HEAD_BYTES], call.tokens)
     extended = parent if parent is not None and parent.tokens.length == shared * codec.ITEM else None
@@ -407,19 +405,22 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     return True
 
 
-async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int, int, int], call: NewCall) -> bool:
-    """Whether the call is stored; as one that was answered when it did not arrive, and then no longer."""
+async def _repeat(transaction: Transaction, where: Standing, key: tuple[int, int, int], call: NewCall) -> None:
+    """Check that a call equals the stored call with its key, and mark the stored call as aborted if this one is: its answer did
+    not arrive. Raises `ConflictError` for another content, and `StaleAttemptError` for a call of an attempt that is not the
+    running one if it is not stored, or to mark it."""
     row = await transaction.one(
         "SELECT digest, caller FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?", key
     )
     if row is None:
-        return False
+        rollout_state.check_fence(where.position, call.transition.attempt)
+        raise AssertionError("a call is left out only where another one has its key")
     (stored, caller), transition, content = row, call.transition, call.packed.digest
     labels = await labels_of(transaction, transition.rollout, transition.attempt)
     if labels.get(transition.id) == transition.caller:  # as it was labelled since
         transition = replace(transition, caller=rows.caller_from_text(caller))
     if stored == rollout_state.record_digest(transition, content):
-        return True
+        return
     for answered in rollout_state.answered(transition):
         if stored == rollout_state.record_digest(answered, content):
             rollout_state.check_fence(where.position, transition.attempt)
@@ -427,7 +428,7 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
                 "UPDATE transitions SET status = ?, digest = ? WHERE rollout = ? AND attempt = ? AND seq = ?",
                 (transition.status.value, call.values[-1], *key),
             )
-            return True
+            return
     raise rollout_state.stored_otherwise(transition)
 
 
@@ -686,20 +687,20 @@ async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
 
 
 @once_only
-async def put_state(transaction: Transaction, run: str, key: str, value: Json) -> None:
-    """See `Store.put_state`."""
+async def put_state(transaction: Transaction, run: str, key: str, text: str) -> None:
+    """Do `Store.put_state`; `text` is the value as JSON."""
     await transaction.run(
         "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value",
-        (run, key, rows.dump(value, f"the state {key!r}")),
+        (run, key, text),
     )
     await transaction.changed(run)
 
 
-async def keep_state(transaction: Transaction, run: str, key: str, value: Json) -> Json:
-    """See `Store.keep_state`."""
+async def keep_state(transaction: Transaction, run: str, key: str, text: str) -> Json:
+    """Do `Store.keep_state`; `text` is the value as JSON."""
     if await transaction.run(
         "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING",
-        (run, key, rows.dump(value, f"the state {key!r}")),
+        (run, key, text),
     ):
         await transaction.changed(run)
     return await get_state(transaction, run, key)

@@ -7,47 +7,46 @@ known by a name what it was answered (`answers`); a lease without a name is anot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from lightning.store import rollout_state
+from lightning.store import rollout_state, rows
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
 from lightning.store.relational import operations
 from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables, version_of
-from lightning.types import Outcome, Rollout, Transition
+from lightning.types import Json, Outcome, Rollout, Transition
 
 T = TypeVar("T")
-READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
-    "get_run": operations.get_run,
-    "list_runs": operations.list_runs,
-    "get_rollout": operations.get_rollout,
-    "list_rollouts": operations.list_rollouts,
-    "count_rollouts": operations.count_rollouts,
-    "next_seq": operations.next_seq,
-    "transitions": operations.transitions,
-    "transitions_of": operations.transitions_of,
-    "attempts_of": operations.attempts_of,
-    "steps": operations.steps,
-    "last_step": operations.last_step,
-    "metrics": operations.metrics,
-    "get_state": operations.get_state,
-}
-"""What reads for an operation of the table, from a transaction and with the operation's arguments by name."""
-WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
-    "put_run": operations.put_run,
-    "create_rollouts": operations.create_rollouts,
-    "lease": operations.lease,
-    "renew": operations.renew,
-    "release": operations.release,
-    "commit_step": operations.commit_step,
-    "log_metrics": operations.log_metrics,
-    "put_state": operations.put_state,
-    "keep_state": operations.keep_state,
-}
-"""What writes for an operation, in the same way."""
-OWN: Final = SqlPart(READS, WRITES, whole=("transitions", "transitions_of", "attempts_of"))
+OWN: Final = SqlPart(
+    reads={
+        "get_run": operations.get_run,
+        "list_runs": operations.list_runs,
+        "get_rollout": operations.get_rollout,
+        "list_rollouts": operations.list_rollouts,
+        "count_rollouts": operations.count_rollouts,
+        "next_seq": operations.next_seq,
+        "transitions": operations.transitions,
+        "transitions_of": operations.transitions_of,
+        "attempts_of": operations.attempts_of,
+        "steps": operations.steps,
+        "last_step": operations.last_step,
+        "metrics": operations.metrics,
+        "get_state": operations.get_state,
+    },
+    writes={
+        "put_run": operations.put_run,
+        "create_rollouts": operations.create_rollouts,
+        "lease": operations.lease,
+        "renew": operations.renew,
+        "release": operations.release,
+        "commit_step": operations.commit_step,
+        "log_metrics": operations.log_metrics,
+    },
+    whole=("transitions", "transitions_of", "attempts_of"),
+)
+"""The functions of a transaction that do the store's own operations, but for those that are methods of `RelationalStore`."""
 
 
 class _TakenBackError(Exception):
@@ -126,4 +125,16 @@ class RelationalStore(Operations, ABC):
         calls: list[operations.NewCall] = []
         return await self._write(
             partial(operations.append, calls=calls), first=lambda: calls.extend(map(operations.prepare, given))
+        )
+
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
+        """See `Store.put_state`."""
+        await self._write(
+            partial(operations.put_state, run=run, key=key, text=rows.dump(value, f"the state {key!r}"), once=once)
+        )
+
+    async def keep_state(self, run: str, key: str, value: Json) -> Json:
+        """See `Store.keep_state`."""
+        return await self._write(
+            partial(operations.keep_state, run=run, key=key, text=rows.dump(value, f"the state {key!r}"))
         )

@@ -104,7 +104,7 @@ def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..
 
     @wraps(function)
     async def done(transaction: Transaction, *, once: str | None, **arguments: Any) -> Json:
-        known_as = rollout_state.known_as(once or "", function.__name__, repr(arguments))
+        known_as = rollout_state.known_as(once or "", function.__name__, arguments)
         return await done_once(
             transaction, known_as, arguments.get("run", ""), lambda: function(transaction, **arguments)
         )
@@ -143,7 +143,8 @@ KEEP_VERSION: Final = (
     "INSERT INTO operation_groups (name, version) VALUES (?, ?) "
     "ON CONFLICT (name) DO UPDATE SET version = excluded.version"
 )
-_MADE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+(?:UNIQUE\s+)?(TABLE|INDEX)\s+(\w+)", re.IGNORECASE)
+MADE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+(?:UNIQUE\s+)?(TABLE|INDEX)\s+(\w+)", re.IGNORECASE)
+"""Matches a statement that makes, changes or drops a table or an index: which of the two, and its name."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ async def make_tables(transaction: Transaction, group: str, tables: Sequence[Seq
             "install the newer release of the plugin, with which they were made"
         )
     for statement in (statement for step in tables[there:] for statement in step):
-        found = _MADE.match(statement)
+        found = MADE.match(statement)
         if found and found[2] != group and not found[2].startswith(f"{group}_"):
             raise StoreError(
                 f"the plugin that brings {group!r} would make {found[2]!r} in {where!r}: its tables and indexes are called "
