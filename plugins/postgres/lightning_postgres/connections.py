@@ -172,7 +172,7 @@ class Connections:
             raise StoreError(
                 f"store {self._settings.place} rolled back what it was to commit ({status}): nothing was changed"
             )
-        parents.publish()
+        parents.keep()
         return result
 
 
