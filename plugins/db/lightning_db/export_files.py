@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import orjson
-from lightning.cli.output import plain_json
 from lightning.errors import MissingExtraError, StoreError
+from lightning.printable import plain_json
 
 from lightning_db.export import Cell, ColumnKind, Record
 
