@@ -221,9 +221,17 @@ def encode_outcome(outcome: Outcome, notes: Mapping[str, Json] | None = None) ->
     for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):
         data = _try_dump(candidate, notes)
         if data is not None and len(data) <= LONGEST_REPLY and json_values(data) <= MOST_VALUES:
-            return data
-        logger.warning("not all that an agent reported can be sent: leaving out tool arguments, or else everything")
-    return _dump(asdict(silent))
+            break
+    else:
+        candidate, data = silent, _dump(asdict(silent))
+    if candidate is not outcome:
+        kept = (
+            "everything but tool arguments and results"
+            if candidate.tool_events
+            else "the reward and what it is made of"
+        )
+        logger.warning("not all that an agent reported can be sent: keeping %s", kept)
+    return data
 
 
 def without_arguments(outcome: Outcome) -> Outcome:
