@@ -415,7 +415,7 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
     if isinstance(error, StoreError):
         return refuse_unstored(error)
     log.error("the stage %s failed on a call of %s (%s)", stage.said, rollout, point, exc_info=error)
-    told = str(error) if isinstance(error, ChangedFieldError) else type(error).__name__  # other texts may have credentials
+    told = str(error) if isinstance(error, ChangedFieldError) else type(error).__name__  # others may quote credentials
     message = (
         f"The stage {stage.said} failed on this call ({point}: {told}), so that it is not answered. The gateway's log has the "
         f"reason. Mend the plugin, or start without it: {stage.off}"

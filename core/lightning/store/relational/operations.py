@@ -696,20 +696,20 @@ async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
 
 
 @once_only
-async def put_state(transaction: Transaction, run: str, key: str, text: str) -> None:
-    """Keep a value under a key of the state (`Store.put_state`); `text` is the value as JSON."""
+async def put_state(transaction: Transaction, run: str, key: str, value: str) -> None:
+    """Keep a value under a key of the state (`Store.put_state`); `value` is JSON."""
     await transaction.run(
         "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value",
-        (run, key, text),
+        (run, key, value),
     )
     await transaction.changed(run)
 
 
-async def keep_state(transaction: Transaction, run: str, key: str, text: str) -> Json:
-    """Keep a value if the key has none (`Store.keep_state`); `text` is the value as JSON."""
+async def keep_state(transaction: Transaction, run: str, key: str, value: str) -> Json:
+    """Keep a value if the key has none (`Store.keep_state`); `value` is JSON."""
     if await transaction.run(
         "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING",
-        (run, key, text),
+        (run, key, value),
     ):
         await transaction.changed(run)
     return await get_state(transaction, run, key)

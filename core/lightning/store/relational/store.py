@@ -17,7 +17,7 @@ from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
 from lightning.store.relational import operations
 from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables, version_of
-from lightning.types import Json, Outcome, Rollout, Transition
+from lightning.types import Outcome, Rollout, Transition
 
 T = TypeVar("T")
 OWN: Final = SqlPart(
@@ -44,6 +44,8 @@ OWN: Final = SqlPart(
         "release": operations.release,
         "commit_step": operations.commit_step,
         "log_metrics": operations.log_metrics,
+        "put_state": operations.put_state,
+        "keep_state": operations.keep_state,
     },
     whole=("transitions", "transitions_of", "attempts_of"),
 )
@@ -82,6 +84,8 @@ class RelationalStore(Operations, ABC):
         """Run the function of an operation in a transaction."""
         if operation.group is not None:
             return await self._call_of(operation.group, operation, arguments)
+        if "value" in arguments:  # a value of the state becomes JSON before the transaction, during which others wait
+            arguments = {**arguments, "value": rows.dump(arguments["value"], f"the state {arguments['key']!r}")}
         return await self._run(OWN, operation.name, partial(OWN.functions[operation.name], **arguments))
 
     async def _run(self, part: SqlPart, name: str, work: Operation[Any]) -> Any:
@@ -126,16 +130,4 @@ class RelationalStore(Operations, ABC):
         calls: list[operations.NewCall] = []
         return await self._write(
             partial(operations.append, calls=calls), first=lambda: calls.extend(map(operations.prepare, given))
-        )
-
-    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
-        """Keep a JSON value under a key of the state (`Store.put_state`)."""
-        await self._write(
-            partial(operations.put_state, run=run, key=key, text=rows.dump(value, f"the state {key!r}"), once=once)
-        )
-
-    async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """Keep a JSON value if the key has none, and return the kept value (`Store.keep_state`)."""
-        return await self._write(
-            partial(operations.keep_state, run=run, key=key, text=rows.dump(value, f"the state {key!r}"))
         )
