@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -58,7 +58,8 @@ def guard_of(limits: LimitsConfig, host: str) -> PortGuard | None:
             wanted = f"gateway.limits.{name} = {value!r}"
     if not is_loopback(host):
         wanted = f"to listen on {host!r}, beyond this machine,"
-    return plugins().port(wanted) if wanted != "a port" or plugins().names("ports") else None
+    needed = wanted != "a port" or plugins().names("ports")
+    return cast("PortGuard", plugins().sole("ports", wanted)) if needed else None
 
 
 class Entrance:

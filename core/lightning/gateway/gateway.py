@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -276,7 +276,8 @@ def build_front(parts: Parts) -> Front:
             raise GatewayError(f"a plugin registers the route {name!r}: name it as its path, or 'GET' and its path")
         if (path := f"/{route}") in (*endpoints, *gets):
             raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
-        (gets if method else endpoints)[path] = plugins().route(name)(parts)
+        made = cast("Callable[[Parts], ASGIApp]", plugins().get("routes", name))
+        (gets if method else endpoints)[path] = made(parts)
     others = Others(parts, tuple(endpoints), tuple(gets))
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
@@ -333,7 +334,7 @@ def spoken(config: GatewayConfig) -> list[Dialect]:
     `GatewayError` for a plugin's dialect whose path is not the one it is registered with, or is in use."""
     found: list[Dialect] = [Chat()]
     for name in plugins().names("dialects"):
-        dialect = plugins().dialect(name)(config)
+        dialect = cast("Callable[[GatewayConfig], Dialect]", plugins().get("dialects", name))(config)
         if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):
             raise GatewayError(
                 f"a plugin registers the dialect {name!r} for {dialect.path}: each has its own path, /{name}"
