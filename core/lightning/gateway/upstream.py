@@ -1,6 +1,7 @@
-"""The policy servers behind the gateway. `Pool` knows which servers are alive. `Forwarder` sends a call: it waits for holds,
-picks the rollout's server, and tries another server as long as none has begun to answer. `Watch` ends a call that nobody waits
-for, or whose server is dead.
+"""The policy servers behind the gateway: which are alive, how a call is sent to them, and when a call ends without an answer.
+
+`Pool` knows which servers are alive. `Forwarder` sends a call: it waits for holds, picks the rollout's server, and tries
+another server as long as none has begun to answer. `Watch` ends a call that nobody waits for, or whose server is dead.
 
 The invariants: a rollout stays with one server, which has its prefix cache, while that server is alive. A server that cannot be
 reached, or in whose place another server answers, gets no requests until it answers again. A request waits for a server for a

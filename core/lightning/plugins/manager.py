@@ -240,27 +240,25 @@ class Plugins:
         have."""
         from lightning.store.protocol import Store
 
-        brought: dict[str, Operation] = {}
+        brought: list[Operation] = []
+        owners: dict[str, PluginInfo] = {}
         for name in self.names("operations"):
             group = cast("Callable[[], OperationGroup]", self.get("operations", name))()
             owner = self.owner("operations", name)
             if group.name != name:
                 raise PluginError(f"the plugin {owner} registers the group of operations {group.name!r} as {name!r}")
             for operation in group.operations:
-                other = brought.get(operation.name)
+                other = owners.get(operation.name)
                 if other is not None or hasattr(Store, operation.name):
-                    first = "the store" if other is None else f"the plugin {self._owner_of(other)}"
+                    first = "the store" if other is None else f"the plugin {other}"
                     culprit = "the plugin" if other is None else "one of them"
                     raise PluginError(
                         f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall {culprit}, or "
                         f"set {DISABLE} to it."
                     )
-                brought[operation.name] = operation
-        return tuple(brought.values())
-
-    def _owner_of(self, operation: Operation) -> PluginInfo:
-        assert operation.group is not None, "a plugin brings it"
-        return self.owner("operations", operation.group.name)
+                owners[operation.name] = owner
+                brought.append(operation)
+        return tuple(brought)
 
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""

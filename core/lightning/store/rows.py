@@ -1,4 +1,6 @@
-"""Converts nouns to database values and back. Each noun has a table of columns, made from its dataclass. Nested nouns (callers,
+"""Converts nouns to database values and back.
+
+Each noun has a table of columns, made from its dataclass. Nested nouns (callers,
 tool events, step rewards and states, labels) become JSON text. Extras, the opaque bytes that plugins keep with a call, an
 outcome or a step, become one value.
 
