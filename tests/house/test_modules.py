@@ -96,3 +96,17 @@ def test_a_class_of_the_core_has_a_name_of_its_own() -> None:
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_assertion_has_an_effect() -> None:
+    """`python -O` drops assertions, with all that they do."""
+    asserted = {
+        name: [node for node in ast.walk(tree) if isinstance(node, ast.Assert)] for name, tree in MODULES.items()
+    }
+    awaiting = {
+        name: node.lineno
+        for name, nodes in asserted.items()
+        for node in nodes
+        if any(isinstance(each, ast.Await) for each in ast.walk(node))
+    }
+    assert awaiting == {}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, cast
 
 import typer
 
@@ -111,7 +111,7 @@ def _add_from_plugins(app: typer.Typer, typed: str) -> None:
             )
             continue
         try:
-            make = plugins().command(name)
+            make = cast("Callable[[], Command]", plugins().get("commands", name))
         except PluginError as error:  # two plugins claim it: the help goes on without it
             if name == typed:
                 raise
@@ -122,7 +122,7 @@ def _add_from_plugins(app: typer.Typer, typed: str) -> None:
     if typed in FROM_PLUGINS and typed not in known:
         extra = FROM_PLUGINS[typed]
         if any(info.name == extra for info in plugins().plugins()):
-            plugins().command(typed)  # raises: says that it is broken or disabled, and why
+            plugins().get("commands", typed)  # raises: says that it is broken or disabled, and why
         raise MissingExtraError(extra, f"lightning_{extra}")
 
 

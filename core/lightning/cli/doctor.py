@@ -9,10 +9,10 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -76,7 +76,7 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     tried = dict(one.partition("=")[::2] for one in tries)
     known = plugins().names("checks")
     for name in sorted(tried.keys() - set(known)):
-        plugins().checks(name)  # raises: there is none, or its plugin is broken or switched off
+        plugins().get("checks", name)  # raises: there is none, or its plugin is broken or switched off
     yield from _lightning()
     yield _python()
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
@@ -211,7 +211,7 @@ def _unrendered(error: Exception) -> Check:
 def _of_plugin(name: str, tried: str | None) -> Iterator[Check]:
     """Yield the findings of a plugin's check. An exception of the check is a finding itself."""
     try:
-        yield from plugins().checks(name)(tried)
+        yield from cast("Callable[[str | None], Iterable[Check]]", plugins().get("checks", name))(tried)
     except Exception as error:  # noqa: BLE001 — whatever a stranger's check raises, the others must be told
         yield Check(
             name,

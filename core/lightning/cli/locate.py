@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -53,7 +53,7 @@ def load_agent(name: str) -> Agent:
                 f"{name!r} is a function of your {first}.py and also what the plugin for {first}: would run. Rename the "
                 f"module, or write '{first}: {rest}' for the latter"
             )
-        return plugins().agent(first)(rest)
+        return cast("Callable[[str], Agent]", plugins().get("agents", first))(rest)
     target = import_named(name, "agent")
     if not callable(target):
         raise ConfigError(f"{name!r} is a {type(target).__name__}, not something that can be called with (task, llm)")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import Annotated
 
 import orjson
 import typer
+
+from lightning.printable import plain_json
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 """The `--json` option of every command that lists something."""
@@ -38,19 +38,6 @@ def print_json(value: object) -> None:
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
         text = json.dumps(plain_json(value), default=lambda item: plain_json(_plain(item)), indent=2)
     sys.stdout.write(text.translate(_BEYOND_ASCII) + "\n")
-
-
-def plain_json(value: object) -> object:
-    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
-    if isinstance(value, array):
-        return plain_json(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(item) for item in value]
-    return value
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -166,7 +166,7 @@ def read_tasks(file: Path) -> list[Task]:
     line."""
     name, _, text = str(file).partition(":")
     if text and not file.exists() and name in plugins().names("tasks"):
-        return list(plugins().tasks(name)(text))
+        return list(cast("Callable[[str], Sequence[Task]]", plugins().get("tasks", name))(text))
     try:
         lines = read_text(file, DataError).split("\n")
     except OSError as error:

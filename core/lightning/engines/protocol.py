@@ -53,6 +53,7 @@ class StepResult:
     seen: Mapping[tuple[str, int, int], str]
 
 
+@runtime_checkable
 class Engine(Protocol):
     """The object that holds the trained weights and their optimizer. Methods are synchronous and may take long: call them
     outside of the event loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""

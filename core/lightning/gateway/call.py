@@ -1,15 +1,16 @@
-"""A model call as one object, from the agent's request to the durable transition.
+"""A model call as one object, from the agent's request to the durable transition, and its parts: reading the answer, numbering
+the call, and storing it.
 
-The invariant: each phase adds one typed result and changes none of an earlier phase: what was asked (`Request`), what the
-policy server was sent (`Sent`), what it answered (`Answer`), what is kept (transitions). A `Request` holds the bytes of a body,
-which may be megabytes: it is gone when the call has been sent.
+The invariant: each phase adds one typed result and changes no result of an earlier phase: the agent's `Request`, what was
+`Sent` to the policy server, its `Answer`, and the stored transitions. A `Request` holds the bytes of the body, which may be
+megabytes, so it is dropped when the call has been sent.
 
-An answer is read whole, or as a stream that is passed on meanwhile: the bytes that complete it are returned and not sent, and
-whatever is not shaped like vLLM's ends the call with an `UpstreamError`, never with another one.
+An answer is read whole, or as a stream that is passed on at the same time. The bytes that complete a stream are returned and
+not sent. Anything that does not have the shape of vLLM's answers ends the call with an `UpstreamError`, and no other error.
 
-`(rollout, attempt, seq)` is given to one call's choice only, in the order calls began, and `append` returns only when the store
-has the transitions. Nothing is kept for a finished call, and an idle attempt's counter is forgotten: the store knows where to
-go on.
+`(rollout, attempt, seq)` is given to one choice of one call, in the order in which calls began. `append` returns when the store
+has the transitions. Nothing is kept of a finished call. The counter of an idle attempt is forgotten, because the store knows
+the next number.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Transition, l
 log = logging.getLogger(__name__)
 
 LONGEST_STREAM = 256 << 20
-"""Bytes of a stream."""
+"""The most bytes of a stream."""
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
-"""What reading an answer raises when it is not shaped like vLLM's."""
+"""The exceptions of reading an answer that does not have the shape of vLLM's answers."""
 COUNTERS = 8192
-"""Attempts whose counter is remembered at most, and expired keys."""
+"""The most attempts whose counters are kept, and the most expired keys that are remembered."""
 CONFLICT_RETRIES = 5
 STORE_FAILED = "store_failed"
 LONGEST_ERROR = 2000
-"""Characters kept of what an agent is told of a call that is refused; it may quote the request."""
+"""The most characters that are stored of the error of a refused call, which may quote the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an agent asks. `body` is the JSON object of `payload`: whoever wants another one makes a copy. `model` is the model
-    that the agent names, of any type."""
+    """The request of an agent. `body` is the JSON object of `payload` and must not be changed. `model` is the model that the
+    agent names, of any type."""
 
     scope: Scope
     payload: bytes
@@ -79,8 +80,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the policy server is asked: its body and what of the answer is the agent's (`plan`), who translates the answer, the
-    call's numbers in the record, and what its tokens' versions are found by."""
+    """The request to the policy server: its body and the fields of the answer that the agent asked for (`plan`), the
+    `translator` of the answer (None: not translated), the call's numbers in the store (`ticket`), and the call as the policy
+    tracks it (`live`)."""
 
     plan: Plan
     translator: Translator | None
@@ -90,8 +92,8 @@ class Sent:
 
 @dataclass(slots=True)
 class Answer:
-    """The end of a call: of an answer that was read whole all of it, of a stream its tail. `status` is that of HTTP, 0 where
-    the agent gets no answer."""
+    """The answer to a call. `body` is all of it, or the last bytes of a stream. `status` is the HTTP status; 0 if the agent
+    gets no answer."""
 
     status: int
     body: bytes = b""
@@ -103,15 +105,17 @@ class Answer:
 class Call:
     """One model call.
 
-    Known when it is admitted: the `dialect` it is made in, the agent that calls, the attempt it belongs to, the `policy` that
-    answers. At `admitted` a stage may set `claims` (the attempt), `policy`, `before` (the chat messages before those of
-    the request), `id_mark` (which the id of its answer begins with), `lineage` (the attempt whose earlier responses the request
-    may go on with). `withheld` says why a stream is shown to the agent at once, when its versions are settled ("a branch"), and
-    not as it comes. `readers` are given each chunk of a stream as the agent sees it; what one raises is its
-    stage's failure, but for an `UpstreamError` (the chunk is not shaped like one). `extras` are stored with the call, by the
-    name of the plugin.
+    When the call is admitted it has its `dialect`, the `caller`, the `claims` of its key, and the `policy` that answers. At
+    `admitted` a stage may set `claims`, `policy`, `before` (chat messages in front of the request's), `id_mark` (the beginning
+    of the answer's id) and `lineage` (the attempt whose earlier responses the request may continue).
 
-    `started` says that the first bytes of the answer have left, `stopped_by` which stage refused the call or failed on it.
+    `withheld` says why the agent gets a stream in one piece after its versions are settled ("a branch"); empty for a stream
+    that is passed on as it comes. `readers` get each chunk of a stream as the agent sees it. An exception of a reader is a
+    failure of its stage, except an `UpstreamError` for a chunk of another shape. `extras` are stored with the call, by the
+    plugin's name.
+
+    `started` says that the first bytes of the answer have been sent. `stopped_by` is the stage that refused the call or failed
+    on it.
     """
 
     dialect: Dialect
@@ -132,7 +136,7 @@ class Call:
 
     @property
     def policy(self) -> Policy:
-        """Whose servers answer it. A call that a stage answers by itself has none. Raises `RefusalError`."""
+        """The policy whose servers answer the call. Raises `RefusalError` if there is none for it."""
         if self._policy is None:
             self._policy = self.find_policy()
         return self._policy
@@ -143,17 +147,17 @@ class Call:
 
     @property
     def attempt(self) -> tuple[str, int]:
-        """The rollout and the attempt that it belongs to."""
+        """The rollout and the attempt of the call."""
         return self.claims.rollout, self.claims.attempt
 
     @property
     def is_planned(self) -> bool:
-        """Whether it is known what the policy server is asked, so that the call has its numbers in the record."""
+        """Whether the request to the policy server is made, so that the call has its numbers in the store."""
         return self._sent is not None
 
     @property
     def sent(self) -> Sent:
-        """What the policy server is asked. Raises `LookupError` before that is known."""
+        """The request to the policy server. Raises `LookupError` before it is made."""
         if self._sent is None:
             raise LookupError("the call has not been planned: a stage looks at `call.sent` from `sending` on")
         return self._sent
@@ -164,12 +168,13 @@ class Call:
 
     @property
     def capture(self) -> Capture:
-        """What the answer has shown so far."""
+        """The answer as read so far."""
         return self.sent.live.capture
 
     @property
     def wants_packed(self) -> bool:
-        """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
+        """Whether vLLM may send logprobs as packed numbers, because only the store needs them, and only those of sampled
+        tokens."""
         body = self.sent.plan.body
         others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
         return not (self.sent.plan.keep_logprobs or others)
@@ -177,7 +182,8 @@ class Call:
 
 # the answer -------------------------------------------------------------------------------------------------------
 def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
-    """vLLM's answer to a call that is no stream. Raises `UpstreamError` for one of another shape."""
+    """Read vLLM's answer to a call that is not a stream, and return the agent's answer. Raises `UpstreamError` for an answer of
+    another shape."""
     if response.status != 200:
         headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
         outcome = CallStatus.ERROR if response.status >= 500 else CallStatus.REFUSED
@@ -200,16 +206,17 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
 
 
 async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> bytes:
-    """Pass the events of a stream on as they come; hold back those from the one that completes the answer, and return them.
+    """Send the events of a stream to the agent as they come. Hold back the event that completes the answer and the events
+    behind it, and return them.
 
-    Raises `UpstreamError` for a stream that ends before that, or is of another shape.
+    Raises `UpstreamError` for a stream that ends before it is complete, or has another shape.
     """
     content_type = response.headers.get("content-type", "text/event-stream").encode()
     headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), _id_header(call)]
     call.started = True
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     cutter, held = EventCutter(), bytearray()
-    # An agent acts upon what it has read: where a stage may yet refuse the call, it is not shown before.
+    # An agent acts on what it has read, so it gets nothing of a call that a stage may still refuse.
     holding = bool(call.withheld)
     clock, size = asyncio.get_running_loop().time, 0
     async for data in response.content.iter_any():
@@ -238,7 +245,7 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
 
 
 def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
-    """What the agent sees of an event, and whether the answer is complete with it."""
+    """Read an event of a stream. Return the bytes that the agent gets for it, and whether it completes the answer."""
     data, sent = data_of(event), call.sent
     translator = sent.translator
     if data is None or data == b"[DONE]":
@@ -267,20 +274,21 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
 
 
 def _named(answer: Body, capture: Capture) -> bool:
-    """Give an answer or a chunk the id under which the call is recorded, which is vLLM's own; return whether it had another."""
+    """Give an answer or a chunk the id under which the call is stored. Return whether it had another id."""
     other = answer.get("id") != capture.id
     answer["id"] = capture.id
     return other
 
 
 def refuse_unsound(call: Call) -> None:
-    """Raise `UpstreamError` where what was read cannot be recorded."""
+    """Raise `UpstreamError` if the answer as read cannot be stored."""
     if wrong := forget_unsound(call):
         raise UpstreamError(f"its answer is not shaped like vLLM's ({wrong})")
 
 
 def forget_unsound(call: Call) -> str:
-    """Forget all that was read where some of it cannot be recorded; return what is wrong with it."""
+    """Return what is wrong with the answer as read, and forget all of it then; return an empty text for an answer that can be
+    stored."""
     capture = call.capture
     choices = capture.choices.items()
     texts = [text for _, choice in choices for text in (choice.finish_reason, *choice.tool_calls)]
@@ -308,7 +316,8 @@ def _id_header(call: Call) -> Header:
 
 @dataclass(slots=True, eq=False)
 class Counter:
-    """The next numbers of one attempt: the store's first free one (known, or being asked for), then `used` more."""
+    """The numbers of the calls of one attempt. `base` is the store's first free number, or a task that asks for it. `used` are
+    taken from there on. `touched` is the time of the last call (`time.monotonic`)."""
 
     base: int | asyncio.Task[int]
     used: int
@@ -316,12 +325,12 @@ class Counter:
 
     @property
     def failed(self) -> bool:
-        """Whether the store could not say."""
+        """Whether the store failed to give the first free number."""
         base = self.base
         return not isinstance(base, int) and base.done() and (base.cancelled() or base.exception() is not None)
 
     async def first(self) -> int:
-        """The base. Raises `StoreError`."""
+        """Return the first free number of the store. Raises `StoreError`."""
         if not isinstance(self.base, int):
             self.base = await asyncio.shield(self.base)
         return self.base
@@ -329,7 +338,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Numbers reserved for one call, `offset` after the attempt's base."""
+    """The numbers of one call, from `offset` behind its attempt's base on, and when it began."""
 
     rollout: str
     attempt: int
@@ -338,11 +347,11 @@ class Ticket:
     offset: int
     started_at: float
     appended: list[Transition] = field(default_factory=list)
-    """What the store was given of the call, whether or not it has said that it took it."""
+    """The call's transitions that were given to the store, whether or not it has confirmed them."""
 
 
 class Recorder:
-    """Numbers calls and writes them to the store."""
+    """Gives calls their numbers and stores them."""
 
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
@@ -350,9 +359,9 @@ class Recorder:
         self._expired = Bounded[tuple[str, int, float], None](COUNTERS)
 
     def expect(self, rollout: str, attempt: int) -> None:
-        """A new attempt has been leased: its numbers begin at 0, without asking the store.
+        """Number the calls of a new attempt from 0, without asking the store.
 
-        Should that be wrong (another gateway has served the attempt), the store says so and the call is renumbered.
+        If another gateway has served the attempt, the store refuses the numbers and the call is renumbered.
         """
         now = time.monotonic()
         if (rollout, attempt) not in self._counters:
@@ -360,7 +369,7 @@ class Recorder:
         self._forget_idle(now)
 
     def begin(self, rollout: str, attempt: int, choices: int, caller: Caller) -> Ticket:
-        """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
+        """Reserve numbers for a call with so many `choices` that begins now. It does not wait for the store; `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
         counter = self._counters.get(key)
@@ -380,34 +389,33 @@ class Recorder:
             self._counters.popitem(last=False)
 
     async def append(self, call: Call, status: CallStatus) -> None:
-        """Make a call's transitions durable; its ticket has them then. Raises `StoreError`; a number that was taken meanwhile
-        is replaced."""
+        """Store a call's transitions durably; its ticket has them then. Numbers that are taken meanwhile are replaced. Raises
+        `StoreError`."""
         ticket = call.sent.ticket
         await self._append(ticket, build(call, await ticket.counter.first() + ticket.offset, status))
 
     async def take_back(self, ticket: Ticket) -> None:
-        """The answer to a call that was appended did not arrive: it was aborted. One that had no answer is what it was; it is
-        stored again, which changes nothing where it is there. Raises `StoreError`."""
+        """Store a call as aborted, because its answer did not arrive. A call that had no answer keeps its status, and is stored
+        again in case it was not. Raises `StoreError`."""
         taken = [replace(item, status=CallStatus.ABORTED) if item.status.answered else item for item in ticket.appended]
         await self._store.append(taken)
 
     async def record_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
-        """Record that the gateway refused the call with this id: an agent that goes on without an answer has made a call, and
-        why it got none is told. Of an expired key it is the first call alone, since an agent may go on asking. What fails is
-        only logged."""
+        """Store that the gateway refused the call with the id `call`, and why, since an agent may go on without the answer. Of
+        an expired key only the first call is stored, because an agent may repeat it for ever. Failures are only logged."""
         try:
             await self._append_refused(claims, caller, call, refusal)
         except StoreError as error:
-            log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
+            log.warning("could not record the refused call of %s (%s): %s", claims.rollout, refusal.code, error)
         except Exception:
-            log.exception("the gateway failed to record that a call of %s was refused", claims.rollout)
+            log.exception("the gateway failed to record the refused call of %s", claims.rollout)
 
     async def _append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
         key = (claims.rollout, claims.attempt, claims.expires_at)
         if refusal.code == EXPIRED and key in self._expired:
             return
         ticket = self.begin(claims.rollout, claims.attempt, 1, caller)
-        with contextlib.suppress(StaleAttemptError):  # nobody asks any more why that attempt failed
+        with contextlib.suppress(StaleAttemptError):  # the attempt is over, and its record is complete
             await self._append(ticket, [_refused(ticket, await ticket.counter.first() + ticket.offset, call, refusal)])
         if refusal.code == EXPIRED:
             self._expired.keep(key, None)
@@ -436,7 +444,8 @@ class Recorder:
 
 
 def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
-    """One transition per choice, or a single empty one for a call that ended before any choice was seen."""
+    """Return one transition for each choice of a call, numbered from `first` on; a single empty one for a call that ended
+    before any choice came."""
     plan, live, ticket = call.sent.plan, call.sent.live, call.sent.ticket
     capture = live.capture
     choices: Sequence[tuple[int, Choice]] = sorted(capture.choices.items()) or [(0, Choice())]
@@ -471,7 +480,7 @@ def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
 
 
 def _refused(ticket: Ticket, seq: int, call: str, refusal: RefusalError) -> Transition:
-    """A call that no policy server has seen: nothing was sampled."""
+    """Return the transition, without tokens, of a call that the gateway refused before any policy server got it."""
     return Transition(
         ticket.rollout,
         ticket.attempt,
@@ -490,19 +499,19 @@ def _refused(ticket: Ticket, seq: int, call: str, refusal: RefusalError) -> Tran
 
 
 def refuse_unstored(error: StoreError) -> RefusalError:
-    """The refusal of a call that cannot be made durable."""
+    """Return the refusal (503) of a call that the store did not take."""
     message = f"The store did not take the call, so it is not answered: {error}. Send it again."
     return RefusalError(503, STORE_FAILED, message)
 
 
 def described(error: Mapping[str, object]) -> str:
-    """What an error object tells, as it is stored: with the field that it is about, and without credentials."""
+    """Return the text of an error object as it is stored: with the field that the error is about, and without credentials."""
     field, message = error.get("param"), str(error.get("message", ""))
     text = f"{field}: {message}" if field and str(field) not in message else message
     return printable(redacted(text[:LONGEST_ERROR], "error"))
 
 
 def _retrieve(task: asyncio.Task[int]) -> None:
-    """Look at the outcome, so that a failure nobody waited for is not reported as forgotten."""
+    """Read the outcome of a task, so that asyncio does not report an exception that nobody awaited."""
     if not task.cancelled():
         task.exception()

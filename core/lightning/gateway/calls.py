@@ -1,7 +1,7 @@
-"""The line of a model call, from the agent's request to the durable transition; it reads top to bottom.
+"""The steps of a model call, from the agent's request to the durable transition, in order from top to bottom.
 
-The invariant (law 4): the last byte of an answer leaves only after `Store.append` has returned; and whatever else happens
-to a call that reached vLLM (the client hangs up, vLLM dies) is recorded as what it was.
+The invariant (law 4): the last byte of an answer is sent only after `Store.append` has returned. A call that reached vLLM and
+ended in another way (the client hung up, vLLM died) is stored with the status that says so.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ from lightning.types import CallStatus
 log = logging.getLogger(__name__)
 
 PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
-"""Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
+"""The parts of a request id: the process's random text and a number. So ids are unique, and have no dashes, with which vLLM
+adds its own parts."""
 REQUEST_ERRORS = range(400, 500)
-"""Statuses of what is the request's own fault."""
+"""The HTTP statuses of errors that are the request's own fault."""
 CHAT = "/chat/completions"
 LONGEST_NAME = 200
-"""Characters that are kept of a model's name."""
+"""The most characters that are stored of a model's name."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
-"""Refusals of calls that no policy server has seen."""
+"""The codes of refusals of calls that no policy server got."""
 LOGPROBS_ARE_JSON = (
     "the policy server sends logprobs as JSON, which costs its API process about 17 microseconds a token: start it with "
     "`--middleware lightning.policy_server.packed_logprobs.PackedLogprobs`, where lightning is installed (said once "
@@ -88,17 +89,17 @@ LOGPROBS_ARE_JSON = (
 )
 
 AdminOf = Callable[[str], Awaitable[str]]
-"""From an `Authorization` header to the project that its holder administers, `*` for all. Raises `RefusalError`."""
+"""Returns, for an `Authorization` header, the project that its holder administers; `*` for all. Raises `RefusalError`."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of a gateway that every call goes through, for stages and routes, too.
+    """The parts of a gateway that its calls go through; stages and routes get them, too.
 
-    `shared`: other servers over its `store` answer for its keys, too. A stage or a route pushes what is to be closed with the
-    gateway on `closing`. `line` are the stages, once all are made. Whoever starts the server says `admin_of` (whose tokens of
-    people are taken) and `resource` (the name of the weights of which the policy's version is a version, so that rewards can be
-    compared by version).
+    With `shared` other servers over its `store` also answer calls with its keys. Stages and routes push on `closing` whatever
+    must be closed with the gateway. `line` has the stages once all are made. The server that starts the gateway sets
+    `admin_of`, which checks people's tokens, and `resource`, the name of the weights whose versions are the policy's, so that
+    rewards can be compared by version.
     """
 
     config: GatewayConfig
@@ -124,7 +125,7 @@ class CallEndpoint:
         self._said = Once()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Never raises for what is the agent's, vLLM's, the store's or a plugin's fault."""
+        """Serve one request. Faults of the agent, vLLM, the store or a plugin are answered and never raised."""
         call: Call | None = None
         claims: Claims | None = None
         try:
@@ -135,7 +136,7 @@ class CallEndpoint:
             answer = await self._line.admitted(call, request)
             if answer is None:
                 await self._plan(call, request)
-            del request  # of a large one that is megabytes for as long as the policy server takes
+            del request  # a large request would hold megabytes while the policy server works
             await (self._serve(call, receive, send) if answer is None else answer(scope, receive, send))
         except ExpiredTokenError as refusal:
             await self._record_refused(scope, refusal.claims, refusal)
@@ -168,7 +169,7 @@ class CallEndpoint:
 
     # sent ----------------------------------------------------------------------------------------------------------
     async def _plan(self, call: Call, request: Request) -> None:
-        """Number the call and make the policy server's request of the agent's. Raises `RefusalError`."""
+        """Number the call and translate the agent's request into the policy server's. Raises `RefusalError`."""
         request_id = f"{call.id_mark}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request, capture.id))
@@ -199,8 +200,8 @@ class CallEndpoint:
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
                 await self._forwarder.settle(call.policy, call.sent.live)
-            call.policy.calls.discard(call.sent.live)  # no update concerns it any more
-            # A server that answers 500 is there still, but its engine may have died.
+            call.policy.calls.discard(call.sent.live)  # no later update can split it
+            # A server that answers 500 is still there, but its engine may have died.
             if answer.outcome is CallStatus.ERROR:
                 call.sent.live.unserved = await self._forwarder.is_gone(call.policy, call.sent.live)
             await self._keep(call, answer)
@@ -219,7 +220,7 @@ class CallEndpoint:
 
     # answered ------------------------------------------------------------------------------------------------------
     async def _ask(self, call: Call, send: Send) -> Answer:
-        """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
+        """Send the call to vLLM and read its answer to the end; a stream is passed on to the agent at the same time."""
         response = await self._send(call)
         try:
             refusal = await read_answer(response) if response.status == 400 else None
@@ -232,8 +233,8 @@ class CallEndpoint:
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
-            response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
-            call.readers.clear()  # they may hold the call, which is to be gone with its answer
+            response.close()  # so that vLLM ends a call whose answer was not read to the end
+            call.readers.clear()  # readers may hold the call, which would keep it in memory
 
     async def _send(self, call: Call) -> aiohttp.ClientResponse:
         headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
@@ -250,8 +251,9 @@ class CallEndpoint:
     async def _send_for_less(
         self, call: Call, response: aiohttp.ClientResponse, refusal: bytes
     ) -> aiohttp.ClientResponse | None:
-        """The answer to the same call without its limit of tokens, where that limit was more than there is room for: clients
-        have defaults for models with more context. None for another refusal, and where vLLM has a small limit of its own."""
+        """If vLLM refused a call because its token limit exceeds the room, send it again without the limit and return the
+        answer: clients have default limits for models with more context. Return None for another refusal and for a call without
+        a limit."""
         if call.dialect.upstream != CHAT or told_of_length(refusal) is None:
             return None
         if not (asked := without_limit(call.sent.plan.body)):
@@ -263,7 +265,7 @@ class CallEndpoint:
 
     # kept ----------------------------------------------------------------------------------------------------------
     async def _keep(self, call: Call, answer: Answer) -> None:
-        """Make the call durable, as its stages leave it."""
+        """Let the stages settle the answered call, then store it durably."""
         if call.sent.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
         status = CallStatus.ERROR if call.sent.live.unsure else answer.outcome
@@ -274,30 +276,30 @@ class CallEndpoint:
         await self._line.kept(call, call.sent.ticket.appended)
 
     async def _deliver(self, call: Call, answer: Answer, watch: Watch, send: Send) -> None:
-        """Let go of the answer's last bytes. An agent that has hung up by then does not get them, and asks again: one answer
-        would be trained as two."""
+        """Send the last bytes of the answer. If the agent has hung up by then, it will ask again; so the stored call becomes
+        aborted, or one answer would be trained twice."""
         if not call.started:
             length = (b"content-length", str(len(answer.body)).encode())
             head = [*answer.headers, length]
             await send({"type": "http.response.start", "status": answer.status, "headers": head})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
-        if watch.agent_is_gone:  # before the answer is complete, as which this is told, too
+        if watch.agent_is_gone:  # before the end is sent, since the end of an answer is noticed as a hang-up, too
             await self._take_back(call)
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _take_back(self, call: Call) -> None:
-        """The answer to a call that the store has, or may have, did not arrive. Never raises, whatever the store does."""
+        """Store as aborted a call that the store has, or may have, because its answer did not arrive. Raises nothing."""
         try:
             await self._recorder.take_back(call.sent.ticket)
         except StaleAttemptError as error:
             log.info("the answer to call %s did not arrive, and its attempt is over: %s", call.capture.id, error)
         except StoreError as error:
             log.warning(
-                "the answer to call %s did not arrive, and the store was not told so: %s", call.capture.id, error
+                "the answer to call %s did not arrive, and the store could not record that: %s", call.capture.id, error
             )
         except Exception:
-            log.exception("the gateway failed to say that the answer to call %s did not arrive", call.capture.id)
+            log.exception("the gateway failed to record that the answer to call %s did not arrive", call.capture.id)
 
     async def _record(self, call: Call, status: CallStatus) -> None:
         try:
@@ -317,7 +319,7 @@ class CallEndpoint:
     async def _refused(
         self, call: Call | None, claims: Claims | None, refusal: RefusalError, scope: Scope, send: Send
     ) -> None:
-        """Record a call that gets no answer, as what it was, and tell the agent."""
+        """Store a refused call, as refused or as failed, and send the refusal to the agent."""
         planned = call if call is not None and call.is_planned else None
         is_kept = planned is not None and bool(planned.sent.ticket.appended)
         of_stage = call is not None and bool(call.stopped_by)
@@ -330,30 +332,30 @@ class CallEndpoint:
             await self._record_refused(scope, claims if call is None else call.claims, refusal)
         await self._refuse(call, send, refusal)
         if planned is not None and is_kept and (planned.stopped_by or refusal.code == STORE_FAILED):
-            await self._take_back(planned)  # the store has taken it, or may have, though it did not say so
+            await self._take_back(planned)  # the store has the call, or may have it
 
     async def _abandoned(self, call: Call | None) -> None:
-        """The agent has hung up."""
+        """Store a call whose agent has hung up: as aborted, or as unserved if no server was there to take it."""
         if call is None or not call.is_planned:
             return
         policy = call.policy
         if not call.sent.live.sent and (policy.gate.closed or not policy.pool.healthy):
-            await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
+            await self._record_failure(call, CallStatus.ERROR, unserved=True)  # the agent gave up before the gateway
         else:
             await self._record_failure(call, CallStatus.ABORTED)
 
     async def _record_failure(
         self, call: Call | None, status: CallStatus, *, unserved: bool = False, why: RefusalError | None = None
     ) -> None:
-        """Record a call that was sent but not answered; a store that refuses this too is only logged.
+        """Store a call that was sent but not answered; a failure to store it is only logged.
 
-        `unserved` says that its agent's failure is not its own, and the attempt is made again: no policy server has seen the
-        call, or a stage failed on it. `why` is how a stage failed, or refused it, which may be after it was sampled.
+        With `unserved` the infrastructure is at fault, and the attempt is made again: no policy server got the call, or a stage
+        failed on it. `why` is the failure or the refusal of a stage, which may come after the call was sampled.
         """
         if call is None or not call.is_planned or not (call.sent.live.sent or unserved or why is not None):
             return
         call.sent.live.unserved |= unserved
-        if call.sent.ticket.appended:  # it may be durable already: another row would be another call
+        if call.sent.ticket.appended:  # the call may be stored already: another row would be another call
             await self._take_back(call)
             return
         forget_unsound(call)
@@ -366,7 +368,7 @@ class CallEndpoint:
             await self._line.broken_off(call, Answer(0, outcome=status))
             await self._record(call, status)
         except RefusalError as refusal:
-            # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
+            # The end of an attempt aborts its agent's calls: an interrupt, one for each agent.
             expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
             level = logging.INFO if expected else logging.WARNING
             log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
@@ -374,17 +376,17 @@ class CallEndpoint:
         except Exception:
             log.exception("the gateway failed to record call %s", call.capture.id)
             return
-        with contextlib.suppress(RefusalError):  # a stage that failed, which is logged; the call is recorded
+        with contextlib.suppress(RefusalError):  # of a stage that failed, which is logged
             await self._line.kept(call, call.sent.ticket.appended)
 
     async def _record_refused(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
-        """Record a request that no policy server is asked."""
+        """Store a request that was refused before it was planned."""
         name = f"{self._dialect.id_prefix}{PROCESS}{next(NUMBERS):x}"
         await self._recorder.record_refused(claims, self._identity.caller(scope, None), name, refusal)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         if call is not None and call.started and not call.is_planned:
-            return  # a stage's own answer broke off: its connection ends without the answer's end
+            return  # a stage's own answer broke off: the connection closes before the end of the answer
         if call is not None and call.started:
             event = refusal.event if call.sent.translator is None else call.sent.translator.broken(refusal)
             await send({"type": "http.response.body", "body": event, "more_body": False})
@@ -394,14 +396,15 @@ class CallEndpoint:
 
 
 def _note_sampling(plan: Plan, capture: Capture) -> None:
-    """Note how a call is sampled, by the very request that the policy server gets."""
+    """Note the temperature, constraints, media and tools of a call, from the request that the policy server gets."""
     body = plan.body
     capture.offered = offered_tools(body)
     plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
 
 
 async def _draw_seed(call: Call, seed: int) -> int:
-    """The seed of a call in a run with this one. Raises `RefusalError` (503) when the store cannot number the call."""
+    """Return the seed of a call, derived from its run's `seed`. Raises `RefusalError` (503) if the store cannot number the
+    call."""
     try:
         return call_seed(seed, call.claims, await call.sent.ticket.counter.first() + call.sent.ticket.offset)
     except StoreError as error:

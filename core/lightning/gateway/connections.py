@@ -1,8 +1,8 @@
-"""A port: uvicorn inside a running event loop, without its grip on signals and logging, and what stands before every route.
+"""A port: uvicorn in a running event loop, without its signal handlers and logging, and the checks in front of every route.
 
-The invariant: the port is bound before anything runs, so a port in use is one clear error, and stopping waits for calls
-in flight before it cuts them off. On loopback it answers to loopback's names alone; beyond it a plugin must guard it. The
-bodies of all requests together have a bounded memory, and each token has its share of it.
+The invariant: the port is bound before anything runs, so a port in use is one clear error. Stopping waits for calls in flight
+before it cuts them off. A port on loopback answers only to loopback's names; a port beyond this machine needs a plugin that
+guards it. The memory of all requests' bodies together is bounded, and each token has its share of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,38 +33,39 @@ from lightning.plugins import plugins
 log = logging.getLogger(__name__)
 
 PortGuard: TypeAlias = "Callable[[ASGIApp, LimitsConfig], tuple[ASGIApp, type[asyncio.Protocol]]]"
-"""Makes of a port's application the one that stands before it, and the HTTP protocol that its connections speak."""
+"""Returns, for a port's application, an application that guards it, and the HTTP protocol of the port's connections."""
 KeyOf = Callable[[Sequence[str]], str]
 OF_THE_CORE: Final = frozenset({"hosts", "body_memory", "json_values"})
 """The settings of `gateway.limits` that need no `PortGuard`."""
 CLIENT: Final = "lightning.client"
-"""Under this name the scope of a request has a word for its token; empty without one."""
+"""The key of a request's ASGI scope with a digest of its token; empty for a request without a token."""
 NO_WEBSOCKET = RefusalError(
     426,
     "no_websocket",
     "There are no WebSockets here; send the request by POST over HTTP.",
     [(b"upgrade", b"HTTP/1.1")],
 )
-"""What clients that try a WebSocket first (Codex) take for the word to go on without."""
+"""The answer after which clients that try a WebSocket first, such as Codex, use HTTP."""
 CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 
 
 def guard_of(limits: LimitsConfig, host: str) -> PortGuard | None:
-    """What guards a port on `host`, if a plugin does. Raises `PluginError` where none does and one is needed: beyond this
-    machine, and for settings that a guard carries out."""
+    """Return a plugin's guard for a port on `host`; None if there is none. Raises `PluginError` if there is none and one is
+    needed: for a host beyond this machine, and for settings that only a guard carries out."""
     plain, wanted = LimitsConfig(), "a port"
     for name in LimitsConfig.model_fields.keys() - OF_THE_CORE:
         if (value := getattr(limits, name)) != getattr(plain, name):
             wanted = f"gateway.limits.{name} = {value!r}"
     if not is_loopback(host):
         wanted = f"to listen on {host!r}, beyond this machine,"
-    return plugins().port(wanted) if wanted != "a port" or plugins().names("ports") else None
+    needed = wanted != "a port" or plugins().names("ports")
+    return cast("PortGuard", plugins().sole("ports", wanted)) if needed else None
 
 
 class Entrance:
-    """An ASGI application before another one: it answers to its own names alone, and holds the body of each request in its
-    token's share of the memory. `loopback` says that the port is bound to this machine alone, `key_of` which of several API
-    keys in one request the application looks at (the first, unless it says otherwise)."""
+    """An ASGI application in front of another one. It refuses requests for other host names, and counts the body of each
+    request in its token's share of the memory. With `loopback` the port is bound to this machine only. `key_of` returns which
+    of several API keys in a request counts; the first by default."""
 
     def __init__(self, app: ASGIApp, limits: LimitsConfig, *, loopback: bool, key_of: KeyOf | None = None) -> None:
         self._key_of = key_of or (lambda keys: next(iter(keys), ""))
@@ -76,7 +77,7 @@ class Entrance:
         self._is_ours = lru_cache(256)(self._means_us)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or say why not."""
+        """Serve one request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,13 +95,13 @@ class Entrance:
             self._holders.done(holder)
 
     def close(self) -> None:
-        """Let go of what it works with, once the last request has been answered."""
+        """Close the memory budget, after the last request has been answered."""
         self._budget.close()
 
     def _client(self, scope: Scope) -> bytes:
-        """The token's name here, which is none of its secrets; empty without one.
+        """Return a digest of the request's token; empty for a request without a token.
 
-        Raises `RefusalError`: 421 for a wrong name, 400 for two tokens.
+        Raises `RefusalError`: 421 for a wrong host name, 400 for two tokens in one kind of header.
         """
         host, sent = b"", {}
         for name, value in scope["headers"]:
@@ -119,8 +120,8 @@ class Entrance:
         return hashlib.blake2b(credential, digest_size=16).digest() if credential else b""
 
     def _means_us(self, host: bytes) -> bool:
-        """Whether a request may be for this name: one of loopback's, or one that was given. Pages of other sites, whose names
-        were pointed here, are not (DNS rebinding)."""
+        """Return whether a request may be for this host name: a configured name, or one of loopback's. This refuses pages of
+        other sites whose names point to this machine (DNS rebinding)."""
         name = host.decode("latin-1").lower()
         if not name.endswith("]"):
             before, colon, port = name.rpartition(":")
@@ -128,8 +129,8 @@ class Entrance:
         return name in self._hosts or (self._loopback and is_loopback(name.strip("[]")))
 
     def _credential(self, path: str, sent: Mapping[bytes, bytes]) -> bytes:
-        """The token that the route will look at, in its order and as it reads it: neither a header that it ignores nor a space
-        that it strips must make another client of one. Empty where there is none."""
+        """Return the token that the route will use, found in the same order and read in the same way, so that an ignored header
+        or a stripped space makes no other client of one. Empty if there is none."""
         if path.startswith("/api/"):
             return bearer(sent.get(b"authorization", b"")).encode("latin-1")
         if ROLLOUT_HEADER in sent:
@@ -142,21 +143,22 @@ class Entrance:
 BACKLOG = 4096
 KEEP_ALIVE = 75
 DRAIN = 30
-"""Seconds calls in flight get to end when the gateway stops."""
+"""The most seconds for which calls in flight may go on when the gateway stops."""
 LOOK = 0.005
-"""Seconds between two looks at whether they have."""
+"""Seconds between two checks whether they have ended."""
 
 
 class Front:
-    """`app` answers everything; calls to `/v1` go straight to their endpoints, past what Starlette does for each request."""
+    """The ASGI application of the gateway. Calls of the `endpoints` skip Starlette's routing; `app` answers all other
+    requests."""
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, ASGIApp]) -> None:
         self.app, self._endpoints = app, endpoints
         self.mounted: dict[str, ASGIApp] = {}
-        """What answers on the same port beside the gateway, by the first part of the path: `api`."""
+        """Other applications on the same port, by the first part of the path, such as `api`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Serve one request or connection (ASGI)."""
         if scope["type"] == "http" and scope["method"] == "GET" and _wants_websocket(scope):
             await send_bytes(send, NO_WEBSOCKET.status, NO_WEBSOCKET.body, (JSON_TYPE, *NO_WEBSOCKET.headers))
             return
@@ -183,7 +185,8 @@ class _Server(uvicorn.Server):
         await self.ended.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, which sleeps for a tenth of a second first, and again while anybody calls."""
+        """Close the port and wait for the calls in flight, up to `DRAIN` seconds. Unlike uvicorn's own method it does not sleep
+        for a tenth of a second each time."""
         for server in self.servers:
             server.close()
         for listener in sockets or []:
@@ -193,7 +196,7 @@ class _Server(uvicorn.Server):
             async with asyncio.timeout(DRAIN):
                 while connections or tasks:
                     for connection in list(connections):
-                        connection.shutdown()  # those at rest are closed, the others when they have been answered
+                        connection.shutdown()  # closes it now if it is idle, else after its answer
                     await asyncio.sleep(LOOK)
         except TimeoutError:
             log.warning("%d calls had not ended after %g s and are cut off", len(tasks), DRAIN)
@@ -202,13 +205,13 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signal handlers alone: they belong to whoever runs the loop."""
+        """Do nothing: the process's signal handlers belong to the program that runs the loop."""
         yield
 
 
 class Serving:
-    """One application on one socket. Every port of lightning is one of these, so that all have the same limits. Raises
-    `PluginError` where a guard is needed and no plugin is one."""
+    """An application on a socket. Every port of lightning is one, so that all have the same limits. Raises `PluginError` if a
+    guard is needed and no plugin has one."""
 
     def __init__(
         self, app: ASGIApp, listener: socket.socket, limits: LimitsConfig, key_of: KeyOf | None = None
@@ -237,7 +240,7 @@ class Serving:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return when connections are accepted."""
+        """Start the server, and return when it accepts connections. Raises `GatewayError` if it ends before."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="lightning-gateway")
         while not self._server.started:
             if self._task.done():
@@ -246,7 +249,7 @@ class Serving:
             await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Stop accepting, let calls in flight end, then cut off what is left."""
+        """Accept no more connections, wait for the calls in flight, and cut off those that take longer than `DRAIN` seconds."""
         if self._task is not None:
             self._server.ended.set()
             await self._task
@@ -255,9 +258,10 @@ class Serving:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening address. Raises `GatewayError` that says what to change."""
+    """Return a socket that is bound to an address. Raises `GatewayError`, with the setting to change, if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Said in full, or asyncio does not take its connections for TCP: each answer would wait 40 ms for an acknowledgement.
+    # With the protocol named, because asyncio would else not treat it as TCP, and each answer would wait 40 ms for an
+    # acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

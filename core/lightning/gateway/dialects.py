@@ -1,10 +1,10 @@
-"""The API shapes the gateway speaks: OpenAI's chat, as vLLM speaks it, and those that plugins register.
+"""The dialects (APIs) of the gateway: the base class, OpenAI's chat as vLLM speaks it, and how calls are sampled.
 
-The invariant: a dialect asks vLLM for token ids and logprobs, reads them out of what passes by, and takes out again
-exactly what the agent did not ask for; it adds nothing else and knows nothing of stores, tokens or upstreams.
+The invariant: a dialect asks vLLM for token ids and logprobs, reads them from the answer, and removes exactly the fields that
+the agent did not ask for. It adds nothing else, and knows nothing of stores, tokens or upstreams.
 
-How a call is sampled stands here, too (law 7): the agent's own parameters are kept unless the configuration or, before it, the
-token overrides them. Parameter names and defaults are those of vLLM 0.31 (`ChatCompletionRequest`, started with
+Sampling follows law 7: the agent's own parameters are kept unless the configuration overrides them, or the token, which
+overrides both. Names and defaults of parameters are those of vLLM 0.31 (`ChatCompletionRequest`, started with
 `--generation-config vllm`).
 """
 
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
     from lightning.gateway.policy import Policy
 
 Tokenize = Callable[[Body], Awaitable[tuple[int, bytes]]]
-"""Status and body of `/tokenize` for a chat prompt."""
+"""Asks the policy server's `/tokenize` for a chat prompt, and returns the status and the body."""
 LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
-"""Characters kept of the name and the arguments of a tool that the model has invented."""
+"""The most characters that are kept of the name, and of the arguments, of a call of an unknown tool."""
 MOST_INVENTED = 64
-"""Such calls kept of one choice."""
+"""The most calls of unknown tools that are kept of one choice."""
 SIGN = 3 if sys.byteorder == "little" else 0
-"""Which byte of an id has its sign."""
+"""The index of the byte of a token id that has its sign."""
 MOST_CHOICES = 16_384
-"""vLLM's own limit on `n` (`VLLM_MAX_N_SEQUENCES`); numbers are reserved for every choice before vLLM is asked."""
+"""vLLM's limit on `n` (`VLLM_MAX_N_SEQUENCES`). It is checked here because the gateway numbers all choices before it asks
+vLLM."""
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
-"""The names of the limit of an answer's tokens; of two that are given vLLM takes the first."""
+"""The names of the limit of an answer's tokens. If a request has both, vLLM takes the first."""
 ALIASES = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "top_p": (1, None),
@@ -49,9 +50,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1, None),
     "min_tokens": (0, None),
 }
-"""Values that leave the distribution alone; anything else masks or shifts logits after the temperature."""
+"""Values of parameters that do not change the distribution; other values mask or shift logits after the temperature."""
 GRAMMAR = "structured_outputs"
-"""The parameter that holds the answer to a form whenever it is set at all; `has_grammar` knows more of them."""
+"""The parameter that constrains the answer by a grammar whenever it is set. `has_grammar` knows the other ways."""
 MASKS = (
     GRAMMAR,
     "logit_bias",
@@ -61,12 +62,12 @@ MASKS = (
     "use_beam_search",
     "vllm_xargs",
 )
-"""Parameters that mask or force tokens whenever they are set at all."""
+"""Parameters that mask or force tokens whenever they are set."""
 TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning", "tool_reference"})
-"""Content parts of a chat message that are text, whatever the field is called that has it; a template writes out a tool that is
-referred to."""
+"""Types of content parts of a chat message that are text. A `tool_reference` is among them, because a chat template writes the
+tool out."""
 COOLEST = 0.01
-"""The lowest temperature above 0 that vLLM samples at: it takes this one for all below."""
+"""The lowest temperature above 0 at which vLLM samples; it raises lower ones to this."""
 _ELSEWHERE = "runs on OpenAI's servers, and vLLM would ignore it. Give the agent a tool that does it."
 _UNHELD = "was taken out of vLLM, which would ignore it and hold the answer to nothing. Send 'structured_outputs'."
 IGNORED = {
@@ -77,20 +78,21 @@ IGNORED = {
     "best_of": "was taken out of vLLM, which would ignore it. Send 'n', and choose in the agent.",
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), _UNHELD),
 }
-"""Fields that vLLM ignores, silently or with a line in its own log, although without them the agent gets another answer than it
-asked for; what only concerns accounts, caches or speed may stay, and `verbosity`, a wish that many clients send unasked."""
+"""Fields that vLLM ignores although they change the requested answer, with the reason for the refusal. Ignored fields about
+accounts, caches or speed are let through, and so is `verbosity`, which many clients send by default."""
 REASONING = ("reasoning", "reasoning_content")
-"""What a message or a delta calls the model's reasoning."""
+"""The fields of a message or a delta that hold the model's reasoning."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """A request as it goes to vLLM, and what of the answer is the agent's.
+    """The request for vLLM, and which fields of the answer the agent asked for.
 
-    `choices` is how many completions the answer has: `n` for each prompt. `keep_ids` and `keep_logprobs` say that
-    the agent asked for these itself, `hides_reasoning` that it wants to see nothing of the model's reasoning. `media` says that
-    the prompt has what its token ids say nothing of. `max_tokens_asked` is the limit of an answer for which there was less
-    room, `requested_model` the model that the agent named. A dialect that has more to remember of a call has a plan of its own.
+    `choices` is the number of completions in the answer: `n` for each prompt. With `keep_ids` and `keep_logprobs` the agent
+    itself asked for ids and logprobs; with `hides_reasoning` it asked not to see the model's reasoning. `media` says that the
+    prompt has content, such as images, that its token ids do not show. `max_tokens_asked` is a token limit that was removed
+    because there was less room; 0 otherwise. `requested_model` is the model that the agent named. A dialect that keeps more of
+    a call derives its own class.
     """
 
     body: Body
@@ -109,7 +111,8 @@ class Plan:
 
 @dataclass(slots=True)
 class InventedCall:
-    """A call of a tool that the request did not offer. `arguments` is the text that the model wrote, its head if it is long."""
+    """A call of a tool that the request did not offer. `arguments` is the beginning of the arguments, as the model wrote
+    them."""
 
     id: str
     name: str
@@ -118,10 +121,11 @@ class InventedCall:
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as seen so far. `aligned` turns false when some token came without its logprob, `packed` true when they
+    """One completion as read so far. `aligned` is false if a token came without its logprob; `packed` is true if the logprobs
     came as numbers and not as text (`lightning.policy_server.packed_logprobs`).
 
-    `tool_calls` are the ids of its tool calls, in order, as vLLM made them up and the agent sees them.
+    `tool_calls` are the ids of its tool calls in order, which vLLM made and the agent sees. `invented` are its calls of unknown
+    tools; `open_calls` has the calls of a stream by their index, with None for a known tool.
     """
 
     prompt_ids: TokenIds | None = None
@@ -135,8 +139,8 @@ class Choice:
     open_calls: dict[int, InventedCall | None] = field(default_factory=dict)
 
     def read_calls(self, calls: Sequence[Body], offered: Collection[str]) -> None:
-        """Take the tool calls of an answer, or what a chunk has of them. Nothing is invented where nothing was `offered`: an
-        agent may describe its tools in its own words."""
+        """Read the tool calls of an answer, or their parts in a chunk. A call of a tool that is not among the `offered` ones is
+        invented, unless none was offered: then the agent may have described its tools in the prompt."""
         for number, call in enumerate(calls):
             name = call.get("id")
             if name and name not in self.tool_calls:
@@ -154,7 +158,7 @@ class Choice:
                 invented.arguments = (invented.arguments + text)[:LONGEST_ARGUMENTS]
 
     def add(self, ids: list[int], values: list[float | None] | LogProbs | None) -> None:
-        """Take the ids and logprobs of one answer or one chunk."""
+        """Append the token ids and logprobs of an answer or a chunk. `values` is None if there are no logprobs."""
         first = not self.response_ids
         if first:
             self.response_ids = packed_ids(ids)
@@ -173,8 +177,8 @@ class Choice:
             self.logprobs.extend(values)  # type: ignore[arg-type]  # no None among them
 
     def read(self, said: Body, plain: Callable[[Body, int], list[float | None] | None]) -> None:
-        """Take the ids, the logprobs and the finish reason of one choice of an answer or a chunk. `plain` finds the logprobs
-        of the last so many tokens where they came as text."""
+        """Read the ids, the logprobs and the finish reason of one choice of an answer or a chunk. `plain` returns the logprobs
+        of the last tokens, as many as it is asked for, if they came as text."""
         if ids := said.get("token_ids"):
             holder = said.get("logprobs") or {}
             packed = holder.get(FIELD)
@@ -185,8 +189,9 @@ class Choice:
 
 @dataclass(slots=True)
 class Capture:
-    """What one call has shown of itself: the id vLLM gave it, the prompt, and each choice by index; or what vLLM broke off or
-    refused it with. `offered` are the tools that its request offers."""
+    """The answer to one call as read so far: the id that vLLM gave it, the prompt's token ids, and each choice by its index.
+    `failed` is vLLM's error if it broke off, `refused` its error if it refused the call. `offered` are the tools in the
+    request."""
 
     id: str
     prompt_ids: TokenIds | None = None
@@ -196,45 +201,46 @@ class Capture:
     offered: frozenset[str] = frozenset()
 
     def choice(self, index: int) -> Choice:
-        """The choice with this index, made when it is first seen."""
+        """Return the choice with this index; make it if there is none."""
         found = self.choices.get(index)
         if found is None:
             found = self.choices[index] = Choice()
         return found
 
     def finished(self, expected: int) -> bool:
-        """Whether every expected choice has its finish reason."""
+        """Return whether all of the `expected` choices have a finish reason."""
         return len(self.choices) >= expected and all(choice.finish_reason for choice in self.choices.values())
 
 
 class Translator(Protocol):
-    """One call of a dialect that is asked of vLLM in another: what the agent sees of vLLM's answer. Methods raise what reading
-    an answer of another shape raises."""
+    """Translates vLLM's answer to one call into a dialect that vLLM does not speak. Methods raise `SHAPE_ERRORS` of
+    `lightning.gateway.call` for an answer of another shape."""
 
     def whole(self, reply: Body) -> Body:
-        """The dialect's object for a whole answer."""
+        """Return the dialect's object for a whole answer of vLLM."""
 
     def chunk(self, chunk: Body) -> bytes:
-        """The dialect's events for one chunk, possibly none."""
+        """Return the dialect's events for one chunk of vLLM's stream; they may be empty."""
 
     def end(self) -> bytes:
-        """The events that end a stream."""
+        """Return the events that end a stream."""
 
     def broken(self, refusal: RefusalError) -> bytes:
-        """The event that tells that a stream broke off."""
+        """Return the event which tells the agent that the stream broke off."""
 
     def answer(self) -> Body:
-        """The object for a whole answer that was read; of a stream, what it adds up to."""
+        """Return the dialect's object for the answer that was read, also for a stream."""
 
     def conversation(self) -> list[Body] | None:
-        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
-        where none may."""
+        """Return the chat messages up to the end of a complete answer, which a later request may continue by the answer's id;
+        None if no request may."""
 
 
 class Dialect(ABC):
-    """One API shape. `path` is its route below `/v1`, `upstream` vLLM's; `id_prefix` begins the ids of its answers.
+    """An API of the gateway. `path` is its route below `/v1`, `upstream` the route of vLLM that it is sent to; `id_prefix`
+    begins the ids of its answers.
 
-    What is here is true of those that vLLM speaks itself: nothing is translated.
+    The methods here are for an API that vLLM speaks itself: they translate nothing.
     """
 
     path: str
@@ -242,37 +248,38 @@ class Dialect(ABC):
     id_prefix: str
 
     def continues(self, body: Body) -> str | None:
-        """The id of the response whose conversation a request goes on with, if it names one."""
+        """Return the id of the earlier response that a request continues; None if it names none."""
         return None
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """The request as `upstream` takes it, after the messages `before` it. Raises `RefusalError` for what cannot be said
-        there."""
+        """Return the request for `upstream`, behind the messages `before` it, and the translator of the answer; None if nothing
+        is translated. Raises `RefusalError` for a request that `upstream` cannot express."""
         return body, None
 
     async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
-        """Change a translated request (in place) to what the policy's chat template takes, where the API itself asks for it.
+        """Change a translated request in place so that the policy's chat template takes it, if the API requires that.
         `tokenize` asks the policy server. Raises `RefusalError`."""
         return
 
     @abstractmethod
     def plan(self, body: Body) -> Plan:
-        """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""
+        """Check a translated request, and change it in place so that vLLM returns ids and logprobs. Raises `RefusalError`
+        (422)."""
 
     @abstractmethod
     def read(self, answer: Body, capture: Capture) -> None:
-        """Collect ids and logprobs from a whole answer, or from one chunk of a stream."""
+        """Add the ids and logprobs of a whole answer, or of a chunk, to `capture`."""
 
     @abstractmethod
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """Take out of an answer or a chunk what the agent did not ask for; return whether anything was."""
+        """Remove the fields that the agent did not ask for from an answer or a chunk; return whether there were any."""
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
-        """Whether vLLM would not have sent this chunk, had we not asked for ids."""
+        """Return whether vLLM sent this chunk only because the gateway asked for ids."""
         return False
 
     def why_no_ids(self, plan: Plan, capture: Capture) -> str:
-        """Why a choice came without its ids, with the cure; empty where all have some. Each has one, unless it was aborted."""
+        """Return why a choice came without token ids, with the cure; empty if all choices have some, except aborted ones."""
         choices = capture.choices.values()
         told = [choice for choice in choices if choice.response_ids or choice.finish_reason == "abort"]
         if len(told) >= plan.choices:
@@ -283,39 +290,39 @@ class Dialect(ABC):
         )
 
     def refusal(self, refusal: RefusalError) -> bytes:
-        """A refusal of the gateway as this API's error object."""
+        """Return the error object of this API for a refusal of the gateway."""
         return refusal.body
 
     def upstream_refusal(self, status: int, payload: bytes) -> bytes:
-        """vLLM's own refusal as this API's error object."""
+        """Return the error object of this API for a refusal of vLLM."""
         return payload
 
 
 def packed_ids(values: list[int]) -> TokenIds:
-    """Token ids from an answer as the project's array; packing first is twice as fast as `array` on a list."""
+    """Return the token ids of an answer as an `array('i')`. Packing them first is twice as fast as `array` on a list."""
     return array("i", struct.pack(f"{len(values)}i", *values))
 
 
 def has_negative(ids: TokenIds) -> bool:
-    """Whether an id is below 0. To look at the bytes with the signs takes a twentieth of the time that `min` takes, or less."""
+    """Return whether an id is below 0. Looking at the bytes with the signs is at least twenty times as fast as `min`."""
     return not ids.tobytes()[SIGN::4].isascii()
 
 
 def refuse_parameter(name: str, why: str) -> RefusalError:
-    """A 422 for a parameter the gateway itself has to understand."""
+    """Return the refusal (422) of a parameter, which says `why`."""
     return RefusalError(422, "invalid_parameter", f"{name!r} {why}", param=name)
 
 
 def check_common(body: Body) -> tuple[bool, int]:
-    """Check what the gateway relies on: `stream`, `n` and the temperature; everything else is vLLM's to judge. Returns the
-    first two."""
+    """Check the parameters that the gateway relies on, and return `stream` and `n`. Raises `RefusalError` (422). All other
+    parameters are left to vLLM."""
     stream, n = body.get("stream"), body.get("n")
     if stream is not None and not isinstance(stream, bool):
         raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_CHOICES):
         raise refuse_parameter("n", f"must be an integer from 1 to {MOST_CHOICES}, not {n!r}.")
     temperature = body.get("temperature")
-    # vLLM would read "0.2" as a number: sampled at that and recorded as another it would mislead.
+    # vLLM would read "0.2" as a number, and the call would be sampled at another temperature than is recorded.
     if temperature is not None and not _is_number(temperature):
         raise refuse_parameter("temperature", f"must be a number or null, not {temperature!r:.80}.")
     options = body.get("stream_options")
@@ -329,12 +336,12 @@ def check_common(body: Body) -> tuple[bool, int]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value of JSON is a number that a float can hold."""
+    """Return whether a JSON value is a number that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def error_text(answer: Body) -> str:
-    """The message of an error object that came in place of an answer, or an empty string."""
+    """Return the message of an error object that came in place of an answer; empty for an answer."""
     error = answer.get("error")
     if error is None:
         return ""
@@ -343,7 +350,7 @@ def error_text(answer: Body) -> str:
 
 
 def refuse_ignored(body: Body) -> None:
-    """Raise `RefusalError` (422) for a field that vLLM would ignore although it changes what is asked for."""
+    """Raise `RefusalError` (422) for a field that vLLM would ignore although it changes the requested answer."""
     without_effect = {"best_of": body.get("n") or 1, "function_call": "none"}
     for name, why in IGNORED.items():
         if body.get(name) and body[name] != without_effect.get(name):
@@ -351,7 +358,7 @@ def refuse_ignored(body: Body) -> None:
 
 
 def choices_of(answer: Body) -> list[Body]:
-    """The `choices` of an answer. Raises `UpstreamError` when it has none, which vLLM's always have."""
+    """Return the `choices` of an answer. Raises `UpstreamError` for an answer without them, which is not vLLM's."""
     choices = answer.get("choices")
     if not isinstance(choices, list):
         raise UpstreamError("its answer is not shaped like vLLM's (it has no list of 'choices')")
@@ -359,7 +366,7 @@ def choices_of(answer: Body) -> list[Body]:
 
 
 def take_out(holder: Body, name: str) -> bool:
-    """Set a field that vLLM filled only for us back to the null it would have had."""
+    """Set a field, which vLLM filled because the gateway asked for it, to null; return whether it was filled."""
     if holder.get(name) is None:
         return False
     holder[name] = None
@@ -367,14 +374,14 @@ def take_out(holder: Body, name: str) -> bool:
 
 
 def offered_tools(body: Body) -> frozenset[str]:
-    """The names of the tools that a chat request offers."""
+    """Return the names of the tools in a chat request."""
     tools = body.get("tools")
     kinds = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return frozenset(kind["name"] for kind in kinds if isinstance(kind, dict) and isinstance(kind.get("name"), str))
 
 
 def apply_sampling(body: Body, *overrides: Mapping[str, float | int]) -> None:
-    """Write overrides into a request, later ones winning; the other name of the token limit is taken out."""
+    """Write overrides into a request in order. An override of the token limit also removes the limit's other name."""
     for override in overrides:
         for name, value in override.items():
             body[name] = value
@@ -383,16 +390,16 @@ def apply_sampling(body: Body, *overrides: Mapping[str, float | int]) -> None:
 
 
 def without_limit(body: Body) -> int:
-    """Take the limit of the answer's tokens out of a chat's request, so that vLLM takes the room that is left, and return it: 0
-    when there was none."""
+    """Remove the limit of the answer's tokens from a chat request, so that vLLM uses the room that is left. Return the limit; 0
+    if there was none."""
     given = [limit for name in TOKEN_LIMITS if isinstance(limit := body.pop(name, None), int)]
     return given[0] if given else 0
 
 
 def call_seed(seed: int, claims: Claims, seq: int) -> int:
-    """63 bits that follow from a run's seed, the rollout's place in the run, the attempt and the call's number in it.
+    """Return a seed of 63 bits for a call, derived from the run's seed, the rollout, the attempt and the call's number in it.
 
-    The place is the rollout's id without the run's, so that two runs of one plan sample alike.
+    The rollout's id is taken without the run's, so that two runs with the same settings sample alike.
     """
     place = claims.rollout.removeprefix(f"{claims.run}/")
     digest = hashlib.blake2b(f"{seed}/{place}/{claims.attempt}/{seq}".encode(), digest_size=8).digest()
@@ -400,7 +407,7 @@ def call_seed(seed: int, claims: Claims, seq: int) -> int:
 
 
 def temperature_of(body: Body) -> float:
-    """The temperature vLLM will use, of a request that was checked: 1.0 unless the request says otherwise."""
+    """Return the temperature at which vLLM will sample a checked request; 1.0 if the request has none."""
     value = body.get("temperature")
     if value is None:
         return 1.0
@@ -408,10 +415,10 @@ def temperature_of(body: Body) -> float:
 
 
 def is_constrained(body: Body) -> bool:
-    """Whether the processed logprobs differ from `log_softmax(logits / temperature)` of an unmasked forward pass.
+    """Return whether vLLM's logprobs differ from `log_softmax(logits / temperature)` of an unmasked forward pass.
 
-    Greedy calls count as constrained: vLLM reports their logprobs at temperature 1, so there is no temperature at which
-    a forward pass reproduces both the choice and the number.
+    Greedy calls are constrained, because vLLM reports their logprobs at temperature 1: no temperature reproduces both the
+    choice and the logprob.
     """
     return (
         any(body.get(name) not in values for name, values in NEUTRAL.items())
@@ -422,7 +429,7 @@ def is_constrained(body: Body) -> bool:
 
 
 def has_grammar(body: Body) -> bool:
-    """Whether a grammar holds the answer to a form: structured output, a forced or a strict tool."""
+    """Return whether a grammar constrains the answer: structured output, a forced tool or a strict tool."""
     if body.get(GRAMMAR):
         return True
     wanted = body.get("response_format")
@@ -436,8 +443,8 @@ def has_grammar(body: Body) -> bool:
 
 
 def has_media(body: Body) -> bool:
-    """Whether the prompt of a request as it goes to vLLM has what token ids say nothing of: an image, audio, video, a file,
-    embeddings. Parts of a type that is not known count as that."""
+    """Return whether the prompt of a request for vLLM has content that token ids do not show: images, audio, video, files,
+    embeddings, or parts of an unknown type."""
     messages = body.get("messages")
     contents = (
         [said.get("content") for said in messages if isinstance(said, dict)] if isinstance(messages, list) else []
@@ -447,7 +454,7 @@ def has_media(body: Body) -> bool:
 
 
 def _is_media(part: object) -> bool:
-    """vLLM takes a part without a type by what it has."""
+    """Return whether a content part is not text. A part without a type is text if it has the field `text`, as in vLLM."""
     return isinstance(part, dict) and ("text" not in part if part.get("type") is None else part["type"] not in TEXTS)
 
 
@@ -459,18 +466,18 @@ def _is_strict(tool: object) -> bool:
 
 
 class Chat(Dialect):
-    """OpenAI chat completions.
+    """OpenAI's chat completions.
 
-    Prompt ids are the answer's own `prompt_token_ids`, response ids each choice's `token_ids` (end-of-sequence included), and
-    logprobs line up with them one to one or are left out. vLLM gives neither for a call that hides the model's reasoning
-    (`include_reasoning`): it is asked for all, and the reasoning is taken out here.
+    Prompt ids are the answer's `prompt_token_ids`, response ids each choice's `token_ids`, with the end-of-sequence token.
+    There is one logprob for each response id, or none at all. For a call that hides the model's reasoning (`include_reasoning`)
+    vLLM gives neither ids nor logprobs, so the gateway asks for the reasoning and removes it from the answer.
     """
 
     path = upstream = "/chat/completions"
     id_prefix = "chatcmpl-"
 
     def plan(self, body: Body) -> Plan:
-        """See `Dialect`."""
+        """Check a chat request and ask vLLM for ids and logprobs (`Dialect.plan`)."""
         refuse_ignored(body)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -492,7 +499,7 @@ class Chat(Dialect):
         return plan
 
     def read(self, answer: Body, capture: Capture) -> None:
-        """See `Dialect`."""
+        """Add the ids and logprobs of an answer or a chunk to `capture` (`Dialect.read`)."""
         if (prompt := answer.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
             capture.prompt_ids = packed_ids(prompt)
         for said in choices_of(answer):
@@ -503,7 +510,7 @@ class Chat(Dialect):
                 choice.read_calls(calls, capture.offered)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`."""
+        """Remove the fields that the agent did not ask for (`Dialect.strip`)."""
         changed = strip_reasoning(answer, plan)
         changed |= not plan.keep_ids and take_out(answer, "prompt_token_ids")
         for choice in choices_of(answer):
@@ -512,8 +519,8 @@ class Chat(Dialect):
         return changed
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
-        """See `Dialect`. While a tool parser buffers, vLLM sends `{"delta": {}}` chunks only to those who want ids; and what
-        has nothing but reasoning only to those who want to see it."""
+        """Return whether vLLM sent a chunk only because the gateway asked for ids or reasoning. While a tool parser buffers, it
+        sends chunks with an empty delta only to clients that want ids."""
         if (plan.keep_ids or plan.keep_logprobs) and not plan.hides_reasoning:
             return False
         choices = choices_of(chunk)
@@ -521,8 +528,9 @@ class Chat(Dialect):
 
 
 def strip_reasoning(answer: Body, plan: Plan) -> bool:
-    """Take the model's reasoning, and the ids and logprobs that would show it, out of an answer or a chunk that is not to have
-    it, as a vLLM with a parser of tool calls or of reasoning does; return whether anything was."""
+    """Remove the model's reasoning, and the ids and logprobs that would show it, from an answer or a chunk if the agent asked
+    not to see it. A vLLM with a parser of tool calls or reasoning does the same. Return whether there was anything to
+    remove."""
     changed = False
     for said in choices_of(answer) if plan.hides_reasoning else ():
         message = said.get("delta") or said.get("message") or {}
@@ -533,7 +541,7 @@ def strip_reasoning(answer: Body, plan: Plan) -> bool:
 
 
 def _says_nothing(said: Body, plan: Plan) -> bool:
-    """Whether a choice of a chunk was sent for its ids or its reasoning alone, of which the agent is shown neither."""
+    """Return whether a choice of a chunk has nothing for the agent: only ids, or only reasoning that the agent hides."""
     delta = said.get("delta")
     if said.get("finish_reason") or not isinstance(delta, dict):
         return False
@@ -541,18 +549,19 @@ def _says_nothing(said: Body, plan: Plan) -> bool:
 
 
 def _hides_reasoning(body: Body) -> bool:
-    """Whether the agent asked to be shown no reasoning. Raises `RefusalError` (422) where that would change the answer, too."""
+    """Return whether the agent asked not to see the reasoning. Raises `RefusalError` (422) if that would change the answer."""
     wanted = body.get("include_reasoning")
     if wanted is not None and not isinstance(wanted, bool):
         raise refuse_parameter("include_reasoning", f"must be true or false, not {wanted!r:.80}.")
-    if wanted is False and has_grammar(body):  # vLLM would hold the reasoning to the grammar as well
+    if wanted is False and has_grammar(body):  # with the reasoning included vLLM would apply the grammar to it, too
         why = "cannot be false together with structured output, a forced or a strict tool: such a call cannot be recorded."
         raise refuse_parameter("include_reasoning", f"{why} Leave it out, and leave the reasoning aside in the agent.")
     return wanted is False
 
 
 def _wants_logprobs(body: Body) -> bool:
-    """As vLLM decides it: `logprobs` true and `top_logprobs` (default 0) not null."""
+    """Return whether the agent asked for logprobs, as vLLM decides it: `logprobs` is true and `top_logprobs` (default 0) is not
+    null, unless `logprob_token_ids` are given."""
     wanted = bool(body.get("logprobs"))
     return wanted and (body.get("top_logprobs", 0) is not None or bool(body.get("logprob_token_ids")))
 

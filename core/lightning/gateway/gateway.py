@@ -1,9 +1,9 @@
 """The gateway: an OpenAI-compatible front of vLLM that records every call it answers.
 
-The invariant: what an agent gets is what vLLM would have given it, and each call it got is a transition in the store. Every
-route but `/health` needs a token, and every error has the shape of its route's API (OpenAI's where there is no such route) and
-says what would have worked; what a plugin's route asks for and says of errors is the plugin's. At a route that is no call
-nothing is sampled, so nothing is recorded.
+The invariant: an agent gets the answer that vLLM would have given, and each answered call is a transition in the store. Every
+route but `/health` needs a token. Every error has the shape of its route's API (OpenAI's for an unknown route) and says what
+would have worked. Plugins decide about tokens and errors of their own routes. At other routes nothing is sampled, so nothing is
+stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -44,12 +44,12 @@ from lightning.types import LLM, Lease
 log = logging.getLogger(__name__)
 
 SURE_SECONDS = 1.5
-"""Seconds that `Gateway.served` takes at most: who asks waits for it."""
+"""The most seconds that `Gateway.served` takes, because its caller waits."""
 VERSIONS = ("/v1/deployments/{deployment}", "/v1", "/openai/v1", "/openai/deployments/{deployment}", "/openai")
-"""What stands before a route: a version, or what Azure's clients have in its place."""
+"""The prefixes of a route: a version, or the paths that Azure's clients use instead."""
 PREFIXES = tuple(f"{root}{version}" for root in ("", "/r/{token}") for version in VERSIONS)
 OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
-"""What paths of the gateway begin with."""
+"""The first parts of the gateway's own paths."""
 MODELS = "/models"
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
@@ -62,12 +62,12 @@ JSON = "application/json"
 class Gateway:
     """The front of policy servers. All methods belong to the event loop that runs it.
 
-    `upstreams` are the policy servers of its own, with `version` as their weights' version now and `run` as the run they are
-    for (empty: any run); a gateway that has none gets no `upstreams`. Keys of other runs are answered by those runs' policy
-    servers, which their trainers name in the store. `secret` signs the keys (at least 16 bytes): all servers over a store have
-    one, that of `identity.gateway_secret`. With `shared` other servers answer for the rollouts of this one's keys, so that what
-    they must know of them is kept in the store. With a `seed` calls without one are given one (`gateway.seed_calls`). `app` may
-    be mounted elsewhere instead of calling `start`; then set `url` to where it can be reached.
+    `upstreams` are its own policy servers, which may be none; `version` is their weights' version and `run` the run that they
+    serve (empty: any run). Keys of other runs are answered by those runs' policy servers, which their trainers name in the
+    store. `secret` signs the keys and has at least 16 bytes; all servers over a store use the same one,
+    `identity.gateway_secret`. With `shared` other servers answer calls with this gateway's keys, too, so data that they need is
+    kept in the store. With a `seed` calls without a seed get one (`gateway.seed_calls`). Instead of calling `start`, `app` may
+    be mounted elsewhere; then set `url` to its address.
     """
 
     def __init__(
@@ -99,18 +99,18 @@ class Gateway:
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """The stages that stand in the line of its calls, in their order, with the versions of their distributions."""
+        """The names of the stages of its calls, in their order, with the versions of their distributions."""
         return self.parts.line.versions
 
     def mount(self, app: ASGIApp, name: str = "api") -> None:
-        """Let another application answer everything below `/NAME` on the gateway's port. Raises `GatewayError` for a name
-        that is taken, and for one of the gateway's own."""
+        """Let another application answer all paths below `/NAME` on the gateway's port. Raises `GatewayError` for a name that
+        is in use."""
         if name in OWN_PATHS or name in self._front.mounted:
             raise GatewayError(f"nothing can be mounted at /{name}: something answers there already")
         self._front.mounted[name] = app
 
     async def start(self) -> None:
-        """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""
+        """Bind the port and serve on the running loop. Raises `GatewayError` if the address cannot be bound."""
         if self._serving is not None:
             return
         if why := CONTRACT.why_idle(self.parts.line.stages, self._config, "record_requests"):
@@ -131,18 +131,18 @@ class Gateway:
         session: str = "",
         branch: bool = False,
     ) -> str:
-        """Sign the API key of one attempt. `sampling` overrides what the agent asks for; `ttl` is in seconds.
+        """Return a signed API key for one attempt. `sampling` overrides the agent's parameters; `ttl` is in seconds.
 
-        `run` says whose policy it is for; empty: the gateway's own. With a `session`, a run, the key is of many conversations,
-        each of which becomes a rollout of that run; requests that are refused are recorded with `rollout`. In a `branch` the
-        first calls are answered from the record of the rollout's parent.
+        `run` is the run whose policy answers; empty for the gateway's own. With a `session`, the id of a run, the key is for
+        many conversations, each of which becomes a rollout of that run; refused requests are stored with `rollout`. With
+        `branch` the first calls are answered from the record of the rollout's parent.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
         return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
-        """What the agent of a leased rollout needs; `run` is whose policy answers it, where that is not its own run's. Raises
-        `GatewayError` before `start`, and for a branch where no stage answers those."""
+        """Return the `LLM` for the agent of a leased rollout. `run` is the run whose policy answers, if that is another run
+        than the rollout's. Raises `GatewayError` before `start`, and for a branch if no stage answers branches."""
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
         rollout, branch = lease.rollout, lease.rollout.parent is not None
@@ -153,12 +153,12 @@ class Gateway:
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, extras=self.parts.line.told(rollout))
 
     async def served(self, run: str) -> bool:
-        """Whether a call of this run would find a policy server that is up. Takes `SURE_SECONDS` at most, and that only until
-        the run's servers have been asked for the first time; without an answer it is False."""
+        """Return whether a policy server of this run is up. Until the run's servers have been checked for the first time it
+        waits, at most `SURE_SECONDS`, and then returns False."""
         policy = self._policies.of(run)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SURE_SECONDS):
-                while not policy.told:  # noqa: ASYNC110 — short, once, and what is awaited has no one event
+                while not policy.told:  # noqa: ASYNC110 — short, once, and there is no event for it
                     await asyncio.sleep(SURE_SECONDS / 100)
                 self._forwarder.look_after(policy)
                 while not policy.pool.sure:  # noqa: ASYNC110
@@ -167,9 +167,9 @@ class Gateway:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """For the length of the block new requests for its own policy wait; those already at vLLM go on. Blocks may overlap.
+        """Let new requests for its own policy wait during the block; requests at vLLM go on. Blocks may overlap.
 
-        Gateways elsewhere that serve the run, too, are held by `lightning.gateway.policy.PolicyOwner`.
+        `lightning.gateway.policy.PolicyOwner` holds other gateways that serve the run.
         """
         with self.own.gate.hold():
             self.own.freeze()
@@ -177,8 +177,8 @@ class Gateway:
 
     @property
     def own(self) -> Policy:
-        """Its own policy: whoever updates the weights or starts a policy server again tells it inside the hold. Raises
-        `GatewayError` where it has none."""
+        """The gateway's own policy. Whoever updates the weights or restarts a policy server reports it here inside a hold.
+        Raises `GatewayError` if the gateway has no policy of its own."""
         if self._policies.own is None:
             raise GatewayError(
                 "this gateway has no policy server of its own; make it with at least one Upstream(url, model)"
@@ -186,7 +186,7 @@ class Gateway:
         return self._policies.own
 
     async def close(self) -> None:
-        """Let the calls in flight end (for a while), then stop. Idempotent."""
+        """Wait for the calls in flight for a while, then stop. Idempotent."""
         if self._serving is not None:
             await self._serving.stop()
             self._serving = None
@@ -196,8 +196,8 @@ class Gateway:
 
 
 class Others:
-    """What stands below a version and is no route of the gateway's: a stage answers it, or nobody does. `posts` and `gets` are
-    the paths, below a version, of what the gateway answers."""
+    """Answers requests for routes that the gateway does not have: a stage answers, or the request is refused. `posts` and
+    `gets` are the gateway's own routes."""
 
     def __init__(self, parts: Parts, posts: Sequence[str], gets: Sequence[str]) -> None:
         self._parts, self._line, self._identity = parts, parts.line, parts.identity
@@ -208,7 +208,7 @@ class Others:
         self._existing = f"These exist: {listed}; and the same below /r/<token>/v1."
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. What is refused is recorded."""
+        """Serve one request. A refused request with a valid key is stored."""
         route = scope["path_params"]["route"]
         unknown = self._no_such(scope["method"], without_token(scope["path"]))
         if f"/{route}" in self._routes:
@@ -234,7 +234,7 @@ class Others:
             return
 
     async def http_error(self, request: Request, error: Exception) -> Response:
-        """What Starlette refuses, as the gateway says it."""
+        """Return the gateway's answer to an error of Starlette."""
         assert isinstance(error, HTTPException)
         path = without_token(request.url.path)
         if error.status_code == 404:
@@ -245,7 +245,7 @@ class Others:
         return _answer(RefusalError(error.status_code, "http_error", error.detail))
 
     def _no_such(self, method: str, path: str) -> RefusalError:
-        """The refusal (404) of what nobody answers here."""
+        """Return the refusal (404) of an unknown route, with the existing routes."""
         message = f"There is no {method} {path} here. {self._existing}"
         if "/v1/v1/" in path:
             message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
@@ -255,7 +255,7 @@ class Others:
 
 
 def _model_in(payload: bytes, scope: Scope) -> object:
-    """The model that a request names in a JSON body, if it does, or in the path."""
+    """Return the model that a request names, in a JSON body or in the path; None if it names none."""
     if payload[:1] == b"{":
         try:
             return orjson.loads(payload).get("model")
@@ -265,7 +265,8 @@ def _model_in(payload: bytes, scope: Scope) -> object:
 
 
 def build_front(parts: Parts) -> Front:
-    """The routes, tied to the parts that serve them."""
+    """Make the application with all routes of the gateway. Raises `GatewayError` for a plugin's route that is wrongly named or
+    exists already."""
     info = Info(parts)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken(parts.config)}
     gets: dict[str, Callable[..., Any]] = {MODELS: info.models}
@@ -275,7 +276,8 @@ def build_front(parts: Parts) -> Front:
             raise GatewayError(f"a plugin registers the route {name!r}: name it as its path, or 'GET' and its path")
         if (path := f"/{route}") in (*endpoints, *gets):
             raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
-        (gets if method else endpoints)[path] = plugins().route(name)(parts)
+        made = cast("Callable[[Parts], ASGIApp]", plugins().get("routes", name))
+        (gets if method else endpoints)[path] = made(parts)
     others = Others(parts, tuple(endpoints), tuple(gets))
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
@@ -287,16 +289,16 @@ def build_front(parts: Parts) -> Front:
 
 
 class Info:
-    """The two routes that answer questions about the gateway itself."""
+    """The two routes about the gateway itself."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._server = parts, secrets.token_hex(8)
 
     async def health(self, request: Request) -> Response:
-        """200 while at least one policy server is up, else 503. Needs no token and says nothing of addresses.
+        """Answer 200 while at least one policy server is up, else 503. It needs no token and shows no addresses.
 
-        A server without a policy of its own is well while it serves no run, too: it learns of them when they are asked for.
-        `server` is another word in each process: clients notice by it that the one they used is gone.
+        A gateway that serves no run is well, too, because it learns of runs from their calls. `server` is a text that is new in
+        each process, by which clients notice that the process was replaced.
         """
         policies, own = self._parts.policies.known, self._parts.policies.own
         healthy = sum(policy.pool.healthy for policy in policies)
@@ -311,7 +313,7 @@ class Info:
         return Response(orjson.dumps(said), 200 if well else 503, media_type=JSON)
 
     async def models(self, request: Request) -> Response:
-        """vLLM's own list, with the policy under the name agents use (`max_model_len` and the rest are vLLM's)."""
+        """Answer vLLM's list of models, with the policy under the name that agents use; the other fields are vLLM's."""
         claims = self._parts.identity.claims(request.scope)
         try:
             return Response(
@@ -323,16 +325,16 @@ class Info:
 
 
 def line_of(parts: Parts) -> Line:
-    """The stages that plugins register, one of each kind for this gateway. Raises what `Contract.made` raises."""
+    """Make the stages that plugins register, for this gateway. Raises the errors of `Contract.made` and of `Line`."""
     return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
 
 
 def spoken(config: GatewayConfig) -> list[Dialect]:
-    """OpenAI's chat, and one dialect of each kind that plugins register, for a gateway with these settings. Raises
-    `GatewayError` for one whose path is another than it is registered with, or is spoken already."""
+    """Return the dialects of a gateway with these settings: OpenAI's chat, and those that plugins register. Raises
+    `GatewayError` for a plugin's dialect whose path is not the one it is registered with, or is in use."""
     found: list[Dialect] = [Chat()]
     for name in plugins().names("dialects"):
-        dialect = plugins().dialect(name)(config)
+        dialect = cast("Callable[[GatewayConfig], Dialect]", plugins().get("dialects", name))(config)
         if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):
             raise GatewayError(
                 f"a plugin registers the dialect {name!r} for {dialect.path}: each has its own path, /{name}"
@@ -352,7 +354,7 @@ def _answer(refusal: RefusalError) -> Response:
 
 
 def without_token(path: str) -> str:
-    """The path, with the token (a credential) left out of what may be logged by clients."""
+    """Return a path without the token in it, which is a credential and must not be logged."""
     parts = path.split("/", 3)
     if parts[:2] == ["", "r"] and len(parts) == 4:
         return f"/r/<token>/{parts[3]}"

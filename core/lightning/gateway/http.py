@@ -1,20 +1,20 @@
-"""What requests and answers are made of: bodies, JSON, errors, and server-sent events.
+"""The parts of HTTP requests and answers: bodies, JSON, errors, and server-sent events.
 
-The invariant of bodies: a body is counted as it arrives and as it is unpacked, by its bytes and by the values that it would be
-parsed into, and nothing of it is parsed before that was granted; what was granted is given back when the request has been
-answered. Every route of every port that takes a body reads it here, behind `connections.Entrance`. The core unpacks none: what
-guards a port may, and counts it here.
+The invariant of bodies: a body is counted as it arrives and as it is unpacked, by its bytes and by the values into which it
+would be parsed. Nothing is parsed before there is room for it, and the room is given back when the request has been answered.
+Every route of every port that takes a body reads it here, behind `connections.Entrance`. The core does not unpack bodies; a
+port's guard may, and counts them here.
 
-The invariant of JSON: what the agent wrote is what goes on. Whole numbers keep every digit, since vLLM takes them; orjson,
-which rounds them, is only the fast road. What JSON has no number for (NaN, infinity) and texts with half of a character (a lone
-surrogate), which no tokenizer takes, are refused: they could only be passed on as something else.
+The invariant of JSON: values go on as the agent wrote them. Whole numbers keep every digit, because vLLM takes them; orjson,
+which rounds large ones, parses only bodies without any. NaN and infinity, which JSON does not have, and texts with a lone
+surrogate, which no tokenizer takes, are refused, because they could only be passed on changed.
 
-Whatever goes wrong, the agent's client gets the error object of its API with a status its retry logic understands and a message
-that names the cure; never a bare stack trace, never a silent close. Errors have OpenAI's shape here; other dialects make their
-own from it.
+After any failure the agent's client gets the error object of its API, with a status that its retry logic understands and a
+message that names the cure; never a stack trace, never a silent close. Errors have OpenAI's shape here; other dialects convert
+it.
 
-Events are cut out of a byte stream, whatever the chunk boundaries are: the pieces, joined, are exactly the bytes that came in,
-it takes time that grows with the bytes alone, and holds one unfinished event of bounded length.
+Events are cut out of a byte stream with any chunk boundaries. The pieces, joined, are exactly the bytes of the stream. Cutting
+takes time proportional to the bytes, and holds one unfinished event of bounded length.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ Header = tuple[bytes, bytes]
 JSON_TYPE: Header = (b"content-type", b"application/json")
 
 OF_LENGTH = ("maximum context length", "cannot be greater than max_model_len")
-"""How vLLM says that prompt and answer are too long, or that the answer alone would be."""
+"""Parts of vLLM's messages that prompt and answer, or the answer alone, are too long."""
 CURE_OF_LENGTH = (
     "Prompt and answer together have policy_server.max_model_len tokens, or as many as the model was made for: raise the "
     "former, let the agent shorten its conversation, or have it ask for fewer tokens (max_tokens)."
 )
-"""Without quotation marks: a client shows it in the text of an exception, which is searched for it."""
+"""The cure of a call that is too long. It has no quotation marks, because it is looked for in the texts of clients'
+exceptions."""
 TYPES = {
     **dict.fromkeys((400, 408, 415, 421, 422, 426), "invalid_request_error"),
     401: "authentication_error",
@@ -58,42 +59,42 @@ TYPES = {
 
 
 LONGEST_MESSAGE = 10_000
-"""Characters of what a refusal says: it may quote the request."""
+"""The most characters of a refusal's message, which may quote the request."""
 LONGEST_WHERE = 200
-"""Characters that are told of a place in a request: agents choose names, of any length."""
+"""The most characters of the place in a request that an error names, because agents choose names of any length."""
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 LONG_NUMBER = b"0" * 19
-"""Digits, all made zeros, from which on a whole number may need more than 64 bits, so that orjson would round it. To look for
-them so takes a sixtieth of the time that a regular expression takes."""
+"""As many digits, all replaced by zeros, as a whole number of more than 64 bits has at least; orjson would round it. This
+search takes a sixtieth of the time of a regular expression."""
 BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 LINE = re.compile(rb"\r\n|\n|\r")
 LONGEST_BLANK = 4
 LONGEST_EVENT = 64 << 20
-"""Bytes; the longest there is has the ids of a whole prompt, at most eight bytes each."""
+"""The most bytes of an event. The longest event of vLLM has the ids of a whole prompt, at most eight bytes each."""
 SHORTER = "let the agent ask for fewer tokens (max_tokens), choices (n) or logprobs (top_logprobs)"
 """The cure of an answer that is too long."""
 T = TypeVar("T")
 KEY = "lightning.body"
-"""Under this name the scope of a request has its `RequestBody`."""
+"""The key of a request's ASGI scope under which its `RequestBody` is."""
 OTHERS_VALUES = 4
-"""A body that is no model call may have so many times the JSON values: of spans, of many rollouts."""
+"""How many times the JSON values of a model call another body may have, such as spans or many rollouts."""
 COPIES = 3
-"""How often a body is there: as it came, as what it was parsed into, and as it is sent on or stored."""
+"""How many copies of a body are in memory: the received bytes, the parsed values, and the bytes that are sent on or stored."""
 WAIT = 10.0
-"""Seconds that a body waits for room."""
+"""The most seconds that a body waits for room in memory."""
 LONGEST_LENGTH = 18
-"""Digits of a length that is read as one."""
+"""The most digits of a `content-length` that is accepted."""
 RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
 
 
 def _head(text: str, most: int) -> str:
-    """A text, or its beginning where it is longer: it may quote the request."""
+    """Return a text, shortened to `most` characters and an ellipsis if it is longer."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 class RefusalError(Exception):
-    """A request that is answered with an error. Raised anywhere below the route, sent once at the route."""
+    """An error with which a request is answered. It may be raised anywhere below the route, which sends it once."""
 
     def __init__(
         self, status: int, code: str, message: str, headers: Sequence[Header] = (), *, param: str | None = None
@@ -104,26 +105,24 @@ class RefusalError(Exception):
 
     @property
     def error(self) -> dict[str, str | None]:
-        """What OpenAI's error object says."""
+        """The content of OpenAI's error object."""
         kind = TYPES.get(self.status, "server_error")
         return {"message": str(self), "type": kind, "code": self.code, "param": self.param}
 
     @property
     def body(self) -> bytes:
-        """The OpenAI error object."""
+        """OpenAI's error object as JSON."""
         return orjson.dumps({"error": self.error})
 
     @property
     def event(self) -> bytes:
-        """The same as a server-sent event, for answers whose headers have left already."""
+        """The error object as a server-sent event, for an answer whose headers have been sent."""
         return event_of(self.body)
 
 
 def told_of_length(payload: bytes) -> bytes | None:
-    """vLLM's refusal of a call whose prompt and answer do not fit, with OpenAI's code for that, which clients know, and the
-    cure. None for any other refusal.
-
-    The numbers are vLLM's: the length, what was asked for, and what the prompt has.
+    """Return vLLM's refusal of a call whose prompt and answer are too long, with OpenAI's error code, which clients know, and
+    with the cure; None for any other refusal. The numbers in the message stay vLLM's.
     """
     try:
         said = orjson.loads(payload)
@@ -137,7 +136,7 @@ def told_of_length(payload: bytes) -> bytes | None:
 
 
 def error_of(payload: bytes) -> dict[str, object]:
-    """The error object of a refusal of vLLM's; its text alone where it has none."""
+    """Return the error object in a refusal of vLLM; an object with only its text if it has none."""
     try:
         error = orjson.loads(payload)["error"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
@@ -146,15 +145,15 @@ def error_of(payload: bytes) -> dict[str, object]:
 
 
 class UpstreamError(Exception):
-    """vLLM broke off in the middle of a call, or answered in a shape that is not vLLM's."""
+    """vLLM broke off during a call, or its answer does not have the shape of vLLM's answers."""
 
 
 class UpstreamGoneError(UpstreamError):
-    """The connection to vLLM was lost, as it is when vLLM dies."""
+    """The connection to vLLM was lost, for example because vLLM died."""
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Header] = (JSON_TYPE,)) -> None:
-    """Send a whole answer at once."""
+    """Send a whole answer."""
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -176,7 +175,8 @@ def read_object(payload: bytes) -> Body:
 
 
 def _has_long_number(payload: bytes) -> bool:
-    """Whether there are so many digits in a row. Of these every sixth byte has three in a row, which texts seldom have."""
+    """Return whether the payload has as many digits in a row as `LONG_NUMBER`. It first looks at every sixth byte, where these
+    are three digits in a row, which texts seldom have."""
     return b"000" in payload[::6].translate(ZEROS) and LONG_NUMBER in payload.translate(ZEROS)
 
 
@@ -194,7 +194,7 @@ def _read_slowly(payload: bytes) -> object:
 
 
 def _half_a_character(said: object, code: int) -> RefusalError:
-    """The refusal of the first text with a lone surrogate, by its place."""
+    """Return the refusal of a body with a lone surrogate, which names the place of the first text that has one."""
     steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in _way_to_half(said))
     where = LONE_SURROGATE.sub("\ufffd", steps.removeprefix(".")) or "body"
     where = _head(where, LONGEST_WHERE)
@@ -206,9 +206,9 @@ def _half_a_character(said: object, code: int) -> RefusalError:
 
 
 def _way_to_half(said: object) -> Sequence[str | int]:
-    """The names and numbers that lead to the first text with a lone surrogate, or to the object that has it in a name.
+    """Return the names and indices that lead to the first text with a lone surrogate, or to the object that has it in a name.
 
-    Only the way to where it looks is held: a path for each item would take as many bytes as the longest name, each time.
+    Memory holds only the path to the present item: a path for each item would take the bytes of the longest name each time.
     """
     way: list[str | int] = []
     left: list[Iterator[tuple[str | int, object]]] = [iter([("", said)])]
@@ -229,7 +229,7 @@ def _way_to_half(said: object) -> Sequence[str | int]:
 
 
 def _finite(text: str) -> float:
-    """The number that a text stands for. Raises `ValueError` for NaN and infinity, under whatever name."""
+    """Return the number that a text means. Raises `ValueError` for NaN and infinity in any spelling."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is no number of JSON; send a finite one, or null.")
@@ -248,12 +248,12 @@ def write_object(body: Body) -> bytes:
 
 
 def too_deep() -> RefusalError:
-    """The refusal for lists and objects inside one another without end."""
+    """Return the refusal of a body whose lists and objects are nested too deep."""
     return RefusalError(422, "invalid_json", "The request's body is nested too deep to be read; send a flatter one.")
 
 
 class EventCutter:
-    """Feed it bytes, get back whole events, each with the blank line that ends it."""
+    """Cuts a byte stream into server-sent events, each with the blank line that ends it."""
 
     __slots__ = ("_buffer",)
 
@@ -261,7 +261,8 @@ class EventCutter:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completed, in order. Raises `UpstreamError` for one without an end."""
+        """Add bytes of the stream, and return the events that they complete, in order. Raises `UpstreamError` for an unfinished
+        event of more than `LONGEST_EVENT` bytes."""
         buffer = self._buffer
         search_from = max(0, len(buffer) - LONGEST_BLANK + 1)
         buffer += data
@@ -277,17 +278,17 @@ class EventCutter:
         return events
 
     def rest(self) -> bytes:
-        """What came after the last blank line: an event that was cut off, or nothing."""
+        """Return the bytes behind the last blank line: an unfinished event; empty if there is none."""
         return bytes(self._buffer)
 
 
 def event_of(data: bytes, kind: str = "") -> bytes:
-    """The server-sent event with this payload of one line, named after its kind if it has one."""
+    """Return the server-sent event with a payload of one line; `kind` is the event's name, empty for none."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data) if kind else b"data: %b\n\n" % data
 
 
 def data_of(event: bytes) -> bytes | None:
-    """The payload of an event (its `data:` lines joined by newlines), or None for comments and other fields."""
+    """Return the payload of an event, its `data:` lines joined by newlines; None for an event without any."""
     body = event.rstrip(b"\r\n")
     if body.startswith(b"data: ") and b"\n" not in body and b"\r" not in body:
         return body[6:]
@@ -296,8 +297,8 @@ def data_of(event: bytes) -> bytes | None:
 
 
 class RequestBody:
-    """What one request holds of its token's share. `most_values` is 0 for no limit. Of a compressed body `packed` are the bytes
-    that have come."""
+    """The memory that one request's body takes from its token's share. `most_values` is the most JSON values of a body, 0 for
+    no limit. `packed` counts the received bytes of a compressed body."""
 
     __slots__ = ("_budget", "_bytes", "_held", "_holder", "_most_values", "_receive", "_values", "packed")
 
@@ -307,19 +308,20 @@ class RequestBody:
         self._held = self._values = self._bytes = self.packed = 0
 
     def is_no_call(self) -> None:
-        """Its route says so before it reads it: it may have more values than a model call."""
+        """Allow the body more values than a model call may have. A route calls it before it reads the body."""
         self._most_values *= OTHERS_VALUES
 
     async def receive(self) -> Message:
-        """The next message of the request. Raises `RefusalError` (413, 429) for a body that there is no room for."""
+        """Receive the next message of the request, and count its part of the body. Raises `RefusalError` (413, 429) if there is
+        no room for the body."""
         message = await self._receive()
         if body := message.get("body"):
             await self.hold(body)
         return message
 
     async def receive_packed(self) -> Message:
-        """The next message of a request whose body is compressed: what it will be is not known, only its bytes. Raises as
-        `receive` does."""
+        """Receive the next message of a request with a compressed body, and count its bytes. Raises `RefusalError` (413, 429)
+        if there is no room for them."""
         message = await self._receive()
         size = len(message.get("body", b""))
         self.packed += size
@@ -327,7 +329,7 @@ class RequestBody:
         return message
 
     async def hold(self, data: bytes) -> None:
-        """Count a part of a body. Raises `RefusalError`."""
+        """Count a part of a body that is not compressed. Raises `RefusalError` (413, 429) if there is no room for it."""
         values = json_values(data)
         self._values += values
         self._bytes += len(data)
@@ -340,7 +342,8 @@ class RequestBody:
         await self.reserve(COPIES * len(data) + VALUE_BYTES * values)
 
     async def reserve(self, size: int) -> None:
-        """Hold so many bytes until the request has been answered, or `give` them back. Raises `RefusalError`."""
+        """Reserve `size` bytes until the request has been answered, or until `give`. Raises `RefusalError` (413, 429) if there
+        is no room for them."""
         if self._held + size > self._budget.largest:
             message = (
                 f"The request would take {self._held + size} bytes of memory or more, and one may take "
@@ -356,30 +359,32 @@ class RequestBody:
         self._held += size
 
     def give(self, size: int) -> None:
-        """Let go of what was reserved."""
+        """Give back `size` reserved bytes."""
         self._held -= size
         self._holder.give(size)
 
     def close(self) -> None:
-        """The request has been answered."""
+        """Give back all reserved bytes, because the request has been answered."""
         self.give(self._held)
 
     async def work(self, do: Callable[[], T], *, reads_texts: bool) -> T:
-        """Do something with it: here when that is short, else beside the event loop (`Holder.work`). What reads no texts reads
-        names at most, a sixteenth as long."""
+        """Call `do`, which works on the body, and return its result: directly for a short body, in a thread for a long one
+        (`Holder.work`). With `reads_texts=False` it is taken to need a sixteenth of the time."""
         long = LONG if reads_texts else 16 * LONG
         return await self._holder.work(do) if self._values > MANY or self._bytes > long else do()
 
 
 async def beside(scope: Scope, do: Callable[[], T], *, reads_texts: bool = True) -> T:
-    """Do something with a body that was read: here when that is short, else beside the event loop (`RequestBody.work`)."""
+    """Call `do`, which works on the body of a request, and return its result: directly for a short body, in a thread for a long
+    one (`RequestBody.work`)."""
     body: RequestBody | None = scope.get(KEY)
     return do() if body is None else await body.work(do, reads_texts=reads_texts)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:
-    """The whole request body. Raises `RefusalError` (413, which names the `cure`) above `limit` bytes, as it came or as it was
-    unpacked, 415 for one that nothing has unpacked, `ClientGoneError` when it is cut off."""
+    """Return the whole body of a request. Raises `RefusalError`: 413 with the `cure` above `limit` bytes, received or unpacked;
+    400 for a malformed `content-length`; 415 for a compressed body that no guard unpacks. Raises `ClientGoneError` if the body
+    is cut off."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             if not value.isdigit() or len(value) > LONGEST_LENGTH:
@@ -410,7 +415,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAIS
 
 
 def packed_with(scope: Scope) -> list[str]:
-    """What the body of a request was compressed with, in that order; nothing for one that comes as it is."""
+    """Return the encodings with which a request's body is compressed, in order; none for a plain body."""
     said = b",".join(value for name, value in scope["headers"] if name == b"content-encoding").decode("latin-1").lower()
     return [name for part in said.split(",") if (name := part.strip()) not in ("", "identity")]
 

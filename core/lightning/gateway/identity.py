@@ -1,11 +1,11 @@
-"""Whose call is this, and which agent makes it: the agent's API key, and the header that names a caller.
+"""Identifies calls: the attempt of a call by the agent's API key, and the calling agent by a header.
 
-The invariant (law 6): the key is a signed, expiring token that names one attempt of one rollout. One that verifies gives the
-right to call the model for that attempt, and no other right. It has one spelling: whoever counts by the token's text counts
-each attempt once. It is looked for in the order header, URL path, API key; of several API keys (clients send what they find in
-their environment beside what they were given) the one that verifies counts. The caller's name is only a label, so nonsense in
-it costs the label and never the call. That an attempt is over is the store's to say, when it is given a call of it: a token
-that it has once refused is refused here from then on, before anything is sampled.
+The invariant (law 6): the key is a signed, expiring token that names one attempt of one rollout. A valid key gives the right to
+call the model for that attempt, and no other right. A key has only one spelling, so that counting by the token's text counts
+each attempt once. It is looked for in a header, then in the URL's path, then among the API keys. Of several API keys the valid
+one counts, because clients also send keys from their environment. The caller's name is only a label: a malformed one loses the
+label, never the call. The store decides whether an attempt is over, when a call is stored. After it has refused a call, further
+calls with that token are refused here before anything is sampled.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LONGEST_TOKEN = 4096
 CACHE_SIZE = 4096
 SHORTEST_SECRET = 16
 AS_ASKED: Mapping[str, float | int] = MappingProxyType({})
-"""The sampling of a token that overrides nothing; one for all of them, since thousands are remembered."""
+"""The sampling of a token that overrides nothing. All such tokens share it, because thousands are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time.
+    """The content of a token. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time.
 
-    `run` says whose policy is called; empty: that of the gateway itself. `session` is the run in which each conversation with
-    this key becomes a rollout of its own; empty for the key of one attempt. `branch`: the rollout has a parent, from whose
-    record its first calls are answered.
+    `run` is the run whose policy is called; empty for the gateway's own policy. `session` is the run in which each conversation
+    with this key becomes a rollout; empty for the key of one attempt. With `branch` the first calls are answered from the
+    record of the rollout's parent.
     """
 
     rollout: str
@@ -58,11 +58,11 @@ class Claims:
 
 
 KeyWatcher = Callable[[str, Claims, bool], None]
-"""Is told of a key and its claims: True where the key is issued here, False where a request brings it and it is new here."""
+"""Gets a key, its claims, and whether the key was issued here (True) or came with a request for the first time (False)."""
 
 
 class ExpiredTokenError(RefusalError):
-    """The refusal (401) of a token whose time is over; `claims` are what it said, and its signature has verified."""
+    """The refusal (401) of an expired token with a valid signature; `claims` are its content."""
 
     def __init__(self, claims: Claims) -> None:
         message = f"The API key of this rollout has expired; raise gateway.token_ttl if rollouts take this long. {CURE}"
@@ -71,7 +71,7 @@ class ExpiredTokenError(RefusalError):
 
 
 class TokenSigner:
-    """Issues and verifies tokens. Verified ones are remembered, since an agent sends the same one with every call."""
+    """Issues and verifies tokens. Verified tokens are cached, because an agent sends the same token with every call."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SHORTEST_SECRET:
@@ -94,7 +94,7 @@ class TokenSigner:
         *,
         branch: bool = False,
     ) -> str:
-        """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
+        """Return a signed token that is valid for `ttl` seconds. It has only letters, digits, `-`, `_` and dots."""
         expires_at = time.time() + ttl
         said = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
         more = {"smp": dict(sampling or {}), "run": run, "ses": session, "br": branch}  # what is empty is left out
@@ -104,7 +104,8 @@ class TokenSigner:
         return token
 
     def verify(self, token: str) -> Claims:
-        """The token's claims. Raises `RefusalError` (401) when it is missing or forged, `ExpiredTokenError` when expired."""
+        """Return the claims of a token. Raises `RefusalError` (401) for a missing or forged token, `ExpiredTokenError` for an
+        expired one."""
         known = self._verified.get(token)
         if known is not None:
             if known.expires_at > time.time():
@@ -139,7 +140,7 @@ class TokenSigner:
                 options={
                     "require": ["exp", "sub", "att"],
                     "verify_exp": False,
-                },  # `verify` looks, and says whose it was
+                },  # `verify` checks it, and gives the claims with the error
             )
             if not is_canonical(token):
                 raise jwt.InvalidTokenError("it is not spelt as it was issued")
@@ -152,7 +153,7 @@ class TokenSigner:
 
 
 async def gateway_secret(store: Store) -> bytes:
-    """The secret that signs the keys of agents: one for all servers over a store, made by the first that asks.
+    """Return the secret that signs agents' keys. All servers over a store have the same; the first call makes it.
 
     Raises `StoreError`.
     """
@@ -160,10 +161,10 @@ async def gateway_secret(store: Store) -> bytes:
 
 
 def is_canonical(token: str) -> bool:
-    """Whether the signature of a token that verified is spelt as base64url has it.
+    """Return whether the signature of a verified token has the canonical spelling in base64url.
 
-    PyJWT reads over padding, and its older releases over the last two bits and over characters that are none of base64's, so
-    that one signature has many spellings. The rest of a token has one: the signature is of its text.
+    PyJWT ignores padding, and older releases ignore the last two bits and foreign characters, so that a signature has many
+    spellings. The rest of a token has only one, because it is signed as text.
     """
     signature = token.rpartition(".")[2]
     return base64url_encode(base64url_decode(signature)).decode() == signature
@@ -173,26 +174,27 @@ log = logging.getLogger(__name__)
 
 ROLLOUT_HEADER, CALLER_HEADER = recorded.ROLLOUT_HEADER.encode(), recorded.CALLER_HEADER.encode()
 KEYS = (b"x-api-key", b"api-key")
-"""Headers in which Anthropic's and Azure's clients send their key."""
+"""The headers in which Anthropic's and Azure's clients send their API key."""
 MODEL = "policy"
-"""The name that agents know the policy by."""
+"""The model name that agents use for the policy."""
 ALIAS = f"{MODEL}:"
 LONGEST_CALLER = 8192
 STALE = 4096
-"""Tokens of attempts that are over which are remembered at most."""
+"""The most tokens of ended attempts that are remembered."""
 NO_RETRY: Header = (b"x-should-retry", b"false")
-"""OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
+"""The header that keeps OpenAI's and Anthropic's clients from repeating a call that was answered with 409: each repetition
+would make vLLM sample in vain."""
 
 OURS = frozenset(
     b"accept accept-encoding api-key authorization connection content-encoding content-length content-type cookie expect host "
     b"keep-alive proxy-authorization te trailer transfer-encoding upgrade user-agent x-api-key x-request-id".split()
 )
-"""Headers that end at the gateway: credentials, and what belongs to one connection or to the body as it came."""
+"""Headers that are not sent on to vLLM: credentials, and headers about one connection or about the received body."""
 OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-", b"anthropic-")
 
 
 class Identity:
-    """Reads tokens and callers from requests."""
+    """Reads the token and the caller of requests."""
 
     def __init__(self, signer: TokenSigner) -> None:
         self._signer = signer
@@ -200,7 +202,7 @@ class Identity:
         self._stale = Bounded[tuple[str, int, float], str](STALE)
 
     def claims(self, scope: Scope) -> Claims:
-        """The attempt this request belongs to. Raises `RefusalError` (401)."""
+        """Return the claims of a request's key. Raises `RefusalError` (401) for a request without a valid key."""
         sent = dict(scope["headers"])
         if (named := sent.get(ROLLOUT_HEADER)) is not None:
             return self._signer.verify(named.decode("latin-1"))
@@ -208,7 +210,7 @@ class Identity:
         return self._signer.verify(self.key_of(keys_in(sent)) if token is None else token)
 
     def key_of(self, keys: Sequence[str]) -> str:
-        """The one of a request's API keys that counts: the first that verifies, else one that has expired, else the first."""
+        """Return which of a request's API keys counts: the first valid one, else the first expired one, else the first."""
         expired = ""
         for key in keys if len(keys) > 1 else ():
             try:
@@ -222,9 +224,10 @@ class Identity:
         return expired or next(iter(keys), "")
 
     def over(self, claims: Claims, why: object) -> RefusalError:
-        """The refusal (409) of a call whose attempt the store says to be over; `check_over` raises it from now on.
+        """Return the refusal (409) of a call whose attempt is over according to the store; `check_over` raises it from now on.
 
-        The token is remembered and not the attempt: one that the store has lost (a failover) begins again with a new token.
+        The token is remembered and not the attempt, because an attempt that the store has lost in a failover begins again with
+        a new token.
         """
         self._stale.keep(_key(claims), str(why))
         message = (
@@ -234,22 +237,22 @@ class Identity:
         return RefusalError(409, "stale_attempt", message, [NO_RETRY])
 
     def check_over(self, claims: Claims) -> None:
-        """Raise `RefusalError` (409) for a token that `over` was told of."""
+        """Raise `RefusalError` (409) for a token for which `over` was called."""
         if (why := self._stale.get(_key(claims))) is not None:
             raise self.over(claims, why)
 
     def watch(self, watcher: KeyWatcher) -> None:
-        """Tell it of every key from now on. One that raises is logged, and the key is as good as before."""
+        """Call `watcher` for every new key from now on. Its exceptions are logged and have no effect on the key."""
         self._signer.watchers.append(watcher)
 
     def caller(self, scope: Scope, model: object) -> Caller:
-        """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
+        """Return the calling agent: from the adapter's header, else from the model's name (`policy:writer`), else `agent`."""
         unnamed = UNNAMED
         for name, value in scope["headers"]:
             if name == CALLER_HEADER and (found := self._parse(value)) is not None:
                 if found.path or found.agent != UNNAMED.agent:
                     return found
-                unnamed = found  # from an adapter that failed: it says so in `framework`, and no name
+                unnamed = found  # from an adapter that failed: `framework` says so, and there is no name
         if isinstance(model, str) and model.startswith(ALIAS) and len(model) > len(ALIAS):
             return replace(unnamed, agent=model[len(ALIAS) :])
         return unnamed
@@ -264,12 +267,12 @@ class Identity:
 
 
 def _key(claims: Claims) -> tuple[str, int, float]:
-    """What tells tokens apart."""
+    """Return the parts of the claims that identify a token."""
     return claims.rollout, claims.attempt, claims.expires_at
 
 
 def parse_caller(value: bytes) -> Caller:
-    """The caller in a header: JSON with `agent` and, if known, `path`, `span_id`, `parent_id`, `framework`.
+    """Return the caller in a header's JSON, which has `agent` and, if known, `path`, `span_id`, `parent_id`, `framework`.
 
     Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for anything else.
     """
@@ -284,19 +287,19 @@ def parse_caller(value: bytes) -> Caller:
 
 
 def keys_in(sent: Mapping[bytes, bytes]) -> list[str]:
-    """The API keys in a request's headers, each once, in the order in which they are looked at."""
+    """Return the API keys in a request's headers, each once, in the order in which they are tried."""
     found = [bearer(sent.get(b"authorization", b"")), *(sent.get(name, b"").decode("latin-1") for name in KEYS)]
     return [key for key in dict.fromkeys(found) if key]
 
 
 def bearer(authorization: bytes) -> str:
-    """The token of an `Authorization: Bearer` header, or an empty string."""
+    """Return the token of an `Authorization: Bearer` header; empty for any other header."""
     scheme, _, token = authorization.decode("latin-1").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def forwarded_headers(scope: Scope) -> list[tuple[str, str]]:
-    """The agent's headers that go on to vLLM (trace context and the like); never ours, never credentials."""
+    """Return the agent's headers that are sent on to vLLM, such as trace context; never credentials or lightning's headers."""
     return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in scope["headers"]

@@ -1,15 +1,15 @@
-"""One run's policy as a gateway sees it: its policy servers, whether they may be asked now, and which version they have; and
-whose policy a call is for.
+"""The policy of a run in a gateway: its policy servers, whether calls may be sent to them now, and the versions of their
+weights. Also finds the policy for a call.
 
-The invariant: what is dispatched goes to the run's own servers, while the gate is open, with the version they have then. While
-a hold is active nothing new is sent, and no call that ends meanwhile is recorded before its tokens' versions are known; when
-the last hold ends everything that waited goes on, in the order it came.
+The invariant: a call is sent only to servers of its run, only while the gate is open, and with the version that its server has
+then. During a hold nothing new is sent, and a call that ends is not recorded before the versions of its tokens are known. When
+the last hold ends, waiting calls go on in the order in which they came.
 
-A token belongs to the version that its server had loaded when it sampled the token. A call starts with the version of the
-server that it is sent to; each update of that server splits it at the number of tokens the old weights had sampled when vLLM
-froze. A call of which that cannot be said is never trained on.
+A token belongs to the version that its server had loaded when it sampled the token. A call starts with the version of its
+server. Each update of that server splits the call at the number of tokens that the old weights had sampled when vLLM paused. If
+that number is unknown, the call is never trained on.
 
-A run's calls go to that run's policy servers and to no other's, whatever model they name.
+A run's calls go only to that run's policy servers, whatever model they name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from lightning.types import VersionRun
 
 UPDATING = "The policy's weights are being updated"
 UNKNOWN = -1
-"""The version of weights that nobody can name: an update broke off."""
+"""The version of weights that are unknown, because an update broke off."""
 
 
 class Gate:
-    """Open unless at least one hold is active. `timeout` is how many seconds a call may wait in all; `waiting` counts calls."""
+    """Lets calls wait while at least one hold is active. `timeout` is the most seconds that a call may wait in all; `waiting`
+    is the number of waiting calls."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -53,7 +54,7 @@ class Gate:
         return bool(self._holds)
 
     def close(self, holder: object, why: str = UPDATING) -> None:
-        """Close the gate until `holder` opens it again; `why` begins the message of those who wait too long."""
+        """Close the gate until `holder` opens it again. `why` begins the error of a call that waits too long."""
         self._holds[holder] = why
 
     def open(self, holder: object) -> None:
@@ -63,7 +64,7 @@ class Gate:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Close the gate for the length of the block. Holds may overlap."""
+        """Close the gate during the block. Holds may overlap."""
         holder = object()
         self.close(holder)
         try:
@@ -72,13 +73,13 @@ class Gate:
             self.open(holder)
 
     def stir(self) -> None:
-        """What calls wait for in `settle` may have come true."""
+        """Let the calls in `settle` check their condition again."""
         self._news.set()
 
     async def wait(self, spent: float = 0.0) -> float:
-        """Return at once when open, else when the hold ends; the answer is how many seconds a call has waited now.
+        """Wait until the gate is open. Return how many seconds the call has waited in all.
 
-        `spent` are those it had waited before. Raises `RefusalError` (503) when it has waited too long in all.
+        `spent` are the seconds that it had waited before. Raises `RefusalError` (503) if it waits too long in all.
         """
         if not self._holds:
             return spent
@@ -99,7 +100,7 @@ class Gate:
         return spent + loop.time() - began
 
     async def settle(self, settled: Callable[[], bool]) -> bool:
-        """Wait for the same, or until `settled`, but no longer than the timeout; return whether either came true."""
+        """Wait until the gate is open or `settled()` is true, at most `timeout` seconds. Return whether one of both is true."""
         if self._holds and not settled():
             with contextlib.suppress(TimeoutError):
                 await self._until(lambda: not self._holds or settled(), self.timeout)
@@ -107,7 +108,7 @@ class Gate:
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
         async with asyncio.timeout(seconds):
-            while not done():  # another hold may have begun before this one woke up
+            while not done():  # another hold may have begun before this call woke up
                 self._news.clear()
                 await self._news.wait()
 
@@ -116,10 +117,11 @@ class Gate:
 class LiveCall:
     """A call that vLLM may still be sampling.
 
-    `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
-    says that it reached a server (`upstream`, which was in `slot` then), `seen` how many tokens of each choice had come before
-    the last hold. `unsure` calls may have tokens of versions that nobody here has heard of; `unserved` ones failed because no
-    server was there, or theirs went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
+    `request_id` is its `X-Request-Id`, `choices` the number of its completions (`n` for each prompt), and `base` the version of
+    its server's weights when it was sent. `sent` says that it may have reached a server: `upstream`, which was in `slot` then.
+    `runs` has the versions of each choice that an update has split. `seen` is the number of tokens of each choice that had come
+    before the last hold. An `unsure` call may have tokens of an unknown version; an `unserved` call failed because no server
+    was there or its server went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
     """
 
     request_id: str
@@ -138,7 +140,7 @@ class LiveCall:
     heard_at: float = 0.0
 
     def dispatch(self, slot: Slot, now: float) -> None:
-        """It is being sent to the server in this slot."""
+        """Note that the call is sent to the server in this slot."""
         self.slot, self.upstream = slot, slot.upstream
         self.base, self.sent, self.unsure = slot.version, True, False
         self.waits_for_bytes, self.heard_at = True, now
@@ -146,30 +148,30 @@ class LiveCall:
         self.seen.clear()
 
     def retract(self) -> None:
-        """No server has begun to work on it: it may be sent again."""
+        """Note that no server has begun to work on the call, so that it may be sent again."""
         self.sent = self.waits_for_bytes = False
 
     @property
     def replaced(self) -> bool:
-        """Whether another server, maybe at the same address, is now in the place of the one that it was sent to."""
+        """Whether the slot now has another server than the call was sent to, maybe at the same address."""
         return self.slot is not None and self.slot.upstream is not self.upstream
 
     def versions(self, choice: int, length: int) -> tuple[VersionRun, ...]:
-        """The runs of a choice, clipped to its `length` response tokens."""
+        """Return the versions of a choice with `length` response tokens: each version with the token at which it starts."""
         runs = self.runs.get(choice)
         if runs is None:
             return (VersionRun(0, self.base),)
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
     def key(self, index: int) -> str:
-        """How `Update.in_flight` names a choice (the inverse of `policy_server.control.client_key`)."""
+        """Return the name of a choice in `Update.in_flight` (the inverse of `policy_server.control.client_key`)."""
         prompt, choice = divmod(index, self.n)
         if self.n == 1:
             return self.request_id if prompt == 0 else f"{prompt}_{self.request_id}"
         return f"{choice}_{self.request_id}" + (f"-{prompt}" if prompt else "")
 
     def split(self, choice: int, tokens: int, version: int) -> None:
-        """From response token `tokens` on, `choice` is sampled by `version`."""
+        """Note that `choice` is sampled by `version` from response token `tokens` on."""
         runs = self.runs.setdefault(choice, [VersionRun(0, self.base)])
         while runs and runs[-1].start >= tokens:
             runs.pop()
@@ -177,12 +179,12 @@ class LiveCall:
 
 
 class Policy:
-    """The parts that every call of a run goes through, and the calls that the next update could touch. `hold_timeout` is in
-    seconds, `version` that of the weights which its servers have.
+    """The servers and the gate of a run's calls, and the calls that the next update may split. `hold_timeout` is in seconds;
+    `version` is that of the servers' weights.
 
-    `check` is called before anything is taken for known: the member of a fleet looks at its clock there. With a `seed`
-    calls that have none are given one. `used` is when the last call came (the loop's clock);
-    `told` whether it has been heard which servers there are.
+    `check` is called before the servers or versions are relied on; a member of a fleet looks at its clock there. With a `seed`
+    a call without a seed gets one. `used` is the time of the last call (the loop's clock). `told` says whether the servers are
+    known.
     """
 
     def __init__(
@@ -205,32 +207,31 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """The newest version of which it was told. While servers are updated one after another some have an older one."""
+        """The newest version of any server. While servers are updated one after another, some have an older version."""
         return self.pool.version
 
     @property
     def sampling(self) -> int:
-        """How many calls a server may be sampling."""
+        """The number of calls that a server may be sampling."""
         return sum(call.waits_for_bytes for call in self.calls)
 
     def keys(self) -> list[str]:
-        """How `Update.in_flight` names every choice that a server may be sampling."""
+        """Return the names in `Update.in_flight` of all choices that a server may be sampling."""
         return [call.key(index) for call in self.calls if call.sent for index in range(call.choices)]
 
     def freeze(self) -> None:
-        """Note how far every call has come, before an update begins."""
+        """Note how many tokens of every call have come, before an update begins."""
         for call in self.calls:
             call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
 
     def update(self, update: Update, server: Upstream | None = None) -> None:
-        """A server, or each, has new weights: split its calls in flight at the tokens the old weights had sampled. Call it
-        inside a hold, after the update.
+        """Split the calls in flight after an update of one server, or of all, at the tokens that the old weights had sampled.
+        Call it inside a hold, after the update.
 
-        Several servers may be updated one after another, each in a hold of its own: name the `server` then. Whoever updates all
-        of them in one hold passes one `Update` with their `in_flight` merged.
-        A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
-        unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
-        Raises `GatewayError` for a server that is none of the policy's.
+        If servers are updated one after another, each in its own hold, name the `server`. If all are updated in one hold, merge
+        their `in_flight` into one `Update`. A choice that is missing from `in_flight` was not scheduled before the update and
+        is wholly of the new version. If some of its tokens had been seen, it had finished, which a server may leave out: then
+        it is not split. Raises `GatewayError` for a server that the policy does not have.
         """
         self.pool.updated(update.version, server)
         for call in self.calls:
@@ -242,7 +243,8 @@ class Policy:
                     call.split(index, tokens or 0, update.version)
 
     def lose(self) -> int:
-        """Weights may have changed unheard of: whatever a server may be sampling is unsure. Return how many calls that are."""
+        """Mark all calls that a server may be sampling as unsure, because the weights may have changed unnoticed. Return how
+        many calls this is."""
         lost = [call for call in self.calls if call.sent and not call.unsure]
         for call in lost:
             call.unsure = True
@@ -250,12 +252,12 @@ class Policy:
         return len(lost)
 
     def check_health(self, session: aiohttp.ClientSession) -> None:
-        """Look after the servers from now on, until `close`."""
+        """Check the health of the servers in the background, until `close`."""
         if self._health is None:
             self._health = asyncio.create_task(self.pool.watch(session), name="lightning-gateway-health")
 
     async def close(self) -> None:
-        """Look no longer."""
+        """End the health checks."""
         if self._health is not None:
             await end(self._health)
             self._health = None
@@ -263,8 +265,8 @@ class Policy:
 
 @dataclass(slots=True)
 class Hold:
-    """A hold that every gateway keeps. Set `update` when the weights have changed, those of one `server` or of all, and `lost`
-    when nobody knows what they are."""
+    """A hold of all gateways. Set `update` if the weights have changed, with the `server` if those of one server have; set
+    `lost` if the weights are unknown."""
 
     update: Update | None = None
     server: Upstream | None = None
@@ -272,96 +274,99 @@ class Hold:
 
 
 class PolicyOwner:
-    """What owns the policy of one run: it tells those gateways that are not its own where the policy is served, and holds their
-    calls while that changes. This one has none to tell; `Fleet.owner` gives one that has.
+    """The owner of a run's policy. It tells other gateways where the policy is served, and holds their calls during changes.
+    This class has no other gateways; `Fleet.owner` returns one that has.
 
-    All methods raise `StoreError`; `ConflictError` when another owner has taken over.
+    All methods raise `StoreError`, and `ConflictError` if another owner has taken over.
     """
 
     async def open(self, servers: Sequence[Upstream], version: int) -> None:
-        """Take the run over, serving `version` (`UNKNOWN`: nothing is sent to the servers before the first update).
+        """Take over the run, whose servers have `version`; with `UNKNOWN` nothing is sent to them before the first update.
 
-        Without servers call `serve` when there are some: until then calls wait.
+        Without servers calls wait until `serve`.
         """
 
     async def serve(self, servers: Sequence[Upstream], version: int) -> None:
-        """After `open` without servers, and before the first hold: these serve `version` (`UNKNOWN`, as there)."""
+        """Name the servers and their `version`, after `open` without servers and before the first hold."""
 
     async def close(self) -> None:
-        """Say that nobody serves the run any more. What the store refuses then is only logged."""
+        """Tell other gateways that nobody serves the run any more. An error of the store is only logged."""
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncIterator[Hold]:
-        """For the length of the block no gateway sends anything to the policy servers, and each call in flight is counted.
+        """During the block no gateway sends calls to the policy servers, and the tokens of each call in flight are counted.
 
-        When the block ends with a `PolicyServerError` the old version goes on; with any other error, or when it says so, nobody
-        knows what the servers have, and they get no calls before the next update. Raises `GatewayError` for an update of a
-        server that is none of the run's.
+        If the block raises `PolicyServerError`, the old version goes on. After any other error, or with `Hold.lost`, the
+        weights are unknown and the servers get no calls before the next update. Raises `GatewayError` for an update of a server
+        that the run does not have.
         """
         yield Hold()
 
     @contextlib.asynccontextmanager
     async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
-        """For the length of the block new calls wait, while dead servers are brought back with the weights they had.
+        """During the block new calls wait, while dead servers are started again with the weights they had.
 
-        `servers` says where they are then. When the block fails none is left.
+        `servers` returns the servers at the end of the block. If the block fails, the run has no servers.
         """
         yield
 
 
 class OtherPolicies(Protocol):
-    """The policies of the runs that one gateway answers calls of, and whose trainers are elsewhere."""
+    """The policies of the runs whose calls a gateway answers although their trainers are elsewhere."""
 
     @property
     def known(self) -> Sequence[Policy]:
-        """Those that it answers calls of now."""
+        """The policies whose calls it answers now."""
 
     def of(self, run: str) -> Policy:
-        """The policy of a run; of one that is not known, one whose calls wait until its trainer is found."""
+        """Return the policy of a run. The calls of an unknown run wait until its trainer is found."""
 
     async def close(self) -> None:
         """Leave every run."""
 
 
 class Fleet(Protocol):
-    """What a plugin registers with `register_fleets`: several gateways before one policy. It keeps nothing itself."""
+    """Several gateways in front of one policy, as a plugin registers them with `register_fleets`. It has no state of its
+    own."""
 
     def owner(self, store: Store, run: str, seed: int | None) -> PolicyOwner:
-        """The trainer's end, for a run whose calls are seeded with `seed` (None: they are not)."""
+        """Return the trainer's part, for a run whose calls get seeds from `seed`; with None they get none."""
 
     def others(self, store: Store, hold_timeout: float, allowed: Allowed) -> OtherPolicies:
-        """A gateway's end: what it knows of runs that are not its own. Servers must be `allowed`."""
+        """Return a gateway's part: the policies of other trainers' runs. Their servers must be `allowed`."""
 
     async def served_version(self, store: Store, run: str) -> int | None:
-        """The version of a run's policy that its owner says to serve; None where it serves none, or nobody can name it. Raises
+        """Return the version of a run's policy that its owner serves; None if it serves none or the version is unknown. Raises
         `StoreError`."""
 
 
 def owner_of(store: Store, run: str, seed: int | None) -> PolicyOwner:
-    """What owns the policy of a run, by the plugin that knows of other gateways, if there is one."""
+    """Return the owner of a run's policy: that of a plugin for several gateways if there is one, else one without other
+    gateways."""
     return plugins().fleet("a trainer")().owner(store, run, seed) if plugins().names("fleets") else PolicyOwner()
 
 
 class Policies:
-    """`own` is the policy of `run` (empty: of all), served by whoever made this gateway; None where it has only joined ones."""
+    """The policies whose calls a gateway answers. `own` is the policy of `run` (empty: of all runs), served by the process that
+    made the gateway; None if the gateway has none of its own."""
 
     def __init__(self, store: Store, own: Policy | None, run: str, hold_timeout: float, allowed: Allowed) -> None:
         self.own, self._run = own, run
         self.others: OtherPolicies | None = None
-        """Those of runs whose trainers are elsewhere, where a plugin knows of them."""
+        """The policies of other trainers' runs; None without a plugin for them."""
         if plugins().names("fleets"):
             self.others = plugins().fleet("a gateway")().others(store, hold_timeout, allowed)
 
     @property
     def known(self) -> list[Policy]:
-        """The own policy and those of the runs that were joined."""
+        """The gateway's own policy and those of other trainers' runs."""
         return [*([self.own] if self.own else []), *(self.others.known if self.others else ())]
 
     def of(self, run: str) -> Policy:
-        """The policy for keys of this run; of an unknown run, one whose calls wait until its trainer is found.
+        """Return the policy for a key of this run. The calls of an unknown run wait until its trainer is found.
 
-        Raises `RefusalError`: 401 for a key that names no run where there is no policy of the gateway's own, 501 for one of
-        another run where no plugin knows of those.
+        Raises `RefusalError`: 401 for a key without a run if the gateway has no policy of its own, 501 for a key of another run
+        without a plugin for such runs.
         """
         if self.own is not None and (not run or self._run in ("", run)):
             return self.own
@@ -378,7 +383,7 @@ class Policies:
         return self.others.of(run)
 
     async def close(self) -> None:
-        """Leave the runs of others; look after the own servers no longer."""
+        """Leave other trainers' runs, and end the health checks of the own servers."""
         if self.others is not None:
             await self.others.close()
         if self.own is not None:

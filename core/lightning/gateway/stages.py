@@ -1,20 +1,20 @@
-"""Where plugins stand in the line of a call: the points, their order, and what happens when a stage fails.
+"""The points of a call where stages of plugins are asked, the order of stages, and what happens when a stage fails.
 
-The invariant: stages fail closed. A call on which a stage fails is not answered, its record names the plugin, and its attempt
-is made again as after any fault of the infrastructure; so is an attempt on whose outcome a stage fails. No stage is left out
-silently. The order of two stages that stand at the same point is said by one of them, or by `gateway.stage_order`; it never
-depends on what was installed first.
+The invariant: stages fail closed. If a stage fails on a call, the call is not answered, its record names the plugin, and its
+attempt is made again, as after any fault of the infrastructure. The same holds if a stage fails on an attempt's outcome. No
+stage is left out silently. The order of two stages at the same point is given by one of them, or by `gateway.stage_order`; it
+never depends on what was installed first.
 
-    admitted   the agent's request, unchanged: answer it, refuse it, say whose it is
-    reading    the request is about to be made the policy server's: keep what is needed of it
-    sending    the policy server's request: change it
-    settled    the answer is read and its tokens' versions are known: refuse it, add extras
-    kept       the call is durable: remember it
-    ended      an attempt has ended: change its outcome before that is stored, or void it
+    admitted   the agent's request has come, unchanged: answer it, refuse it, say to which attempt it belongs
+    reading    the request is about to be translated for the policy server: keep parts of it
+    sending    the policy server's request is made: change it
+    settled    the answer is read and the versions of its tokens are known: refuse it, add extras
+    kept       the call is stored: remember it
+    ended      an attempt has ended: change its outcome before it is stored, or void it
 
 and before there is an attempt:
 
-    planned    a rollout is about to be made that begins as another one did: refuse what cannot be
+    planned    a rollout that branches another one is about to be made: refuse it
 """
 
 from __future__ import annotations
@@ -48,83 +48,84 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 API: Final = 1
-"""The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
-it did, and the change log says what to change in a stage."""
+"""The version of the contract between a gateway and its stages. A minor release raises it when a stage written for the old
+version would behave differently, and the change log says what to change in a stage."""
 FAILED: Final = "stage_failed"
-"""The code of the refusal of a call on which a stage failed."""
+"""The error code of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
-"""Those that are awaited."""
+"""The points whose methods are awaited during a call."""
 KEYS: Final = {"branch": "a branch", "session": "many conversations"}
-"""What a key may be of besides an attempt, by the field of `Claims` that says so, for people."""
+"""The kinds of keys besides those of a plain attempt: the name for people by the field of `Claims`."""
 NO_STAGE: Final = "no_stage"
-"""The code of the refusal of a key that no stage answers."""
+"""The error code of a key whose calls no stage answers."""
 FIXED: Final = ("n", "stream", "logprobs", "top_logprobs", "return_token_ids", "echo")
-"""Fields of the policy server's request that the call was numbered and is read by."""
+"""The fields of the policy server's request that a stage must not change: the call's numbers and the reading of its answer
+depend on them."""
 
 PassOn = Callable[[bytes, Scope, Receive, Send], Awaitable[None]]
 """Answers a request whose body has been read."""
 
 
 class ChangedFieldError(Exception):
-    """A stage changed what the call was numbered by."""
+    """A stage changed one of the `FIXED` fields."""
 
 
 class CallStage(named.Stage):
-    """A plugin's place in the line of calls. One is made for each gateway; it overrides the methods of the points where it
-    stands.
+    """A plugin's stage in the calls of a gateway. Each gateway makes its own. A subclass overrides the methods of the points
+    where it is to be asked.
 
-    `api` is the number of the contract that it was written for (`lightning.gateway.stages.API`). `before` and `after` name the
-    stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
-    `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers` says for which keys, besides
-    those of an attempt, it knows what their calls are: `branch`, `session`. A gateway without such a stage refuses these keys.
-    With `only_for`, some of the same words, it stands in the calls of such keys alone: other calls pass it by.
-    `carries_out` names the settings of the gateway that it carries out: a gateway without such a stage says that they do
-    nothing.
+    `api` is the version of the contract for which it was written (`lightning.gateway.stages.API`). `before` and `after` name
+    the stages that it stands before and after, installed or not. Keep data of a call in a `weakref.WeakKeyDictionary`, and push
+    whatever you open on `Parts.closing`. `answers` names the kinds of keys, `branch` or `session`, whose calls the stage
+    answers; a gateway without such a stage refuses these keys. With `only_for`, the stage is asked only in calls of these kinds
+    of keys. `carries_out` names the settings of the gateway that the stage carries out; a gateway without it warns that they
+    have no effect.
 
-    Each method may raise `RefusalError`: the agent gets that answer. With a status of 400 to 499 the call is recorded as
-    refused, with any other as one that failed by the infrastructure's fault, with all that was sampled. A `StoreError` is
-    answered as the store's failure. Anything else that it raises is a failure of the plugin.
+    Each method may raise `RefusalError`, which the agent gets as the answer. With a status of 400 to 499 the call is stored as
+    refused; with any other status as failed by the infrastructure, with its sampled tokens. A `StoreError` is answered as a
+    failure of the store. Any other exception is a failure of the plugin.
     """
 
     answers: ClassVar[Collection[str]] = ()
     only_for: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
-        """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
-        ends the call; nothing is recorded. None goes on."""
+        """Look at a call whose key is valid and whose body was read. Return None to go on. An ASGI application (such as
+        Starlette's `JSONResponse`) answers the call, and nothing is stored."""
 
     def reading(self, call: Call, request: Request) -> None:
-        """The call will be sent. Read what the agent has sent, and change nothing: of a large request this is done in a thread,
-        together with what the gateway itself does with it."""
+        """Read the request of a call that will be sent, and change nothing. For a large request this runs in a thread, together
+        with the gateway's own translation."""
 
     async def sending(self, call: Call, body: Body) -> None:
-        """The call is about to be sent: change the policy server's `body` in place."""
+        """Change the policy server's `body` in place, before the call is sent."""
 
     async def settled(self, call: Call, answer: Answer) -> None:
-        """The call is about to be stored: as it was answered, or, with a `status` of 0, as it broke off; it may break off after
-        it was settled as answered. The agent has not got the end of the answer; of a stream that is not withheld it has the
-        rest."""
+        """Look at a call before it is stored: as answered, or as broken off, with `answer.status` 0. A call may break off after
+        it was settled as answered. The agent has not got the end of the answer; it has the rest of a stream that is not
+        withheld."""
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """The store has the call: one transition for each choice. The agent has not got the end of the answer."""
+        """Look at a call after it was stored, with one transition for each choice. The agent has not got the end of the
+        answer."""
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
-        """The attempt `rollout.attempt` has ended: what is stored in place of its outcome, which was judged by its `calls`. A
-        void one has no reward and a fault. Asked again when the outcome is told again. It raises `StoreError` for the store's
-        failure: the outcome is told again then. For anything else that it raises the attempt failed by the infrastructure's
-        fault."""
+        """Return the outcome to store for the attempt `rollout.attempt`, which has ended with `outcome` and these `calls`. An
+        outcome without a reward and with a fault voids the attempt. It is asked again if the outcome is reported again, which
+        happens after a `StoreError`. After any other exception the attempt has failed by the infrastructure's fault."""
         return outcome
 
     async def planned(self, rollout: Rollout) -> None:
-        """A trainer's own loop is about to make this rollout and others that begin as its `parent` did. Raises `DataError`
-        where they cannot."""
+        """Check a rollout that a trainer's own loop is about to make, with others of the same `parent`. Raises `DataError` if
+        they cannot begin as the parent did."""
 
     def told(self, rollout: Rollout) -> Json:
-        """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
-        for nothing. A runner without such a stage does not make an attempt that it is told of."""
+        """Return data for the plugin's stage of the same name around attempts, which gets it in `LLM.extras` for attempts at
+        this rollout; None for no data. A runner without that stage does not make an attempt for which there is data."""
 
     def elsewhere(self, route: str, model: object) -> PassOn | None:
-        """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
+        """Return a function that answers a route below `/v1` in place of the policy; None if the stage does not answer it.
+        `model` is the model of the request, None if it is not known yet."""
 
 
 NamedStage: TypeAlias = named.NamedStage[CallStage]
@@ -144,8 +145,8 @@ CONTRACT: Final = named.Contract(
 
 
 class Line(named.StageLine[CallStage]):
-    """The stages of a gateway in their order. `order` is `gateway.stage_order`. Raises `GatewayError` where that order is not
-    said, and for a stage that was written for another contract."""
+    """The stages of a gateway in their order. `order` is `gateway.stage_order`. Raises `GatewayError` for two stages without an
+    order, and for a stage that was written for another contract."""
 
     contract = CONTRACT
 
@@ -159,7 +160,7 @@ class Line(named.StageLine[CallStage]):
         self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
 
     def why_not(self, kind: str) -> str:
-        """Why keys of a kind (`CallStage.answers`) are not answered here; empty where a stage is there for them."""
+        """Return why no stage answers the calls of a kind of keys (`CallStage.answers`); empty if a stage does."""
         if any(kind in each.stage.answers for each in self.stages):
             return ""
         return (
@@ -168,7 +169,8 @@ class Line(named.StageLine[CallStage]):
         )
 
     async def planned(self, rollout: Rollout) -> None:
-        """See `CallStage.planned`. Raises `DataError` also where no stage answers branches, `StageError` for one that fails."""
+        """Let the stages check a rollout before it is made (`CallStage.planned`). Raises `DataError` for a rollout that cannot
+        be made, also if no stage answers branches, and `StageError` for a stage that fails."""
         if rollout.parent is not None and (why := self.why_not("branch")):
             raise DataError(f"the rollout {rollout.parent[0]} cannot be branched: {why}")
         for each in self.at("planned"):
@@ -176,7 +178,8 @@ class Line(named.StageLine[CallStage]):
                 await each.stage.planned(rollout)
 
     def told(self, rollout: Rollout) -> dict[str, Json]:
-        """See `CallStage.told`: by the names of the stages that say something. Raises `StageError`."""
+        """Return the data of the stages for attempts at a rollout (`CallStage.told`), by the stages' names. Raises `StageError`
+        for a stage that fails."""
         said: dict[str, Json] = {}
         for each in self.stages:
             try:
@@ -189,24 +192,25 @@ class Line(named.StageLine[CallStage]):
         return said
 
     def named(self, name: str) -> CallStage | None:
-        """The stage of this name, if it stands in the line."""
+        """Return the stage with this name; None if there is none."""
         return next((each.stage for each in self.stages if each.name == name), None)
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
-        """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a key that
-        no stage answers."""
+        """Return the answer of the first stage that has one (`CallStage.admitted`); None for a call to send. Raises
+        `RefusalError`, also for a key whose calls no stage answers."""
         for kind in KEYS:
             if getattr(call.claims, kind) and (why := self.why_not(kind)):
                 raise RefusalError(501, NO_STAGE, f"This key is of {KEYS[kind]}, and {why}.", [NO_RETRY])
         return await self._ask("admitted", call, request)
 
     def reading(self, call: Call, request: Request) -> None:
-        """See `CallStage.reading`."""
+        """Let the stages read the request of a call (`CallStage.reading`). Raises `RefusalError`."""
         for each, read in self._of(call, "reading"):
             _StageReader(each, call, partial(read, call), "reading")(request)
 
     async def sending(self, call: Call, body: Body) -> None:
-        """See `CallStage.sending`."""
+        """Let the stages change the policy server's request (`CallStage.sending`). Raises `RefusalError`, also for a stage that
+        changes one of the `FIXED` fields."""
         fixed = [body.get(name) for name in FIXED]
 
         def check() -> None:
@@ -217,7 +221,7 @@ class Line(named.StageLine[CallStage]):
         await self._ask("sending", call, body, check)
 
     async def settled(self, call: Call, answer: Answer) -> None:
-        """See `CallStage.settled`."""
+        """Let the stages settle a call (`CallStage.settled`). Raises `RefusalError`, also for extras that no store takes."""
         await self._ask("settled", call, answer)
         for name, why in _not_storable(call):
             call.stopped_by = name
@@ -225,14 +229,14 @@ class Line(named.StageLine[CallStage]):
             raise RefusalError(500, FAILED, f"The call is not answered: {why}.") from why
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """See `CallStage.kept`."""
+        """Tell the stages of a stored call (`CallStage.kept`). Raises `RefusalError`."""
         await self._ask("kept", call, transitions)
 
     async def _ask(
         self, point: str, call: Call, given: object, check: Callable[[], None] | None = None
     ) -> ASGIApp | None:
-        """Ask the stages that stand at a point, one after the other, at `admitted` until one has an answer of its own. `check`
-        raises what a stage has done wrong."""
+        """Ask the stages at a point, one after the other; at `admitted` until one has an answer, which is returned. `check` is
+        called after each stage and raises an error for a forbidden change. Raises `RefusalError`."""
         for each, method in self._of(call, point):
             try:
                 answer = await method(call, given)
@@ -243,7 +247,7 @@ class Line(named.StageLine[CallStage]):
                 raise
             except Exception as error:
                 if point == "settled" and isinstance(error, UpstreamError):
-                    raise  # what was read is not shaped like an answer
+                    raise  # the answer does not have the shape of vLLM's
                 raise _failed(each, point, call, error) from error
             if answer is not None and point == "admitted":
                 return partial(_answer, each, answer, call)
@@ -255,14 +259,15 @@ class Line(named.StageLine[CallStage]):
         return None
 
     def _of(self, call: Call, point: str) -> Iterator[tuple[NamedStage, Callable[..., Awaitable[ASGIApp | None]]]]:
-        """The stages that stand at a point of this call, in their order, with their methods."""
+        """Yield the stages that are asked at a point of this call, in their order, with their methods."""
         for each, method in self._standing[point]:
             kinds = each.stage.only_for
             if not kinds or any(getattr(call.claims, kind) for kind in kinds):
                 yield each, method
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
-        """See `CallStage.ended`. Raises `StoreError`."""
+        """Return the outcome of an attempt as the stages change it (`CallStage.ended`). If a stage fails, the attempt has
+        failed by the infrastructure's fault. Raises `StoreError`."""
         for each in self._ended:
             try:
                 said = await each.stage.ended(rollout, outcome, calls)
@@ -285,8 +290,8 @@ class Line(named.StageLine[CallStage]):
         return outcome
 
     async def broken_off(self, call: Call, answer: Answer) -> None:
-        """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
-        call.extras.clear()  # those of an answer that nobody gets
+        """Let all stages but the one that stopped the call settle a call that broke off. It is stored even if a stage fails."""
+        call.extras.clear()  # they belong to an answer that the agent does not get
         for each, method in self._of(call, "settled"):
             if each.name != call.stopped_by:
                 try:
@@ -297,8 +302,9 @@ class Line(named.StageLine[CallStage]):
             log.warning("call %s broke off and is stored without some extras: %s", call.capture.id, error)
 
     def elsewhere(self, route: str, model: object = None, *, rollout: str = "") -> PassOn | None:
-        """The first that answers a route in the policy's place, for an agent of this rollout. It raises `RefusalError`, and so
-        does what it returns, for a stage that fails."""
+        """Return the function of the first stage that answers a route in place of the policy (`CallStage.elsewhere`); None if
+        no stage does. `rollout` is the agent's, for the log. Both this method and the function raise `RefusalError` for a stage
+        that fails."""
         for each in self._elsewhere:
             with _failing_closed(each, "elsewhere", rollout):
                 found = each.stage.elsewhere(route, model)
@@ -312,7 +318,7 @@ NO_LINE: Final = Line(())
 
 @dataclass(frozen=True, slots=True)
 class _StageReader:
-    """Reads a request or a stream for a stage."""
+    """Lets a stage read a request or a chunk of a stream. Raises `RefusalError` for a stage that fails."""
 
     stage: NamedStage
     call: Call
@@ -322,7 +328,7 @@ class _StageReader:
     def __call__(self, said: object) -> None:
         try:
             self.read(said)
-        except UpstreamError:  # the chunk is not shaped like one
+        except UpstreamError:  # the chunk does not have the shape of vLLM's
             raise
         except RefusalError:
             self.call.stopped_by = self.stage.name
@@ -332,7 +338,7 @@ class _StageReader:
 
 
 def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
-    """Take out the extras that no store takes, each with the reason."""
+    """Remove the extras of a call that no store takes; yield the plugin's name and the reason of each."""
     for name, kept in [*call.extras.items()]:
         try:
             check_extra(name, kept, f"the extras of call {call.capture.id}")
@@ -342,7 +348,7 @@ def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
 
 
 async def _answer(stage: NamedStage, app: ASGIApp, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-    """Have a stage's own answer sent. Raises `RefusalError` where that fails."""
+    """Send a stage's own answer to a call. Raises `RefusalError` if the stage fails."""
 
     async def passed(message: Message) -> None:
         call.started = call.started or message["type"] == "http.response.start"
@@ -355,18 +361,18 @@ async def _answer(stage: NamedStage, app: ASGIApp, call: Call, scope: Scope, rec
 async def _pass_on(
     stage: NamedStage, pass_on: PassOn, rollout: str, payload: bytes, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Have a stage answer a route in the policy's place. Raises `RefusalError` where that fails."""
+    """Let a stage answer a route in place of the policy. Raises `RefusalError` if the stage fails."""
     with _failing_closed(stage, "elsewhere", rollout):
         await pass_on(payload, scope, receive, send)
 
 
 @asynccontextmanager
 async def recording_refusals(parts: Parts, claims: Claims, scope: Scope, send: Send) -> AsyncIterator[Send]:
-    """Around the answer to what is no call, which `Line.elsewhere` may give: the `send` that the answer is sent by.
+    """A context for answering a request that is no call of the policy. It gives the `send` for the answer.
 
-    What an agent asks for in the block and does not get is recorded as a refused call, a stage's failure as the
-    infrastructure's, so that the attempt is made again. Raises the `RefusalError`, or, where the answer has begun,
-    `ClientGoneError`: then the connection ends without the answer's end.
+    A `RefusalError` in the block is stored as a refused call, or, for a stage that failed, as a failure of the infrastructure,
+    after which the attempt is made again. Raises the `RefusalError`; if the answer has begun, raises `ClientGoneError`, so that
+    the connection closes before the end of the answer.
     """
     started = False
 
@@ -388,7 +394,8 @@ async def recording_refusals(parts: Parts, claims: Claims, scope: Scope, send: S
 
 @contextmanager
 def _failing_closed(stage: NamedStage, point: str, asked: Call | str) -> Iterator[None]:
-    """What a stage raises in the block is its failure, but for a refusal of its own and an agent that has hung up."""
+    """Turn an exception of the block into the stage's failure, a `RefusalError`. A `RefusalError` is raised as it is; an agent
+    that has hung up raises `ClientGoneError`."""
     try:
         yield
     except (RefusalError, ClientGoneError):
@@ -400,8 +407,8 @@ def _failing_closed(stage: NamedStage, point: str, asked: Call | str) -> Iterato
 
 
 def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) -> RefusalError:
-    """The refusal of a call on which a stage failed (500), which names the stage; of one that the store failed (503). `asked`:
-    the call, or the rollout of a request that is no call."""
+    """Return the refusal of a call on which a stage failed: 500 with the stage's name, or 503 for a `StoreError`. `asked` is
+    the call, or the rollout's id for a request that is no call."""
     rollout = asked if isinstance(asked, str) else asked.claims.rollout
     if not isinstance(asked, str):
         asked.stopped_by = stage.name
@@ -417,8 +424,8 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
 
 
 def _check_keys(each: NamedStage) -> None:
-    """Raise `GatewayError` for a stage that names keys which there are none of, and for one that would not be asked in the
-    calls of keys that it answers."""
+    """Raise `GatewayError` for a stage that names unknown kinds of keys, and for one whose `only_for` leaves out keys that it
+    answers."""
     for field in ("answers", "only_for"):
         if isinstance(kinds := getattr(each.stage, field), str):
             raise GatewayError(

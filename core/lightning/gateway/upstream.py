@@ -1,19 +1,19 @@
-"""The policy servers behind the gateway, one of which serves a rollout's calls: `Pool` knows which are alive, `Forwarder`
-sends a call (it waits out holds, picks the server, and fails over while nothing was answered), and `Watch` ends a call that is
-not worth waiting for any longer.
+"""The policy servers behind the gateway: which are alive, how a call is sent to them, and when a call ends without an answer.
 
-The invariants: a rollout stays with one server while that server is alive (its prefix cache is there). A server that cannot be
-reached, or in whose place another one answers, gets no requests until it answers again, and a request waits a while before it
-is told that none is. A call is sent with the version noted on it that its server has at that moment, to that server and not to
-another in its place, never during a hold, and never again once a server has begun to work on it. A kept connection that ends
-before a byte of the answer came tells of a server that had just let go of it and never read the call (RFC 9112, 9.3.1): such a
-call is sent once more. Redirects are followed nowhere.
+`Pool` knows which servers are alive. `Forwarder` sends a call: it waits for holds, picks the rollout's server, and tries
+another server as long as none has begun to answer. `Watch` ends a call that nobody waits for, or whose server is dead.
 
-A server that does not show that it is the one that a trainer has named is taken for another. A trainer that is killed takes its
-vLLM along, and then the port is anybody's: another run's vLLM may answer there under the same name, with weights of its own. A
-vLLM that its trainer has started serves its model under a name that no other start has (`PolicyServer.alias`), so that any
-other vLLM refuses each call by itself. In a vLLM that somebody else runs the trainer leaves a word (`PolicyServer.claim`). It
-is gone when that vLLM starts again, and is another one as soon as another trainer attaches.
+The invariants: a rollout stays with one server, which has its prefix cache, while that server is alive. A server that cannot be
+reached, or in whose place another server answers, gets no requests until it answers again. A request waits for a server for a
+while before it is refused. A call is sent to a server only with the version that the server has then, never during a hold, and
+never again after a server has begun to work on it. If a kept connection ends before a byte of the answer, the server had closed
+it and never read the call (RFC 9112, 9.3.1): the call is sent once more. Redirects are never followed.
+
+A server must show that it is the one that a trainer has named. If a trainer is killed, its vLLM ends too, and another run's
+vLLM may answer at the port under the same model name with other weights. Therefore a vLLM that a trainer starts serves its
+model under a name that is new at each start (`PolicyServer.alias`), and any other vLLM refuses the calls. In a vLLM that
+somebody else runs, the trainer leaves a word (`PolicyServer.claim`). The word is gone after a restart of that vLLM, and is
+replaced when another trainer attaches.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ log = logging.getLogger(__name__)
 
 CHECK_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 LONGEST_WORD = 1 << 20
-"""Bytes of what a server says of itself."""
+"""The most bytes that are read of a server's answer about itself."""
 SHOWN = 3
-"""Models of another server that are named."""
+"""The most models of another server that a message names."""
 GRACE = 30.0
-"""Seconds a request waits for a server to come (back) up."""
+"""The most seconds that a request waits for a server to come up."""
 CHECK_EVERY = 2.0
 MISSES = 3
-"""Checks in a row that may time out (a busy server answers late) before a server counts as down."""
+"""How many checks in a row must time out before a server counts as down; a busy server answers late."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-"""Reading has none here: `Watch` looks after servers that fall silent."""
+"""The timeouts of a call. Reading has none, because `Watch` looks after silent servers."""
 PLAIN = "identity"
-"""How answers are encoded: what is packed tells nothing of its size."""
+"""The encoding that answers must have: the size of a compressed answer would be unknown."""
 LONGEST_ANSWER = 64 << 20
-"""Bytes of an answer that is no stream."""
+"""The most bytes of an answer that is not a stream."""
 KEEP_ALIVE = 4.0
-"""Seconds an idle connection is kept; below the 5 s after which vLLM's server closes its end."""
+"""Seconds for which an idle connection is kept: less than the 5 s after which vLLM's server closes it."""
 LARGE_BODY = 1 << 20
-"""From this size on aiohttp wants bodies as a stream."""
+"""The size from which on aiohttp expects a body as a stream."""
 MAX_TRIES = 8
 MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-"""For the model list and the tokenizer, which answer at once."""
+"""The timeout of the model list and the tokenizer, which answer quickly."""
 UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
-"""What asking a policy server raises when it does not answer as itself."""
+"""The exceptions of a request to a policy server that does not answer, or does not answer like vLLM."""
 
 
 async def strangeness(slot: Slot, session: aiohttp.ClientSession) -> str:
-    """What shows that another server answers; empty for the one that was named.
+    """Return how the server in a slot shows that it is another server than was named; empty if it is the named one.
 
-    Raises what aiohttp raises, also for an answer of 500 and above, which tells nothing.
+    Raises aiohttp's errors, also for an answer with a status from 500 on, which shows nothing.
     """
     listed = await _ask(session, "GET", slot, "/v1/models")
     served = [str(card.get("id")) for card in _objects(listed, "data")]
@@ -99,7 +99,8 @@ async def strangeness(slot: Slot, session: aiohttp.ClientSession) -> str:
 async def _ask(
     session: aiohttp.ClientSession, verb: str, slot: Slot, path: str, body: dict[str, object] | None = None
 ) -> object:
-    """The answer's JSON; None when it is no answer of this route."""
+    """Return the JSON of a server's answer; None for an answer that is not JSON or has another status than 200. Raises
+    aiohttp's errors, also for a status from 500 on."""
     async with session.request(
         verb,
         slot.url(path),
@@ -118,7 +119,7 @@ async def _ask(
 
 
 def _objects(answer: object, key: str) -> list[dict[str, object]]:
-    """The list of objects under a key; empty where there is none."""
+    """Return the list of objects under a key of an answer; empty if there is none."""
     found = answer.get(key) if isinstance(answer, dict) else None
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
@@ -127,7 +128,7 @@ def _objects(answer: object, key: str) -> list[dict[str, object]]:
 class Upstream:
     """A policy server: its root URL without `/v1`, and the model name that calls carry.
 
-    `claim` is the word by which a server is known that others serve under the same name, too; empty where the name is enough.
+    `claim` is the word that identifies a server whose model name other servers may have, too; empty if the name is unique.
     """
 
     url: str
@@ -136,7 +137,7 @@ class Upstream:
 
 
 class Found(Enum):
-    """What a server that was asked has shown."""
+    """The result of a check of a server."""
 
     WELL = "well, and the one that was named"
     LATE = "nothing: it is busy, and what was known of it holds"
@@ -145,8 +146,8 @@ class Found(Enum):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place for a policy server; the server in it may be replaced, the place (and who is sticky to it) stays. `version` is
-    that of the weights that the server has."""
+    """A place for a policy server. The server may be replaced; the slot, and the rollouts that stay with it, remain. `version`
+    is that of the server's weights."""
 
     number: int
     upstream: Upstream
@@ -154,21 +155,21 @@ class Slot:
     version: int
     healthy: bool = True
     misses: int = 0
-    missed_at: float = 0.0  # monotonic seconds: what was asked before then is no further miss
-    asked: bool = False  # whether a check has ended: until then `healthy` is a hope
-    other: str = ""  # what shows that another server answers there
-    vacant: bool = False  # its server has died, and the one that follows it has not been named yet
+    missed_at: float = 0.0  # monotonic seconds: a check that began before then is not counted as another miss
+    asked: bool = False  # whether a check has ended; before, `healthy` is an assumption
+    other: str = ""  # how another server that answers there has shown itself
+    vacant: bool = False  # whether its server has died and the next one is not named yet
 
     def url(self, path: str) -> URL:
-        """The address of a path on this server."""
+        """Return the address of a path on this server."""
         return URL(f"{self.base}{path}", encoded=True)
 
 
 class Pool:
-    """The slots, with health checks in the background and a way to wait until one is healthy.
+    """The slots of a policy's servers. It checks their health in the background and waits for a healthy one.
 
-    A server that is named has the weights of `version`. `on_other` is called when another server was found in the place of one
-    of them: calls in flight there may be its own.
+    A newly named server has the weights of `version`. `on_other` is called when another server is found in the place of a named
+    one, because it may be answering calls in flight.
     """
 
     def __init__(
@@ -179,12 +180,12 @@ class Pool:
         self.grace, self.check_every = grace, check_every
         self._changed, self._assigned = asyncio.Event(), asyncio.Event()
         self.on_other: Callable[[], object] = lambda: None
-        self._out_since: float | None = None  # from when on no request found a server, once that was said
+        self._out_since: float | None = None  # since when no request has found a server; None until that is logged
 
     def assign(self, upstreams: Sequence[Upstream]) -> None:
-        """These are the servers now. Of one that was there before its version and its health are known.
+        """Set the servers. A server that was there before keeps its version and its health.
 
-        Raises `GatewayError` for what is not a server's address; nothing has changed then.
+        Raises `GatewayError`, and changes nothing, for a URL that is not a server's.
         """
         if [slot.upstream for slot in self.slots if not slot.vacant] == list(upstreams):
             return
@@ -201,7 +202,8 @@ class Pool:
         return [Slot(number, item, base_url(item), self.version) for number, item in enumerate(upstreams)]
 
     def updated(self, version: int, server: Upstream | None = None) -> None:
-        """This server, or each, has the weights of this version now. Raises `GatewayError` for one that is not there."""
+        """Note that this server, or with None each server, has the weights of `version`. Raises `GatewayError` for an unknown
+        server."""
         slots = [slot for slot in self.slots if server in (None, slot.upstream)]
         if server is not None and not slots:
             raise self._unknown(server)
@@ -210,9 +212,9 @@ class Pool:
             slot.version = version
 
     async def pick(self, rollout: str, *, tried: Sequence[Slot] = ()) -> Slot:
-        """The rollout's server, by rendezvous hashing over the healthy ones that were not `tried` yet.
+        """Return the rollout's server, by rendezvous hashing over the healthy servers that were not `tried` yet.
 
-        Waits up to the grace for one. Raises `RefusalError` (503) when none came.
+        If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError` (503) if none comes up.
         """
         found = self._choose(rollout, tried)
         if found is not None:
@@ -238,24 +240,24 @@ class Pool:
         return max(candidates, key=lambda slot: score(rollout, slot.number))
 
     def _say_out(self) -> None:
-        """Say that there is no server: once, however many requests find none."""
+        """Log that there is no healthy server, once until one is healthy again."""
         if self._out_since is None:
             self._out_since = time.monotonic() - self.grace
             names = ", ".join(slot.upstream.url for slot in self.slots) or "none is known"
             log.warning("no policy server was healthy for %g s: %s", self.grace, names)
 
     def vacate(self) -> None:
-        """Servers that are known by a name of one start are being started again by whoever named them.
+        """Mark the slots whose servers are started again under a new model name as vacant.
 
-        What answers at their addresses is nobody's concern before it is named, by `assign` or `replace`.
+        A server that answers at their addresses is ignored until it is named, by `assign` or `replace`.
         """
         for slot in self.slots:
             if not slot.upstream.claim:
                 slot.vacant, slot.healthy, slot.asked = True, False, True
 
     def replace(self, old: Upstream, new: Upstream) -> None:
-        """Put a restarted server, which has the policy's newest weights, in its predecessor's place and let waiting requests go
-        to it."""
+        """Put the restarted server `new`, which has the policy's newest weights, in the slot of `old`, and send waiting
+        requests to it. Raises `GatewayError` for an unknown server."""
         for slot in self.slots:
             if slot.upstream == old:
                 slot.upstream, slot.base, slot.misses, slot.vacant = new, base_url(new), 0, False
@@ -269,13 +271,13 @@ class Pool:
         return GatewayError(f"{server} is not one of the gateway's upstreams: {known}")
 
     def unreachable(self, slot: Slot, why: object) -> None:
-        """A request could not reach this server."""
+        """Mark a server that a request could not reach as not healthy, and log `why`."""
         if slot.healthy:
             log.warning("policy server %s cannot be reached: %s", slot.upstream.url, why)
         self._mark(slot, healthy=False)
 
     def _found_other(self, slot: Slot, why: str) -> None:
-        """What answers is not the server that was named."""
+        """Mark a slot in which another server than the named one answers as not healthy, and log `why`."""
         if not slot.other:
             log.warning(
                 "another server answers at %s, where the policy server was: %s. It gets no calls; they wait until the trainer "
@@ -288,16 +290,16 @@ class Pool:
 
     @property
     def healthy(self) -> int:
-        """How many servers are believed to be up."""
+        """The number of servers that seem to be up."""
         return sum(slot.healthy for slot in self.slots)
 
     @property
     def sure(self) -> bool:
-        """Whether `healthy` is known: every server was asked, or one is up for sure."""
+        """Whether `healthy` rests on checks: every server was checked, or a checked one is up."""
         return all(slot.asked for slot in self.slots) or any(slot.asked and slot.healthy for slot in self.slots)
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Check every server's `/health` for ever, new ones at once."""
+        """Check every server's `/health` again and again; newly assigned servers at once."""
         while True:
             self._assigned.clear()
             await asyncio.gather(*(self.check(slot, session) for slot in self.slots))
@@ -305,7 +307,7 @@ class Pool:
                 await asyncio.wait_for(self._assigned.wait(), self.check_every)
 
     async def check(self, slot: Slot, session: aiohttp.ClientSession) -> Found:
-        """Ask a server now: whether it is well, and the one that was named."""
+        """Check now whether the server in a slot is well and is the named one."""
         asked, began, other, late, why = slot.upstream, time.monotonic(), "", False, "it does not answer"
         if slot.vacant:
             return Found.OUT
@@ -315,17 +317,17 @@ class Pool:
             why = why or (other := await strangeness(slot, session))
         except TimeoutError:
             if not why and slot.healthy:
-                return Found.LATE  # too busy to say who it is: it loads weights
+                return Found.LATE  # too busy to show who it is, because it loads weights
             late, why = True, f"it did not answer {slot.misses + 1} times"
         except (aiohttp.ClientError, OSError) as error:
             why = str(error)
-        # Replaced, maybe at its address, or given up, while the old one was being asked.
+        # The server was replaced, maybe at the same address, or given up during the check.
         if slot.upstream is not asked or slot.vacant:
             return Found.OUT
         slot.asked = True
         if not late:
             slot.misses = 0
-        elif began >= slot.missed_at:  # calls that fail together ask together
+        elif began >= slot.missed_at:  # checks of calls that failed together count once
             slot.misses, slot.missed_at = slot.misses + 1, time.monotonic()
         if late and slot.healthy and slot.misses < MISSES:
             return Found.LATE
@@ -350,7 +352,7 @@ class Pool:
 
 
 def base_url(upstream: Upstream) -> URL:
-    """The upstream's root. Raises `GatewayError` for what is not an absolute http URL."""
+    """Return the root URL of a policy server. Raises `GatewayError` for anything but an absolute http URL."""
     root = upstream.url.rstrip("/").removesuffix("/v1")
     url = URL(root)
     if url.scheme not in {"http", "https"} or not url.host:
@@ -359,20 +361,20 @@ def base_url(upstream: Upstream) -> URL:
 
 
 def score(rollout: str, number: int) -> bytes:
-    """Rendezvous weight of a slot for a rollout: adding or losing a server moves only that server's share."""
+    """Return the rendezvous weight of a slot for a rollout. A server that is added or lost moves only its share of rollouts."""
     return hashlib.blake2b(f"{number}|{rollout}".encode(), digest_size=8).digest()
 
 
 class Forwarder:
-    """One client session for everything, with no limit on connections. The health of a policy's servers is checked from its
-    first request on, or from `look_after`."""
+    """Sends requests to policy servers, over one client session without a limit of connections. The health of a policy's
+    servers is checked from its first request on, or from `look_after` on."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     def look_after(self, policy: Policy) -> aiohttp.ClientSession:
-        """Check the health of a policy's servers from now on. Returns the session, made on the running loop when it is first
-        needed."""
+        """Check the health of a policy's servers from now on. Return the client session; the first call makes it on the running
+        loop."""
         if self._session is None:
             watching = aiohttp.TraceConfig()
             watching.on_connection_reuseconn.append(_note_reuse)
@@ -397,9 +399,10 @@ class Forwarder:
         live: LiveCall,
         draw_seed: Callable[[int], Awaitable[int]],
     ) -> aiohttp.ClientResponse:
-        """The answer, from its headers on; the caller closes it. Raises `UpstreamError` when a server broke off before.
+        """Send a call and return the answer when its headers have come; the caller closes it.
 
-        Raises `RefusalError` (503) when a hold lasts too long or no server is up.
+        Raises `UpstreamError` if a server breaks off before, and `RefusalError` if a hold lasts too long or no server is up
+        (503) or no server can be reached (502).
         """
         loop, gate, pool = asyncio.get_running_loop(), policy.gate, policy.pool
         session = self.look_after(policy)
@@ -409,14 +412,14 @@ class Forwarder:
         while len(tried) < MAX_TRIES:
             policy.check()
             waited = await gate.wait(waited)
-            if policy.seed is not None and body.get("seed") is None:  # known as soon as the gate has been open
+            if policy.seed is not None and body.get("seed") is None:  # the seed is known once the gate has been open
                 body["seed"] = await draw_seed(policy.seed)
             asked = loop.time()
             try:
                 slot = await pool.pick(rollout, tried=tried)
             except RefusalError:
                 waited += loop.time() - asked
-                if gate.closed:  # a restart is under way, and may take longer than a server is waited for
+                if gate.closed:  # a restart is under way, which may take longer than `grace`
                     continue
                 raise
             policy.check()
@@ -449,17 +452,17 @@ class Forwarder:
         raise RefusalError(502, "upstream_unreachable", message)
 
     async def is_gone(self, policy: Policy, live: LiveCall) -> bool:
-        """Whether the server that a call was sent to is not there any more, or no longer well."""
+        """Return whether the server to which a call was sent is gone or no longer well."""
         if live.slot is None or live.replaced:
             return True
         return await policy.pool.check(live.slot, self.look_after(policy)) is Found.OUT
 
     async def works(self, policy: Policy, live: LiveCall) -> bool:
-        """Whether the engine of the server that a call was sent to turns, so that a silent call of it is still being worked on.
+        """Return whether the engine of a call's server still makes steps, so that a call without new bytes is still worked on.
 
         `/health` tells only that the engine has not died. A method of the worker extension is answered between two steps, so
-        its answer shows that one has ended; a vLLM without the extension is believed for its `/health`. While weights are
-        loaded there are no steps.
+        its answer shows that a step has ended. For a vLLM without the extension `/health` is enough. While weights are loaded
+        there are no steps, and the result is True.
         """
         slot = live.slot
         if slot is None or policy.gate.closed:
@@ -475,9 +478,9 @@ class Forwarder:
             return policy.gate.closed
 
     async def settle(self, policy: Policy, live: LiveCall) -> None:
-        """The answer has been read: wait until no update is under way, so that its tokens' versions are known.
+        """Wait, after the answer was read, until no update is under way, so that the versions of its tokens are known.
 
-        Where they do not become known in time the call is unsure.
+        Mark the call as unsure if they do not become known in time.
         """
         live.waits_for_bytes = False
         policy.check()
@@ -485,7 +488,8 @@ class Forwarder:
             live.unsure = True
 
     async def models(self, policy: Policy, rollout: str) -> bytes:
-        """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
+        """Return the model list of the rollout's server, with the model under the name that agents use. Raises aiohttp's
+        errors, `UpstreamError`, and `RefusalError` (503)."""
         session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         url = slot.url("/v1/models")
         async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
@@ -497,7 +501,7 @@ class Forwarder:
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
 
     async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
-        """What vLLM's `/tokenize` says to a prompt: status and body. Raises as `models` does."""
+        """Return the status and the body of vLLM's `/tokenize` for a prompt. Raises the same errors as `models`."""
         session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
         url = slot.url("/tokenize")
@@ -507,7 +511,7 @@ class Forwarder:
             return _at_its_place(response).status, await read_answer(response)
 
     async def close(self) -> None:
-        """Close idle connections and those still in use."""
+        """Close all connections, also those in use."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -515,7 +519,7 @@ class Forwarder:
 
 @dataclass(slots=True)
 class _Connection:
-    """What one try was sent over."""
+    """The connection of one try: whether it was used before."""
 
     reused: bool = False
 
@@ -530,12 +534,13 @@ async def _note_reuse(
 async def _is_anothers(
     response: aiohttp.ClientResponse, pool: Pool, slot: Slot, session: aiohttp.ClientSession
 ) -> bool:
-    """Whether an answer is of another server, which has no such model or no such route; then it is closed."""
+    """Return whether an answer (404) came from another server, which does not have the model or the route. Such an answer is
+    closed."""
     if response.status != 404:
         return False
     other = True
     try:
-        other = await pool.check(slot, session) is not Found.WELL  # one that is late does not show who it is
+        other = await pool.check(slot, session) is not Found.WELL  # a late server does not show who it is
     finally:
         if other:
             response.close()
@@ -543,7 +548,7 @@ async def _is_anothers(
 
 
 async def read_answer(response: aiohttp.ClientResponse, cure: str = "") -> bytes:
-    """The whole of an answer. Raises `UpstreamError` for one that is too long, with the `cure` if there is one."""
+    """Return the body of an answer. Raises `UpstreamError`, with the `cure` if there is one, for an answer that is too long."""
     payload = await bounded(response.content.iter_any(), LONGEST_ANSWER)
     if payload is None:
         why = f"its answer has more than {LONGEST_ANSWER} bytes, or more JSON values than fit in memory"
@@ -552,8 +557,8 @@ async def read_answer(response: aiohttp.ClientResponse, cure: str = "") -> bytes
 
 
 def _at_its_place(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-    """An answer that is no redirect, since a policy server chooses no other, and that can be read as it comes. Raises
-    `UpstreamError`."""
+    """Return an answer unchanged. Raises `UpstreamError` for a redirect, which a policy server must not send, and for a
+    compressed answer."""
     if (encoding := response.headers.get("Content-Encoding", PLAIN).lower()) != PLAIN:
         response.close()
         raise UpstreamError(f"its answer is encoded as {encoding!r:.40}, which was not asked for")
@@ -564,31 +569,28 @@ def _at_its_place(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
 
 
 def _is_silent_end(error: Exception) -> bool:
-    """Whether a connection ended without a byte of the answer."""
+    """Return whether a connection ended before the first byte of the answer."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return isinstance(error.message, str)  # else: the beginning of an answer
     return isinstance(error, aiohttp.ClientOSError)
 
 
 class Watch:
-    """Ends a call when the agent hung up, or vLLM fell silent and its engine does not answer.
+    """Ends a call if the agent hangs up, or if vLLM sends no bytes and its engine does not work.
 
-    `with Watch(receive, call, patience, works): ...` around everything between the request and the end of vLLM's answer. That
-    the agent hangs up later it only tells (`agent_is_gone`): the call is being made durable.
+    Use `with Watch(receive, call, patience, works): ...` around everything between the request and the end of vLLM's answer. In
+    the block a hang-up or a dead engine cancels the task at once, and the block raises `ClientGoneError` or `UpstreamError`, as
+    `asyncio.timeout` raises its error. Behind the block nothing is cancelled, because the call is being made durable; a hang-up
+    is only noted (`agent_is_gone`).
 
-    Works like `asyncio.timeout`: it cancels the task from outside and turns that cancellation into its own error. When vLLM
-    was silent for `patience` seconds, by `LiveCall.heard_at`, `works` has as long again to say that it works on; then it may
-    be silent for another `patience` seconds. There is one timer for a call, which looks
-    again when it fires: aiohttp's own read timeout sets a new one for every packet, 5 % of a call's CPU.
+    If vLLM has sent nothing for `patience` seconds since `LiveCall.heard_at`, `works` is asked and has `patience` seconds to
+    return True; then vLLM may be silent for `patience` seconds again. A call has one timer, which looks again when it fires:
+    aiohttp's read timeout would set a new one for every packet, which takes 5 % of a call's CPU.
 
-    Within the block either of the two cancels what is being awaited at once and ends the block with `ClientGoneError` or
-    `UpstreamError`; after the block nothing is cancelled any more.
-
-    Silence alone proves nothing: vLLM sends no byte of an answer that is not streamed before its last token, nor of any call
-    that still waits for its turn. Asking for a stream and putting it together would not tell the agent the same: vLLM reads
-    tool calls and reasoning by one parser in a stream and by another in a whole answer, and what the model wrote badly comes
-    out as arguments of one and as text of the other. So a server that was silent for too long is asked whether its engine
-    still works.
+    Silence alone proves nothing. vLLM sends no byte of a whole answer before its last token, and no byte of a call that waits
+    for its turn. To ask for a stream and join it would change answers: vLLM parses tool calls and reasoning differently in
+    streams, so that malformed text of the model becomes arguments in one and text in the other. Therefore a silent server is
+    asked whether its engine works.
     """
 
     def __init__(self, receive: Receive, call: LiveCall, patience: float, works: Callable[[], Awaitable[bool]]) -> None:
@@ -620,7 +622,7 @@ class Watch:
             self._timer = self._loop.call_later(self._patience - silent, self._look)
 
     async def _ask(self) -> None:
-        """Let the silent server show that it works on, or end the call."""
+        """Ask the silent server whether it works on the call, and end the call if it does not."""
         heard_at, works = self._call.heard_at, False
         failed = "did not answer when it was asked"
         try:
@@ -628,7 +630,7 @@ class Watch:
                 works = await self._works()
         except TimeoutError:
             pass
-        except Exception as error:  # nobody would look again, and the call would wait for ever
+        except Exception as error:  # otherwise no timer would be left, and the call would wait for ever
             log.exception("whether the engine of a silent call works could not be asked")
             failed = f"could not be asked ({type(error).__name__})"
         if self._over:
@@ -643,11 +645,11 @@ class Watch:
 
     @property
     def agent_is_gone(self) -> bool:
-        """Whether the agent has hung up. It is listened to until `close`."""
+        """Whether the agent has hung up, which is noticed until `close`."""
         return self._listener.done()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop noticing whether the agent hangs up."""
         self._listener.cancel()
 
     def _end(self, error: Exception) -> None:

@@ -34,7 +34,7 @@ from types import FrameType
 
 from lightning.bounded import Once
 from lightning.errors import DataError
-from lightning.instrument.last_call import Trail, starter_here
+from lightning.instrument.last_call import Trail, renew_lock_in_forks, starter_here
 from lightning.instrument.providers import Address, Url, place_of
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, state_of, text_of
 from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
@@ -73,15 +73,7 @@ _said = Once()
 _said_in_fork = mmap.mmap(-1, 1)  # shared by all processes that are forked from this one
 
 
-def _unlock() -> None:
-    """Make a new lock in a process that was just forked: the thread that held the old one does not exist there to release
-    it."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+renew_lock_in_forks(globals())
 
 
 class ActiveAttempt:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from lightning.instrument.context import ActiveAttempt
@@ -89,15 +89,18 @@ _here: ContextVar[Flow | None] = ContextVar("lightning_flow", default=None)
 _lock = threading.RLock()  # a finalizer that reports may run while it is held
 
 
-def _unlock() -> None:
-    """Make a new lock in a process that was just forked: the thread that held the old one does not exist there to release
-    it."""
-    global _lock
-    _lock = threading.RLock()
+def renew_lock_in_forks(module: dict[str, Any]) -> None:
+    """Give each process that is forked from this one a new `_lock` in the globals of a module: the thread that held the old one
+    does not exist there to release it."""
+
+    def renew() -> None:
+        module["_lock"] = threading.RLock()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=renew)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+renew_lock_in_forks(globals())
 
 
 @contextmanager

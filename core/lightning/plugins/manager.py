@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,29 +22,19 @@ from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
 from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
-from lightning.types import Caller, StepState, Task, ToolEvent, as_texts
+from lightning.types import Caller, StepState, ToolEvent, as_texts
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
-    from lightning.cli.app import Command
-    from lightning.cli.check import Check
-    from lightning.config import Config, GatewayConfig
+    from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
-    from lightning.gateway.calls import Parts
-    from lightning.gateway.connections import PortGuard
-    from lightning.gateway.dialects import Dialect
     from lightning.gateway.policy import Fleet
-    from lightning.policy_server.protocol import PolicyServer
-    from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
-    from lightning.trainer.run_server import RunServer
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -234,76 +223,42 @@ class Plugins:
         """Return the message that `wanted` needs a plugin of a kind of `SOLE`, and how to get one."""
         return f"{wanted} needs a plugin that {SOLE[kind]}, and there is none.{self.cures(kind)}"
 
-    def server(self, wanted: str) -> Callable[[], RunServer]:
-        """The factory of the server for clients. Raises `PluginError`, as `sole` does."""
-        return cast("Callable[[], RunServer]", self.sole("servers", wanted))
-
     def fleet(self, wanted: str) -> Callable[[], Fleet]:
         """The factory of the object that knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
         return cast("Callable[[], Fleet]", self.sole("fleets", wanted))
-
-    def port(self, wanted: str) -> PortGuard:
-        """The object that guards ports. Raises `PluginError`, as `sole` does."""
-        return cast("PortGuard", self.sole("ports", wanted))
-
-    def agent(self, name: str) -> Callable[[str], Agent]:
-        """The function that makes an agent of the text after this name."""
-        return cast("Callable[[str], Agent]", self.get("agents", name))
-
-    def tasks(self, name: str) -> Callable[[str], Sequence[Task]]:
-        """The function that reads tasks from the place that the text after this name says."""
-        return cast("Callable[[str], Sequence[Task]]", self.get("tasks", name))
 
     def tracker(self, name: str) -> Callable[[Config], Tracker]:
         """The factory of a tracker."""
         return cast("Callable[[Config], Tracker]", self.get("trackers", name))
 
-    def command(self, name: str) -> Callable[[], Command]:
-        """The function that imports a command."""
-        return cast("Callable[[], Command]", self.get("commands", name))
-
-    def checks(self, name: str) -> Callable[[str | None], Iterable[Check]]:
-        """The function that yields some of the findings of `lightning doctor`."""
-        return cast("Callable[[str | None], Iterable[Check]]", self.get("checks", name))
-
     def demo(self, name: str) -> Callable[[], Demo]:
         """The factory of a demonstration."""
         return cast("Callable[[], Demo]", self.get("demos", name))
-
-    def dialect(self, name: str) -> Callable[[GatewayConfig], Dialect]:
-        """The factory of an API that gateways speak at `/v1/NAME`."""
-        return cast("Callable[[GatewayConfig], Dialect]", self.get("dialects", name))
-
-    def route(self, name: str) -> Callable[[Parts], ASGIApp]:
-        """The factory of the app that answers a POST to `/v1/NAME` on gateways."""
-        return cast("Callable[[Parts], ASGIApp]", self.get("routes", name))
 
     def operations(self) -> tuple[Operation, ...]:
         """Return the operations that plugins add to every store. Raises `PluginError` for one that two plugins, or the store,
         have."""
         from lightning.store.protocol import Store
 
-        brought: dict[str, Operation] = {}
+        brought: list[Operation] = []
+        owners: dict[str, PluginInfo] = {}
         for name in self.names("operations"):
             group = cast("Callable[[], OperationGroup]", self.get("operations", name))()
             owner = self.owner("operations", name)
             if group.name != name:
                 raise PluginError(f"the plugin {owner} registers the group of operations {group.name!r} as {name!r}")
             for operation in group.operations:
-                other = brought.get(operation.name)
+                other = owners.get(operation.name)
                 if other is not None or hasattr(Store, operation.name):
-                    first = "the store" if other is None else f"the plugin {self._owner_of(other)}"
+                    first = "the store" if other is None else f"the plugin {other}"
                     culprit = "the plugin" if other is None else "one of them"
                     raise PluginError(
                         f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall {culprit}, or "
                         f"set {DISABLE} to it."
                     )
-                brought[operation.name] = operation
-        return tuple(brought.values())
-
-    def _owner_of(self, operation: Operation) -> PluginInfo:
-        assert operation.group is not None, "a plugin brings it"
-        return self.owner("operations", operation.group.name)
+                owners[operation.name] = owner
+                brought.append(operation)
+        return tuple(brought)
 
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""
@@ -312,7 +267,7 @@ class Plugins:
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
-        return cast("Callable[[str], Store]", self._by_scheme("stores", url))(url)
+        return cast("Callable[[str], Store]", self.by_scheme("stores", url))(url)
 
     @asynccontextmanager
     async def opened_store(self, url: str, *, make: bool = True) -> AsyncIterator[Store]:
@@ -324,16 +279,7 @@ class Plugins:
         finally:
             await store.close()
 
-    def policy_server(self, url: str) -> Callable[[Path, Config, WeightTransfer, bool], PolicyServer]:
-        """The factory of the policy server at a URL, which is registered under the URL's scheme."""
-        found = self._by_scheme("policy_servers", url)
-        return cast("Callable[[Path, Config, WeightTransfer, bool], PolicyServer]", found)
-
-    def weight_transfer(self, name: str) -> Callable[[Config, object | None], WeightTransfer]:
-        """The factory of a transfer of new weights to a vLLM."""
-        return cast("Callable[[Config, object | None], WeightTransfer]", self.get("weight_transfers", name))
-
-    def _by_scheme(self, kind: str, url: str) -> object:
+    def by_scheme(self, kind: str, url: str) -> object:
         """Return what was registered under the scheme of a URL. Raises `PluginError`."""
         scheme, separator, _ = url.partition("://")
         if not separator:

@@ -23,10 +23,12 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from lightning.asyncio_utils import to_its_end
 from lightning.config.sections import Config, PolicyServerConfig
@@ -493,16 +495,26 @@ def make_policy_server(
     """
     settings = config.policy_server
     check_policy_server(settings)
-    transfer = plugins().weight_transfer(settings.weight_transfer)(config, sender)
+    make = cast(
+        "Callable[[Config, object | None], WeightTransfer]", plugins().get("weight_transfers", settings.weight_transfer)
+    )
+    transfer = make(config, sender)
     if settings.attach:
-        return plugins().policy_server(settings.attach)(model, config, transfer, claims)
+        attach = cast(
+            "Callable[[Path, Config, WeightTransfer, bool], PolicyServer]",
+            plugins().by_scheme("policy_servers", settings.attach),
+        )
+        return attach(model, config, transfer, claims)
     return OwnedVLLM(model, settings, transfer, log=log, version=version, updates=claims, demand=demand)
 
 
 def check_policy_server(config: PolicyServerConfig) -> None:
     """Raise `PluginError` if no plugin provides the configured `policy_server.weight_transfer` or `policy_server.attach`."""
-    found = plugins()
-    named = {"weight_transfer": found.weight_transfer, "attach": found.policy_server}
+    find_transfer, find_server = (
+        partial(plugins().get, "weight_transfers"),
+        partial(plugins().by_scheme, "policy_servers"),
+    )
+    named = {"weight_transfer": find_transfer, "attach": find_server}
     for setting, find in named.items():
         value: str = getattr(config, setting)
         try:

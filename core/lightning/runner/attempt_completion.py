@@ -33,7 +33,8 @@ from lightning.types import (
 logger = logging.getLogger(__name__)
 
 UNCALLED = "the agent returned a reward but never called the model"
-"""How the error begins, in every release: other code searches for these words."""
+"""The beginning of the error of an attempt that made no call. It stays the same in every release, because other code searches
+for it."""
 NEVER_CALLED = (
     f"{UNCALLED}: use llm.base_url and llm.api_key, and llm.model. If other "
     "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one): switch it off. "
@@ -57,7 +58,8 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
     """End an attempt with the outcome that the runner saw, corrected by the recorded model calls and by the stages of `line`.
     Return the rollout as it is stored then.
 
-    Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
+    Raises what `Store.complete` raises: `StaleAttemptError` if a later attempt has begun, or the attempt has ended with another
+    outcome.
     """
     spend, calls = True, await store.transitions(rollout, attempt)
     if (kept := await store.get_rollout(rollout)) is not None:
@@ -82,7 +84,8 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
 
 
 def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
-    """Whether an earlier report has ended the attempt with this outcome. Tool events may differ: later spans add to them."""
+    """Return whether an earlier report has ended the attempt with this outcome. Its tool events may differ, because later spans
+    add to them."""
     if kept.attempt != attempt or kept.status is Status.RUNNING:
         return False
     told = (outcome.reward, dict(outcome.rewards), outcome.fault, outcome.error, outcome.seconds)

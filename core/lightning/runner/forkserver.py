@@ -32,10 +32,10 @@ from lightning.runner.worker import without_proxy
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds to wait for a process that was told to end, or for the news that a process has ended."""
+"""Seconds to wait until a process that was told to end has ended, or until its end is reported."""
 
 FORKS = 32
-"""Most fork requests under way. The fork server handles one after the other, and each holds room in the socket and
+"""The most fork requests at one time. The fork server handles one after the other, and each takes room in the socket and file
 descriptors."""
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -43,7 +43,8 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _OURS = frozenset({"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET"})
 _STORE = "LIGHTNING_STORE"
-"""Where deployments say where the store is. If it is set, `PGPASSWORD` is the store's, and agents do not get it."""
+"""The variable in which deployments give the store's URL. If it is set, `PGPASSWORD` is the store's, and agents do not get
+it."""
 
 _INIT = 1
 """The process id of a fork server's parent, inside an enclosure."""
@@ -97,7 +98,7 @@ class Worker:
         raise WorkerDiedError(f"the agent's process (pid {self.pid}) {ended} in the middle of the rollout")
 
     def hang_up(self) -> None:
-        """Close the connection and what serves the worker's enclosure. An idle worker then ends by itself."""
+        """Close the connection and the service of the worker's enclosure. An idle worker then ends by itself."""
         self._writer.close()
         if self._unattended is not None:
             self._unattended()
@@ -226,7 +227,7 @@ class ForkServer:
         return Worker(pid, exited, reader, writer, unattended)
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker's process group now, or as soon as the fork server can hear of it."""
+        """Kill a worker's process group now, or as soon as the fork server can receive the command."""
         worker.hang_up()
         if worker.exited.done():
             return
@@ -297,7 +298,7 @@ class ForkServer:
                     exited.set_result(None)
 
     def _kill_groups(self) -> None:
-        """Kill what agents started and left behind; the workers themselves die with the fork server.
+        """Kill the processes that agents started and left behind; the workers themselves die with the fork server.
 
         Do nothing in an enclosure: it ends with all that is inside, and its process ids mean other processes out here.
         """

@@ -40,13 +40,13 @@ from lightning.runner.worker import flush, without_children
 _PR_SET_PDEATHSIG = 1
 
 MOST_NAMES = 8
-"""Most names of threads or modules in one message."""
+"""The most names of threads or modules in one message."""
 
 LONGEST_IMPORT = 60.0
-"""Most seconds that a trial import of the first rollout's modules may take."""
+"""The most seconds that a trial import of the first rollout's modules may take."""
 
 LONGEST_ANSWER = 4095
-"""Most bytes that such a trial reports: a pipe passes that many on in one piece."""
+"""The most bytes that a trial import reports: a pipe transfers that many in one piece."""
 
 _COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
 """Libraries that start their threads anew in a forked process, or do without them."""
@@ -75,7 +75,8 @@ def main(descriptor: int, parent: int) -> None:
 
 @dataclass(slots=True)
 class _Inside:
-    """What plugins' stages do here: `line` stands around attempts, and each worker calls `enter`, from an enclosure, first."""
+    """The plugins' stages in this process: `line` has the stages around attempts, and each worker first calls `enter`, which
+    comes from an enclosure."""
 
     line: AttemptLine = NO_STAGES
     enter: Callable[[socket.socket], None] | None = None
@@ -124,7 +125,8 @@ def _import_all(names: Sequence[str]) -> list[str]:
 
 
 def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
-    """Build what the first rollout built. What cannot be built here is built by each rollout, which gets the error."""
+    """Build the certificate stores and pydantic models that the first rollout built. If that fails for one, each rollout builds
+    it and gets the error."""
     platform.platform()  # clients send it in headers, and its first call starts a program
     for module, name in needs["models"]:
         if module in sys.modules:  # else its module must not be imported here
@@ -150,7 +152,8 @@ def _restarts(thread: threading.Thread) -> bool:
 
 
 def _go_on(*_: object) -> None:
-    """Ignore a signal. Unlike SIG_IGN a handler ends with an `exec`, so programs that an agent starts do not have it."""
+    """Ignore a signal. A handler, unlike SIG_IGN, ends with an `exec`, so that programs which an agent starts do not ignore
+    it."""
 
 
 def _outlive_sigterm() -> None:
@@ -327,8 +330,8 @@ class _Template:
         self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
 
     def _threads_of(self, names: Sequence[str]) -> str:
-        """Import the modules in a trial fork. Return why that must not happen here, mostly threads that workers would lack, or
-        ""."""
+        """Import the modules in a trial fork. Return why they must not be imported here, mostly because of threads that workers
+        would lack; "" if they may."""
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -54,12 +54,12 @@ class Delivery(Protocol):
         plugin's stage that was to add to it."""
 
     async def renew(self, lease: Lease) -> None:
-        """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
+        """Renew a lease. Raises `StaleAttemptError` if a later attempt has begun or the attempt has ended."""
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
         """End an attempt. None means that the outcome was not taken, which this method has logged; the lease then expires.
 
-        Raises `StaleAttemptError` when the attempt was superseded or has ended otherwise.
+        Raises `StaleAttemptError` if a later attempt has begun, or the attempt has ended with another outcome.
         """
 
     async def release(self) -> None:
@@ -271,7 +271,7 @@ class _Worker:
             self._on_finished(rollout)
 
     async def _heartbeat(self) -> None:
-        """Renew every lease, again and again. End the agent of a lease that another worker has taken over."""
+        """Renew all leases at intervals, until cancelled. End the agent of a lease that another worker has taken over."""
         while True:
             await asyncio.sleep(self._config.lease_ttl / 3)
             await asyncio.gather(*(self._renew(task, lease) for task, lease in self._held.items()))
@@ -299,7 +299,7 @@ class _Worker:
 
 
 class _Waiting:
-    """Waits for the first of several events that come again and again. An event whose coroutine fails raises its error."""
+    """Waits for the first of several recurring events. An event whose coroutine fails raises its error."""
 
     def __init__(self, *things: Callable[[], Coroutine[object, object, object]]) -> None:
         self._things = {asyncio.create_task(thing()): thing for thing in things}

@@ -46,18 +46,18 @@ CAUSES: Final = {
     "context_overflow": "its conversation became longer than the context",
     "slow_generation": "the time ran out while it generated",
 }
-"""What a policy can do wrong: the word under which it is counted, and its description."""
+"""The faults of a policy: the word under which each is counted, and its description."""
 GENERATING: Final = 0.9
-"""A timeout is the policy's fault if its calls took at least this share of the attempt's time."""
+"""The share of an attempt's time that its calls must have taken for a timeout to be the policy's fault."""
 UNREADABLE: Final = re.compile(
     r"^[\w.]*(?:JSONDecodeError|ValidationError|Pars(?:er?|ing)(?:Error|Exception)|ValueError|SyntaxError|LengthFinishReasonError"
     r"|IncompleteOutputException)\b",
     re.MULTILINE,
 )
-"""Matches an error about an answer that could not be read. After an answer that was cut off, no other error is blamed on
-that."""
+"""Matches an error about an answer that could not be read. After an answer that was cut off, only such an error is the policy's
+fault."""
 DEEPEST: Final = 16
-"""Most exceptions that are searched along the causes and groups of one."""
+"""The most exceptions that are searched along the causes and groups of one exception."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -119,7 +119,7 @@ def read_cause(error: str) -> str:
 logger = logging.getLogger(__name__)
 
 LOOPS = ("Event loop is closed", "attached to a different loop", "bound to a different event loop")
-"""What asyncio says when something is used on another event loop than the one that it began in."""
+"""Parts of asyncio's errors for an object that is used on another event loop than the one in which it was made."""
 
 ONE_LOOP = (
     "if the agent calls asyncio.run: make it `async def` and await instead. HTTP clients are kept between rollouts, by "
@@ -127,7 +127,7 @@ ONE_LOOP = (
 )
 
 MAX_ERROR = 4000
-"""Characters kept of an agent's traceback: its end, where the cause is."""
+"""The most characters that are kept of an agent's traceback: its end, which has the cause."""
 LONGEST_CAUSE = 120
 """Characters that are kept free before the traceback for the cause of a fault of the policy."""
 
@@ -221,9 +221,17 @@ def encode_outcome(outcome: Outcome, notes: Mapping[str, Json] | None = None) ->
     for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):
         data = _try_dump(candidate, notes)
         if data is not None and len(data) <= LONGEST_REPLY and json_values(data) <= MOST_VALUES:
-            return data
-        logger.warning("not all that an agent reported can be sent: leaving out tool arguments, or else everything")
-    return _dump(asdict(silent))
+            break
+    else:
+        candidate, data = silent, _dump(asdict(silent))
+    if candidate is not outcome:
+        kept = (
+            "everything but tool arguments and results"
+            if candidate.tool_events
+            else "the reward and what it is made of"
+        )
+        logger.warning("not all that an agent reported can be sent: keeping %s", kept)
+    return data
 
 
 def without_arguments(outcome: Outcome) -> Outcome:

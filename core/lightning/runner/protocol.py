@@ -1,4 +1,4 @@
-"""What executes agents: one attempt in, one outcome out.
+"""The interface of runners, which execute agents: an attempt goes in, an outcome comes out.
 
 The invariant: whatever an agent does (raise, hang, crash its process, return nonsense) becomes an `Outcome`; it never
 reaches another agent or the trainer.
@@ -28,7 +28,7 @@ class Runner(Protocol):
         """The largest number of attempts that run at once."""
 
     async def start(self) -> None:
-        """Get ready to run attempts. Raises `RunnerError` when the agent cannot be run. Idempotent."""
+        """Prepare to run attempts. Raises `RunnerError` if the agent cannot be run. Idempotent."""
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this ends the agent."""
@@ -39,7 +39,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class StagedRunner(Protocol):
-    """A runner that asks the stages of plugins about its attempts itself, instead of clients that do."""
+    """A runner that asks the stages of plugins itself, not in clients on other machines."""
 
     @property
     def stages(self) -> Mapping[str, str]:

@@ -1,7 +1,7 @@
 """Messages over a socket: four bytes of length (big endian), then the payload.
 
-The invariant: a message is read whole or not at all; a peer that went away reads as the end, never as a short message. What an
-agent's process sends is limited in length and in memory before it is read, and in the number of JSON values before it is
+The invariant: a message is read whole or not at all; a closed connection reads as the end, never as a short message. Messages
+of an agent's process are limited in length and in memory before they are read, and in the number of JSON values before they are
 parsed. A request and its reply begin with the same name, so that no reply is taken for that of another request.
 """
 

@@ -37,8 +37,8 @@ OF_STAGES: Final = ("sandbox", "sandbox_network", "sandbox_environment", "sandbo
 
 
 class Enclosure(Protocol):
-    """The isolated place, made by a stage, in which a process of agents runs. Each process has one for itself, which ends with
-    it. Inside, the process is a child of process 1, with process ids of its own."""
+    """The isolated environment, made by a stage, in which one process of agents runs. It ends with that process. Inside, the
+    process is a child of process 1 and has other process ids than outside."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -62,8 +62,8 @@ class Enclosure(Protocol):
         """Return the gateway's URL as agents inside must use it."""
 
     async def attend(self, control: socket.socket) -> Callable[[], None]:
-        """Serve what `inside` asks for, over a non-blocking socket, and return the function that ends this. A `RunnerError`
-        ends the process."""
+        """Serve the requests of `inside` over a non-blocking socket, and return the function that ends this service. A
+        `RunnerError` ends the process."""
 
 
 class AttemptStage(Stage):

@@ -65,7 +65,7 @@ LATER: Final[dict[str, Callable[[Any, int | None], None]]] = {"numpy.random": _n
 
 
 class _Seeded:
-    """Replaces `os` in the module `uuid`: its random bytes follow from the seed.
+    """Replaces `os` in the module `uuid`, so that random bytes of ids are derived from the seed.
 
     Replacing `uuid.uuid4` itself would not reach code that has imported that function before.
     """
@@ -118,7 +118,8 @@ def _found(name: str, module: ModuleType) -> None:
 
 @contextmanager
 def without_children() -> Iterator[None]:
-    """Let only this process leave the block. A child that was forked inside and returns from it, or raises, is ended."""
+    """A context that only this process leaves. A child forked in the block ends when it would leave the block, also by an
+    exception."""
     process, error = os.getpid(), None
     try:
         yield
@@ -131,7 +132,7 @@ def without_children() -> Iterator[None]:
 
 
 def flush() -> None:
-    """Write out what this process has printed."""
+    """Flush the standard output and the standard error of this process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the agent may have put anything there or closed it, or nobody reads it any more
             stream.flush()
@@ -207,7 +208,7 @@ def _has_no_state_of_a_rollout(name: str) -> bool:
 
 
 def _found_in(places: Sequence[str], name: str) -> bool:
-    """Whether a process with this path finds the same module under this name. Agents may put their own folders before the
+    """Return whether a process with this path finds the same module under this name. Agents may add their own folders to the
     path."""
     there, here = PathFinder.find_spec(name, places), getattr(sys.modules.get(name), "__spec__", None)
     if there is None or here is None:

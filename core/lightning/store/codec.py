@@ -1,4 +1,5 @@
-"""Token arrays to bytes and back, small and exact; and which earlier call a new one is stored against.
+"""Encodes the token arrays of calls as small blobs and decodes them exactly, and chooses the earlier call, the parent, against
+which a new call is stored.
 
 The invariant: `decode(encode(x, parent), parent) == x` bit for bit (NaN payloads included), and a blob that was damaged, or
 that is decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
@@ -16,13 +17,14 @@ the same agent, or a sibling of the group with the same system prompt. Only what
 Numbers are stored as planes of bytes of equal place: `high` has the two highest bytes of the ids and the exponents of the
 log-probabilities, which compress well, and `low` has the rest, which hardly does and would spoil the statistics of the others.
 
-A parent is a transition of the same or an earlier transaction with a smaller `n`, so chains of parents end;
-what a rolled-back transaction remembered is forgotten.
+A parent is a transition of the same or an earlier transaction with a smaller `n`, so every chain of parents ends. The cache of
+possible parents forgets the calls of a transaction that was rolled back.
 
-The tokens of a short call are kept: to compare is ten times cheaper than to hash. Of a long call, digests of the blocks of its
-tokens are kept: they say how many leading tokens a prompt shares with it, in a sixtieth of the space. Where a prompt leaves a
-long call within a block, the tokens of that block are stored again. The next turn of a conversation and the siblings of a group
-do not: the tokens around the end of a prompt and of a response are kept.
+The cache keeps the tokens of a short call, because comparing is ten times cheaper than hashing. Of a long call it keeps digests
+of the blocks of its tokens, which tell how many leading tokens a prompt shares with the call and take a sixtieth of the space.
+If a prompt differs from a long call within a block, the tokens of that block are stored again. For the next turn of a
+conversation and for the siblings of a group they are not: the cache also keeps the tokens around the ends of a prompt and of a
+response.
 """
 
 from __future__ import annotations
@@ -46,27 +48,28 @@ from lightning.store.rows import Row
 from lightning.types import LogProbs, TokenIds, shared_prefix
 
 K = TypeVar("K")
-"""By what a database finds a call."""
+"""The type of the key by which a database finds a call."""
 VERSION: Final = 2
 LEVEL: Final = 3
 FORMAT: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
 DIGEST_BYTES: Final = 8
-"""Against accidents, not forgers: what an optimizer step trained is proven by the SHA-256 digests of its `StepRecord`."""
+"""The length of a content digest, which detects accidents, not forgeries. The SHA-256 digests of a `StepRecord` prove what a
+step trained."""
 HEAD_BYTES: Final = 1 + DIGEST_BYTES
-"""What `stored_digest` reads of a blob."""
+"""How many bytes of a blob `stored_digest` reads."""
 HEADER: Final = struct.Struct(f"<B{DIGEST_BYTES}s5I")
-"""What a blob begins with."""
+"""The header of a blob."""
 ITEM: Final = 4
-"""Bytes of a packed token id or log-probability."""
+"""The bytes of one packed token id or log-probability."""
 _LEAST_BLOCK: Final = 4
-"""Bytes of the shortest block of a zstandard frame: one byte, and how often it repeats."""
+"""The bytes of the shortest block of a zstandard frame: one byte and the number of its repetitions."""
 _MOST_OF_BLOCK: Final = 128 << 10
-"""Bytes that a block decompresses to at most."""
+"""The most bytes to which a block can decompress."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTokens:
-    """What one model call read and wrote; the part of a transition that is worth compressing."""
+    """The token arrays of a model call: the part of a transition that is worth compressing."""
 
     prompt_ids: TokenIds
     response_ids: TokenIds
@@ -84,15 +87,15 @@ class Packed:
 
     @property
     def full(self) -> bytes:
-        """Prompt then response: what a later call may share a prefix with."""
+        """The packed prompt and response; a later call may share a prefix with them."""
         return self.prompt + self.response
 
 
 class _Local(threading.local):
-    """zstandard contexts are not thread-safe and cost more than one compression: each thread keeps its own."""
+    """The zstandard contexts of a thread. They are not thread-safe, and making them costs more than one compression."""
 
     def __init__(self) -> None:
-        # long matches only: short ones in planes of few distinct bytes cost more than their entropy
+        # long matches only: in planes of few distinct bytes, short matches cost more than coding the bytes themselves
         parameters = zstandard.ZstdCompressionParameters.from_level(LEVEL, min_match=7, format=FORMAT)
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor(format=FORMAT)
@@ -102,7 +105,7 @@ _local = _Local()
 
 
 def pack(values: TokenIds | LogProbs) -> bytes:
-    """The little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for any other array."""
+    """Return the little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for anything else."""
     if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != ITEM:
         kind = f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
         raise DataError(
@@ -113,32 +116,33 @@ def pack(values: TokenIds | LogProbs) -> bytes:
 
 
 def unpack_ids(data: bytes) -> TokenIds:
-    """`array('i')` from little-endian int32 bytes."""
+    """Return an `array('i')` of little-endian int32 bytes."""
     values = array("i")
     values.frombytes(_native(data))
     return values
 
 
 def unpack_logprobs(data: bytes) -> LogProbs:
-    """`array('f')` from little-endian float32 bytes."""
+    """Return an `array('f')` of little-endian float32 bytes."""
     values = array("f")
     values.frombytes(_native(data))
     return values
 
 
 def full_tokens(tokens: CallTokens) -> bytes:
-    """Prompt then response as packed int32: what a later call may share a prefix with."""
+    """Return prompt and response as packed int32; a later call may share a prefix with them."""
     return pack(tokens.prompt_ids) + pack(tokens.response_ids)
 
 
 def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
-    """BLAKE2b-64 over the three packed arrays, each preceded by its length, so that no two contents look alike."""
+    """Return the BLAKE2b-64 over the lengths of the three packed arrays and the arrays themselves."""
     lengths = struct.pack("<3Q", len(prompt), len(response), len(logprobs))
     return hashlib.blake2b(b"".join((lengths, prompt, response, logprobs)), digest_size=DIGEST_BYTES).digest()
 
 
 def stored_digest(blob: bytes) -> bytes:
-    """The content digest a blob claims to have, without decoding it; the first `HEAD_BYTES` of the blob are enough."""
+    """Return the content digest that a blob states, without decoding the blob. Its first `HEAD_BYTES` are enough. Raises
+    `StoreError` for an empty blob and for one of another codec."""
     if not blob:
         raise StoreError("token blob is corrupt: it is empty")
     if blob[0] != VERSION:
@@ -147,7 +151,7 @@ def stored_digest(blob: bytes) -> bytes:
 
 
 def pack_tokens(tokens: CallTokens) -> Packed:
-    """Everything of the encoding that does not depend on a parent. Raises `DataError` for wrong arrays."""
+    """Do the part of the encoding that does not depend on a parent. Raises `DataError` for arrays of another type."""
     for name, values, code in (
         ("prompt_ids", tokens.prompt_ids, "i"),
         ("response_ids", tokens.response_ids, "i"),
@@ -160,13 +164,14 @@ def pack_tokens(tokens: CallTokens) -> Packed:
 
 
 def encode(tokens: CallTokens, parent: bytes = b"") -> bytes:
-    """Encode against the packed full tokens of a parent (empty: against nothing). Raises `DataError` for wrong arrays."""
+    """Encode tokens against the packed full tokens of a parent; empty bytes for no parent. Raises `DataError` for arrays of
+    another type."""
     packed = pack_tokens(tokens)
     return encode_packed(packed, shared_prefix(packed.prompt, parent, ITEM))
 
 
 def encode_packed(packed: Packed, shared: int) -> bytes:
-    """Encode against a parent whose full tokens begin with the first `shared` ids of the prompt."""
+    """Return the blob of packed tokens, for a parent whose full tokens begin with the first `shared` ids of the prompt."""
     rest = packed.prompt[shared * ITEM :]
     planes = _to_planes(rest + packed.response, packed.logprobs)
     low, high = (_local.compressor.compress(plane) if plane else b"" for plane in planes)
@@ -175,9 +180,9 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
 
 
 def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
-    """The tokens of a blob, given the packed full tokens of the parent it was encoded against.
+    """Return the tokens of a blob. `parent` are the packed full tokens of the parent against which it was encoded.
 
-    Raises `StoreError` when the blob is damaged, of another codec, or does not belong to this parent.
+    Raises `StoreError` if the blob is damaged, is of another codec, or was encoded against another parent.
     """
     digest = stored_digest(blob)
     if len(blob) < HEADER.size:
@@ -196,14 +201,15 @@ def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
 
 
 def _native(data: bytes) -> bytes:
-    """Between little-endian and this machine's order, either way: the same bytes, or the four of each number reversed."""
+    """Convert packed numbers between little-endian and this machine's byte order, in either direction."""
     if sys.byteorder == "little":
         return data
     return b"".join(data[at : at + ITEM][::-1] for at in range(0, len(data), ITEM))
 
 
 def _decompress(frame: bytes, size: int) -> bytes:
-    """Decompress exactly `size` bytes; the size is checked first, so that a damaged frame cannot ask for all memory."""
+    """Decompress a frame to exactly `size` bytes. The size is checked first, so that a damaged frame cannot take all memory.
+    Raises `StoreError` for a damaged frame."""
     if not size:
         if frame:
             raise StoreError("token blob is corrupt: it has more than its header says")
@@ -222,7 +228,7 @@ def _decompress(frame: bytes, size: int) -> bytes:
 
 
 def _to_planes(ids: bytes, logprobs: bytes) -> tuple[bytes, bytes]:
-    """`low` and `high`, as the module says."""
+    """Return the planes `low` and `high` of packed ids and log-probabilities, which the module describes."""
     low = (ids[0::ITEM], ids[1::ITEM], logprobs[0::ITEM], logprobs[1::ITEM], logprobs[2::ITEM])
     high = (ids[2::ITEM], ids[3::ITEM], logprobs[3::ITEM])
     return b"".join(low), b"".join(high)
@@ -240,34 +246,36 @@ def _from_planes(low: bytes, high: bytes, n_ids: int, n_logprobs: int) -> tuple[
 
 
 CACHE_BYTES: Final = 64 << 20
-"""4,000 conversations of 4,000 tokens each, or more than 20,000 of 32,000 tokens."""
+"""The size of the cache of possible parents: 4,000 conversations of 4,000 tokens, or more than 20,000 of 32,000 tokens."""
 CANDIDATES: Final = 32
-"""Calls of an attempt, roots of a group, and calls up to one that is branched, that are remembered: the newest."""
+"""How many calls the cache keeps of an attempt, of a group's roots, and of the calls up to a branched one: the newest."""
 LOADED_CALLS: Final = 8
-"""The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns. Of one that
-is branched, the newest up to that call."""
+"""How many calls of an attempt are read if the cache does not have it: the newest, which are the last ones of agents that take
+turns. Of a branched attempt these are the newest up to the branched call."""
 MIN_SHARED: Final = 0.5
-"""A parent must hold this fraction of the prompt. A call without one is a root, and siblings of the group look at roots only:
-were a few template tokens enough, the first call of a second agent would hang from the first agent's and not be found."""
+"""The fraction of the prompt that a call must share to be its parent. A call without a parent is a root, and calls of other
+rollouts of the group look for parents among the roots only. If a few tokens of the template were enough, the first call of a
+second agent would have the first agent's call as its parent, and the siblings would not find it."""
 _SHORT: Final = 4096 * ITEM
-"""Bytes of the longest call that is kept as it is."""
+"""The most bytes of full tokens that the cache keeps as they are."""
 _BLOCK: Final = 256 * ITEM
 _DIGEST: Final = 16
-"""Bytes: as long as it takes that nobody makes two blocks with one digest on purpose."""
+"""The bytes of a block's digest: too many to make two blocks with the same digest on purpose."""
 
 
 def block_digests(packed: bytes) -> bytes:
-    """The digests of the whole blocks of packed tokens, one behind the other."""
+    """Return the digests of the whole blocks of packed tokens, joined."""
     blocks = (packed[end - _BLOCK : end] for end in range(_BLOCK, len(packed) + 1, _BLOCK))
     return b"".join([hashlib.blake2b(block, digest_size=_DIGEST).digest() for block in blocks])
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What is remembered of the full tokens of a call (prompt + response, packed), of which there are `length` bytes.
+    """The full tokens of a call (prompt and response, packed, `length` bytes) as the cache keeps them.
 
-    Of a short one: `whole`, the tokens. Of a long one: `blocks`, their `block_digests`, and `edges`, the packed tokens between
-    the last whole block and the end of the prompt, and of the response, each with the number of blocks before it.
+    Of a short call it has the tokens, in `whole`. Of a long call it has `blocks`, the `block_digests`, and `edges`: the packed
+    tokens between the last whole block and the end of the prompt, and those at the end of the response, each with the number of
+    blocks before them.
     """
 
     length: int
@@ -277,7 +285,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, full: bytes, prompt_bytes: int) -> Fingerprint:
-        """Of full tokens that begin with so many bytes of prompt."""
+        """Make the fingerprint of full tokens whose first `prompt_bytes` bytes are the prompt."""
         if len(full) <= _SHORT:
             return cls(len(full), full)
         ends = (prompt_bytes, len(full))
@@ -286,11 +294,12 @@ class Fingerprint:
 
     @property
     def size(self) -> int:
-        """About how many bytes of memory it takes, with what it is remembered in."""
+        """The approximate bytes of memory that the fingerprint takes in the cache."""
         return 400 + len(self.whole) + len(self.blocks) + sum(len(edge) for _, edge in self.edges)
 
     def shared(self, prompt: Prompt) -> int:
-        """How many leading tokens it has in common with a prompt; fewer where the prompt leaves a long one within a block."""
+        """Return how many leading tokens the call shares with a prompt; fewer if the prompt differs from a long call within a
+        block."""
         if self.length <= _SHORT:
             return shared_prefix(prompt.packed, self.whole, ITEM)
         same = shared_prefix(prompt.blocks, self.blocks, _DIGEST)
@@ -304,22 +313,22 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The packed tokens of a prompt that looks for a parent, and what is remembered of its call."""
+    """The packed tokens of a prompt that needs a parent, and the fingerprint of its call."""
 
     packed: bytes
     call: Fingerprint
 
     @cached_property
     def blocks(self) -> bytes:
-        """The `block_digests` of the prompt, for a candidate of which no more is remembered."""
+        """The `block_digests` of the prompt, to compare it with long calls."""
         blocks = self.call.blocks or block_digests(self.packed)
         return blocks[: len(self.packed) // _BLOCK * _DIGEST]
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTransition(Generic[K]):
-    """What is remembered of a stored call: its `key` in the database, the `head` of what lies there, which tells it from
-    another one that was given its key after it was pruned, and its tokens."""
+    """A stored call as the cache keeps it: its `key` in the database, the first bytes of its blob (`head`), and its tokens. The
+    head tells the call from another one that got its key after it was pruned."""
 
     key: K
     head: bytes
@@ -327,12 +336,12 @@ class KnownTransition(Generic[K]):
 
 
 Load: TypeAlias = Callable[[], Awaitable[Iterable[KnownTransition[K]]]]
-"""Reads candidates from the database, oldest first."""
+"""Reads possible parents from the database, oldest first."""
 
 
 class ParentCache(Generic[K]):
-    """Candidates for parents by attempt, by group and by branched call, oldest first; those of the least recently used ones are
-    dropped first. Belongs to one thread."""
+    """A cache of possible parents by attempt, by group and by branched call, oldest first. It drops the least recently used
+    keys when it is full. It belongs to one thread."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit
@@ -341,7 +350,7 @@ class ParentCache(Generic[K]):
         self._touched: set[Hashable] = set()
 
     async def get(self, key: Hashable, load: Load[K]) -> list[KnownTransition[K]]:
-        """The candidates under a key, loaded from the database if they are not at hand."""
+        """Return the possible parents under a key, loaded with `load` if the cache does not have the key."""
         entry = self._entries.get(key)
         if entry is None:
             loaded = await load()
@@ -354,14 +363,14 @@ class ParentCache(Generic[K]):
         return entry
 
     def add(self, key: Hashable, known: KnownTransition[K], extended: KnownTransition[K] | None = None) -> None:
-        """Remember a new transition under a key that was asked for before, in place of the one whose full tokens its prompt
-        begins with: whatever shares a prefix with that shares as much with the new one."""
+        """Add a new transition under a key that the cache has, in place of the call `extended`, whose full tokens begin the new
+        prompt: a later prompt shares as much with the new call."""
         entry = self._entries.get(key)
         if entry is not None:
             self._add(key, entry, known, extended)
 
     def drop(self, key: Hashable) -> None:
-        """Forget what is remembered under a key: some of it is not in the database any more, or there is no room for it."""
+        """Forget a key, because some of its calls are no longer in the database or because the cache is full."""
         self._bytes -= sum(known.tokens.size for known in self._entries.pop(key, ()))
 
     def _add(
@@ -380,27 +389,27 @@ class ParentCache(Generic[K]):
             self._bytes -= old.tokens.size
 
     def keep(self) -> None:
-        """The transaction was committed: what it remembered is true. Drops what no longer fits."""
+        """Keep the calls that a transaction added, which was committed, and drop old keys if the cache is full."""
         self._touched.clear()
         while self._bytes > self._limit and self._entries:
             self.drop(next(iter(self._entries)))
 
     def forget(self) -> None:
-        """Something was rolled back: drop whatever was touched since the last commit."""
+        """Forget the keys that were changed since the last commit, because a transaction was rolled back."""
         for key in self._touched:
             self.drop(key)
         self._touched.clear()
 
     def clear(self) -> None:
-        """Drop everything: what was remembered may not be in the database any more."""
+        """Forget everything, because the database may have lost calls."""
         self._entries.clear()
         self._touched.clear()
         self._bytes = 0
 
 
 def choose(prompt: Prompt, candidates: Iterable[KnownTransition[K]]) -> tuple[KnownTransition[K] | None, int]:
-    """The candidate that shares most of the prompt (the first such one), if it shares enough to be worth it, and how
-    many tokens it shares."""
+    """Return the first of the candidates that share most of a prompt, and how many tokens it shares; None and 0 if that is less
+    than `MIN_SHARED` of the prompt."""
     best: KnownTransition[K] | None = None
     most = 0
     whole = len(prompt.packed) // ITEM
@@ -414,22 +423,19 @@ def choose(prompt: Prompt, candidates: Iterable[KnownTransition[K]]) -> tuple[Kn
 
 
 class Decoder:
-    """Decodes blobs whose parents are decoded first, each once. `fetch(n)` gives the row `(n, parent, tokens)` or None."""
+    """Decodes blobs. It decodes their parents first, each once. `fetch(n)` returns the row `(n, parent, tokens)`, or None."""
 
     def __init__(self, fetch: Callable[[int], Awaitable[Row | None]]) -> None:
         self._fetch = fetch
         self._full: dict[int, bytes] = {}
 
     async def decode(self, n: int, parent: int | None, blob: bytes) -> CallTokens:
-        """The tokens of transition `n`. Raises `StoreError` when it or one of its parents is damaged."""
-        await self._resolve(n, parent)
-        tokens = decode(blob, self._full[parent] if parent is not None else b"")
-        self._full[n] = full_tokens(tokens)
-        return tokens
-
-    async def _resolve(self, child: int, parent: int | None) -> None:
-        """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""
-        chain: list[Row] = []
+        """Return the tokens of transition `n`, a row of the database. Raises `StoreError` when the row or one of its parents is
+        damaged."""
+        chain: list[Row] = [
+            (n, parent, blob)
+        ]  # with the ancestors, decoded from the oldest on: no recursion, which may be deep
+        child = n
         while parent is not None and parent not in self._full:
             if parent >= child:
                 raise StoreError(f"transition {child} names a later one, {parent}, as its parent: the row is corrupt")
@@ -438,6 +444,7 @@ class Decoder:
                 raise StoreError(f"transition {parent}, the parent of {child}, is missing")
             chain.append(row)
             child, parent = parent, row[1]
-        for n, above, blob in reversed(chain):
-            tokens = decode(blob, self._full[above] if above is not None else b"")
-            self._full[n] = full_tokens(tokens)
+        for known, above, stored in reversed(chain):
+            tokens = decode(stored, self._full[above] if above is not None else b"")
+            self._full[known] = full_tokens(tokens)
+        return tokens

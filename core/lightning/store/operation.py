@@ -1,8 +1,8 @@
-"""What an operation of a store is: a signature, and a rule that says whose its things are. And how a plugin brings operations
-of its own to every store.
+"""The operations of a store: each has a signature, and a rule that keeps a project's data from other projects. Plugins bring
+further operations to every store.
 
-The invariant: an operation that would not say what it touches cannot be made. A store that has no part for a plugin's
-operations says so by name.
+The invariant: an operation whose arguments do not tell which project it touches cannot be made without a rule. A store without
+a plugin's functions refuses the plugin's operations by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning.types import Run, Scope
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Who may use an operation, beside admins, who may use every one.
+# The scopes of tokens that may use an operation. Admins may use every operation.
 ADMIN: Final[tuple[Scope, ...]] = ()
 TRAIN: Final = (Scope.TRAINER,)
 RUN: Final = (Scope.RUNNER, Scope.TRAINER)
@@ -41,19 +41,19 @@ OWNED: Final = {
     *("run", "rollout", "rollouts", "attempts", "transitions", "spans"),
     *("lease", "record", "worker"),
 }
-"""Arguments that name something of a project, or are it: by them a project is kept from another's."""
+"""Arguments that name, or are, something of one project. By these arguments a project's data is kept from other projects."""
 Rule: TypeAlias = "Callable[[Store, str, Operation, dict[str, Any]], Awaitable[Any]]"
-"""Does an operation for the holder of a project's token: `rule(store, project, operation, arguments)` looks at the arguments,
-awaits `operation(store, **arguments)` and leaves out of the answer what is another project's. It raises `UnseenError` for what
-is another's exactly as for what never was."""
+"""Does an operation for the holder of a project's token. `rule(store, project, operation, arguments)` checks the arguments,
+awaits `operation(store, **arguments)` and leaves other projects' data out of the answer. It raises the same `UnseenError` for
+another project's data as for data that never existed."""
 
 
 class UnseenError(StoreError):
-    """What is asked for is not there, or is another project's."""
+    """The requested data does not exist, or belongs to another project."""
 
 
 async def for_admins(store: Store, project: str, operation: Operation, arguments: dict[str, Any]) -> NoReturn:
-    """The rule of an operation that no project's token may use."""
+    """The rule of an operation that only admins may use: raise `StoreError`."""
     raise StoreError(
         f"{operation.name} is for admins of all projects, and this token is of project {project!r}. Ask whoever runs the "
         "server for: lightning token create admin --project '*'"
@@ -62,12 +62,13 @@ async def for_admins(store: Store, project: str, operation: Operation, arguments
 
 @dataclass(frozen=True, slots=True)
 class HttpLine:
-    """Where an operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
+    """How an operation is called over HTTP, and which tokens may call it. Servers read this; a store does not.
 
-    `route` is a method and a path with arguments in braces, such as `GET /rollouts/{rollout}/notes`. `body` and `answer` name
-    the argument that is the whole body and the field that the answer is in, or are types that travel. `query` says what the
-    parameters of the query mean, `cursor` what no other item of a list has, `missing` the cure where there is nothing.
-    `empty`: a caller who asks for what is not its project's gets what there is of nothing; otherwise it is refused.
+    `route` is a method and a path with arguments in braces, such as `GET /rollouts/{rollout}/notes`. `body` names the argument
+    that is the whole body, and `answer` the field that holds the answer; either may be a type to send instead. `query` explains
+    the parameters of the query. `cursor` names the fields that tell one item of a list from all others. `missing` is the cure
+    if nothing is found. With `empty` a caller who asks for another project's data gets an empty answer; otherwise the call is
+    refused.
     """
 
     route: str
@@ -84,10 +85,10 @@ class HttpLine:
 
 
 class Operation:
-    """One operation: `function` is its signature, with `self` for the store.
+    """One operation. `function` gives its signature, with `self` for the store.
 
-    `owned` is the rule by which a project is kept from another's, where the arguments' names do not say it; `group` is the
-    plugin's that brings the operation, None for the store's own; `line` is how it is over HTTP.
+    `owned` is the rule that keeps projects apart; it is needed if no argument is named in `OWNED`. `group` is the group of the
+    plugin that brings the operation, None for the store's own operations. `line` is the operation over HTTP.
     """
 
     group: OperationGroup | None = None
@@ -113,11 +114,11 @@ class Operation:
         return f"Operation({self.name})"
 
     def __call__(self, store: Any, /, *given: Any, **named: Any) -> Any:
-        """As the method of a class is called."""
+        """Do the operation on a store: `operation(store, ...)` is `store.operation(...)`."""
         return self.__get__(store)(*given, **named)
 
     def __get__(self, store: Any, owner: type | None = None) -> Any:
-        """The method of a store; the operation itself where it is asked of the class."""
+        """Return the operation as a method of a store; the operation itself if it is read from the class."""
         if store is None:
             return self
 
@@ -131,7 +132,8 @@ class Operation:
         return call
 
     def on(self, store: Any) -> Callable[..., Awaitable[Any]]:
-        """What does it on a store: the store's own method, for a plugin's operation its `call`."""
+        """Return the function that does the operation on a store: the store's own method, or a plugin's operation bound to the
+        store."""
         does: Callable[..., Awaitable[Any]] = getattr(store, self.name) if self.group is None else self.__get__(store)
         return does
 
@@ -139,10 +141,10 @@ class Operation:
 class OperationGroup:
     """The operations that a plugin brings to every store, registered by `register_operations` under the group's `name`.
 
-    `parts` says for each kind of store where the plugin's part for it stands, as `package.module:NAME`: `sql` is a
-    `lightning.store.relational.transaction.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported
-    when such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is
-    not.
+    `parts` gives the plugin's functions for each kind of store as `package.module:NAME`: for `sql` a
+    `lightning.store.relational.transaction.SqlPart`, for `redis` a mapping of functions by the operations' names. The module is
+    imported when a store of that kind is first asked. A store over HTTP needs no part. `distribution` is the package that
+    brings the group.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class OperationGroup:
         return f"OperationGroup({self.name!r})"
 
     def part(self, operation: Operation, kind: str, store: object) -> Any:
-        """The plugin's part for a kind of store. Raises `StoreError` where the plugin has none."""
+        """Return the plugin's part for a kind of store. Raises `StoreError` if the plugin has none for that kind."""
         place = self.parts.get(kind)
         if place is None:
             known = " or ".join(self.parts) or "no store but one over HTTP"
@@ -174,7 +176,7 @@ class OperationGroup:
         return getattr(import_module(module), name)
 
     def function(self, operation: Operation, functions: Mapping[str, Any], store: object) -> Any:
-        """What does one of the operations, of a part's functions. Raises `StoreError` where the part has none."""
+        """Return the function of an operation from the functions of a part. Raises `StoreError` if there is none."""
         found = functions.get(operation.name)
         if found is None:
             raise StoreError(
@@ -192,20 +194,20 @@ def operation(
     owned: Rule | None = None,
     **line: Any,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """An `Operation` as a method of the class that it stands in, which has `async call(operation, arguments)`; or as a function
-    of a module, which is called with a store. `line` are further fields of its `HttpLine`; the lines of the store's own
-    operations, which have no `route` here, stand where the store is served."""
+    """Make an `Operation` of a function. In a class with `async call(operation, arguments)` it is a method; in a module it is a
+    function that is called with a store. `route`, `scopes` and `line` are the fields of its `HttpLine`. The store's own
+    operations have no `route` here, because the server has their lines."""
     made: Any = Operation(function, HttpLine(route, scopes, **line) if route else None, owned=owned)
     return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
 
 
 def operations_of(table: type) -> tuple[Operation, ...]:
-    """The operations that stand in a class, in order."""
+    """Return the operations that a class defines, in order."""
     return tuple(entry for entry in vars(table).values() if isinstance(entry, Operation))
 
 
 class Operations:
-    """A `Store` but for `open`, `close` and `watch`, each of whose methods is one `call` of what derives from this."""
+    """A `Store` without `open`, `close` and `watch`. Each method is one `call`, which a subclass implements."""
 
     list_runs = operation(Store.list_runs)
     put_run = operation(Store.put_run)
@@ -233,5 +235,5 @@ class Operations:
     keep_state = operation(Store.keep_state)
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Do one operation with all of its arguments, by name."""
+        """Do an operation; `arguments` are all of its arguments by name."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it calls {operation.name}")

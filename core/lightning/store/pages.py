@@ -1,4 +1,4 @@
-"""Reads what is listed in pages, one after the other."""
+"""Iterates over rollouts and steps, which are read page by page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning.types import Rollout, StepRecord
 T = TypeVar("T")
 
 STEPS: Final = 100
-"""Steps read at once: 4 MB of 512 rollouts each."""
+"""How many steps are read at a time: 4 MB for steps of 512 rollouts."""
 
 
 async def each_rollout(
     store: Store, run: str, *, split: str | None = None, step: int | None = None
 ) -> AsyncIterator[Rollout]:
-    """The rollouts of a run in creation order. Only a page of them is kept: a run of weeks has gigabytes."""
+    """Yield the rollouts of a run in creation order. Memory holds one page of them, because a long run has gigabytes."""
     cursor = ""
     while True:
         page = await store.list_rollouts(run, split=split, step=step, cursor=cursor)
@@ -29,7 +29,7 @@ async def each_rollout(
 
 
 async def each_step(store: Store, run: str) -> AsyncIterator[StepRecord]:
-    """The committed steps of a run in order. Only a page of them is kept."""
+    """Yield the committed steps of a run in order. Memory holds one page of them."""
     after = 0
     while page := await store.steps(run, after=after, limit=STEPS):
         for record in page:
@@ -38,7 +38,7 @@ async def each_step(store: Store, run: str) -> AsyncIterator[StepRecord]:
 
 
 async def batched(items: AsyncIterator[T], size: int) -> AsyncIterator[list[T]]:
-    """The items in order, that many at once; fewer at the end."""
+    """Yield the items in lists of `size`, in order; the last list may be shorter."""
     some: list[T] = []
     async for item in items:
         some.append(item)

@@ -1,6 +1,6 @@
-"""Where runs and their stores lie: what a folder has, and what a place names.
+"""Finds the run in a folder and the store that a place names.
 
-The invariant: a folder can be renamed, and the run in it keeps its id; naming a place makes nothing there.
+The invariant: a run keeps its id if its folder is renamed. Looking at a place creates nothing there.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from lightning.store.url import parse, redacted, sqlite_url
 
 DATABASE = "lightning.db"
 RUN_FILE = "run.json"
-"""The file in a run's folder, unless its run is kept elsewhere."""
+"""The store of a run in its folder, unless the run has another store."""
 
 
 def split_reference(text: str, sign: str, *beside: Path) -> tuple[str, str, str]:
-    """`text` at its last `sign`: what stands before it, the sign, and what stands behind. The whole and nothing where there is
-    no sign, or where a folder or file, here or `beside`, has the whole for its name: what exists is meant."""
+    """Split `text` at its last `sign` into the parts before it, the sign, and the part behind. Return `text` and two empty
+    texts if it has no sign, or if a file or folder with the name `text` exists here or in one of the folders `beside`."""
     if sign not in text or any((folder / text).exists() for folder in (Path(), *beside)):
         return text, "", ""
     return text.rpartition(sign)
 
 
 def run_id_of(folder: Path) -> str:
-    """The id of the run in a folder: what its `run.json` says, or the folder's name while there is none.
+    """Return the id of the run in a folder: the one in its `run.json`, or the folder's name if there is no such file.
 
-    A folder can be renamed; the run in it keeps its id.
+    Raises `ConfigError` for a `run.json` that cannot be read.
     """
     try:
         return str(json.loads((folder / RUN_FILE).read_text())["id"])
@@ -38,7 +38,8 @@ def run_id_of(folder: Path) -> str:
 
 
 def store_in(folder: Path) -> str:
-    """The URL of the store of a run in a folder: the database there, else what its `run.json` names; empty for neither."""
+    """Return the URL of the store of a run in a folder: the database there, or else the store that `run.json` names; empty for
+    neither."""
     if (folder / DATABASE).is_file():
         return sqlite_url((folder / DATABASE).resolve())
     try:
@@ -49,8 +50,8 @@ def store_in(folder: Path) -> str:
 
 
 def existing_store(place: str) -> str:
-    """The URL of the store at a place: a run's folder, a database file, or a URL. Raises `ConfigError` for a file that is not
-    there, since opening it would make an empty one."""
+    """Return the URL of the store at a place: a run's folder, a database file, or a URL. Raises `ConfigError` for a missing
+    file, because opening it would create an empty one."""
     url = place
     if "://" not in place:
         path = Path(place)

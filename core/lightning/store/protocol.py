@@ -1,7 +1,7 @@
-"""What every store must do, whatever database is behind it.
+"""The methods of every store, whichever database is behind it.
 
-The invariant: everything acknowledged is durable, work is delivered at least once and takes effect exactly once.
-`(rollout, attempt)` fences late writers, `(rollout, attempt, seq)` makes appends idempotent. Methods may be awaited
+The invariant: every acknowledged write is durable; work is delivered at least once and takes effect exactly once.
+`(rollout, attempt)` fences late writers, and `(rollout, attempt, seq)` makes appends idempotent. Methods may be awaited
 from any event loop of the process.
 """
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PRUNED: Final = "pruned"
-"""The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
-(whether some of them had been trained)."""
+"""The key of a run's state that records removed calls: `at` (Unix seconds), `rollouts` (how many rollouts lost their calls),
+`trained` (whether some of these rollouts had been trained)."""
 
 TRACES_RUN: Final = "gateway/traces"
-"""Where in the state gateways keep the traces of attempts: `[rollout, attempt, expires_at]` by trace. No run has this id, since
-it would be a folder's name."""
+"""The run id under which gateways keep the traces of attempts in the state: `[rollout, attempt, expires_at]` by trace. No run
+has this id, because a run's id is the name of a folder."""
 
 KNOWN_SECONDS: Final = 3600.0
-"""For how long a store knows the answer to a call that was named by its caller (`once`)."""
+"""Seconds for which a store keeps the answer of a call that its caller named (`once`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Some items of a list, and the cursor of the next page; an empty one says that this was the last."""
+    """Some items of a list, and the cursor of the next page, which is empty on the last page."""
 
     items: tuple[T, ...]
     cursor: str = ""
@@ -62,7 +62,7 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What an attempt was completed with, beside its reward. `attempt` is its number; one that did not end has nothing."""
+    """The parts of an attempt's outcome besides its reward; none for an attempt that has not ended. `attempt` is its number."""
 
     rollout: str
     attempt: int
@@ -74,7 +74,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCount:
-    """How many rollouts of a run have this split and this status."""
+    """The number of rollouts of a run that have this split and this status."""
 
     split: str
     status: Status
@@ -82,70 +82,70 @@ class RolloutCount:
 
 
 class RunWatch(Protocol):
-    """Hears of the changes of a run: rollouts created, ended or given back, steps, state. A lease is none, nor are the calls
-    of an attempt: whoever waits for work or for outcomes would wake for nothing."""
+    """Notices changes of a run: rollouts created, ended or given back, steps, and state. Leases and model calls are not
+    noticed, because they would wake tasks that wait for work or for outcomes."""
 
     async def wait(self, timeout: float) -> bool:
-        """Return True as soon as something may have changed since the last call (the first time: since the watch began),
-        False after `timeout` seconds without a change. It may be mistaken about a change, never miss one."""
+        """Return True as soon as something may have changed since the last call (the first time: since the watch began), and
+        False after `timeout` seconds without a change. True may come without a change, but no change is missed."""
 
 
 class Store(Protocol):
     """The one source of truth. Every method raises `StoreError` (or a subclass) when the database refuses.
 
-    A method may be called again when its answer was lost. Where that would not be the same as calling it once, it takes `once`:
-    an id that the caller made for this very call, of any form that nobody else makes. For `KNOWN_SECONDS` the same call under
-    the same id changes nothing more and is answered as it was; with other arguments it is another call.
+    A caller may repeat a call whose answer was lost. A method that is not idempotent takes `once`, any text that is unique to
+    the call. For `KNOWN_SECONDS` the same call with the same `once` changes nothing and returns the same answer. With other
+    arguments it is another call.
     """
 
     async def open(self, *, make: bool = True) -> None:
-        """Connect, and make the tables of a new database. Idempotent.
+        """Connect, and make the store if there is none. Idempotent.
 
-        Raises `SchemaError` for a corrupt or another schema. Where there is no store it makes one, unless `make` is false: then
-        it raises `ConfigError` or `SchemaError`.
+        Raises `SchemaError` for a corrupt schema or another one. Without `make` raises `ConfigError` or `SchemaError` if there
+        is no store.
         """
 
     async def close(self) -> None:
-        """Flush what was acknowledged and disconnect. Idempotent."""
+        """Write everything acknowledged to the database and disconnect. Idempotent."""
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Do one operation, of the table or of a plugin's, with all of its arguments by name. Raises `StoreError` for one of a
-        plugin that this store, or the server behind it, has no part for.
+        """Do an operation of the store or of a plugin; `arguments` are all of its arguments by name. Raises `StoreError` for a
+        plugin's operation that this store, or the server behind it, has no functions for.
 
-        It is asked through the operation, which knows the types: `await put_note(store, note)`.
+        Callers use the operation itself, which has types: `await put_note(store, note)`.
         """
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
-        """Create the run, or return the stored one when the id exists (its config is not changed)."""
+        """Create the run and return it. If its id exists, return the stored run unchanged."""
 
     async def get_run(self, run: str) -> Run | None:
-        """The run, or None when nobody created it."""
+        """Return the run; None if it does not exist."""
 
     async def list_runs(
         self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
     ) -> list[Run]:
-        """All runs, or those of a project, newest first: at most `limit` of those behind the run `after`. If `brief`, each with
-        an empty `config`: whoever only wants their names need not read what may list all tasks.
+        """Return all runs, or those of a project, newest first: at most `limit` of the runs behind the run `after`. With
+        `brief` each run has an empty `config`, which may be large.
 
-        Raises `DataError` for a limit below 1, and where `after` is none of those runs.
+        Raises `DataError` for a limit below 1, and if `after` is not one of the runs.
         """
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """Hear of what other processes and other tasks change in a run; `run=""` hears of the state that belongs to none.
+        """Watch a run for changes by any process or task; `run=""` watches the state that belongs to no run.
 
-        Enter it, look at what is to be known, then wait: no change between the look and the wait is lost.
+        Enter the context, read the store, then wait: a change between the read and the wait is not lost.
         """
 
     # rollouts ---------------------------------------------------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """Insert those whose id is new; return how many were. Calling again with the same ids changes nothing.
+        """Insert the rollouts whose ids are new, and return how many are. Rollouts whose ids exist stay as they are.
 
-        Raises `ConflictError`, and inserts none, when another run has a rollout with one of the ids.
+        Raises `ConflictError`, and inserts none, if another run has a rollout with one of the ids.
         """
 
     async def get_rollout(self, rollout: str) -> Rollout | None:
-        """The rollout as it stands, or None when nobody created it."""
+        """Return the rollout as it is now; None if it does not exist."""
 
     async def list_rollouts(
         self,
@@ -157,117 +157,121 @@ class Store(Protocol):
         cursor: str = "",
         limit: int = 1000,
     ) -> Page[Rollout]:
-        """Rollouts of a run in creation order, filtered; `cursor` continues where a page ended."""
+        """Return a page of a run's rollouts in creation order: those with this split, step and status. `cursor` is that of the
+        page before; empty for the first page."""
 
     async def count_rollouts(self, run: str) -> list[RolloutCount]:
-        """How many rollouts of a run there are, by split and status; those that are none are left out."""
+        """Return how many rollouts a run has by split and status, without counts of 0."""
 
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """Take up to `limit` pending rollouts (creation order), or running ones whose lease expired, as a new attempt.
 
-        A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead; with a
-        `limit` of 0, and no id, that is all that happens.
-        Clocks are the database's; `ttl` is in seconds. The same call again (`once`, whatever its `limit`), while its leases
-        last, gives those of them that nobody else has taken since, for another `ttl` seconds; with a `limit` of 0 that is all
-        that it does.
+        A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead. With
+        `limit=0` and without `once` the call does nothing else. The clock is the database's; `ttl` is in seconds.
+
+        While its leases last, the same call with the same `once`, whatever its `limit`, returns those of them that the worker
+        still holds, renewed for `ttl` seconds. With `limit=0` it takes no other rollouts.
         """
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
-        """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
+        """Renew a lease for `ttl` seconds from now, and return it. Raises `StaleAttemptError` if a later attempt has begun, if
+        the attempt has ended, or if another worker holds it."""
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
-        """End an attempt, with its tool events, step rewards, labels and extras, atomically.
+        """End an attempt and store its whole outcome, atomically. Return the rollout.
 
-        A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left, without
-        `spend` also when none is: the attempt is then given back as by `release`, up to `rules.EXCUSED` times. Other faults
-        make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
-        attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`, and so do
-        extras that `lightning.store.rows` refuses.
+        A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left. Without
+        `spend` such an attempt does not count, as after `release`, up to `rollout_state.EXCUSED` times. Other faults make the
+        rollout failed. The same call again returns the same rollout. Raises `StaleAttemptError` for another outcome of an ended
+        attempt and for an attempt that is not the newest; `DataError` for a NaN or infinite reward and for extras that
+        `lightning.store.rows` refuses.
 
-        `outcome.labels` become the callers of the attempt's transitions with these ids; an id that none has is ignored.
+        `outcome.labels` become the callers of the attempt's transitions with these ids; unknown ids are ignored.
         """
 
     async def release(self, worker: str, *, once: str = "") -> int:
-        """Return every rollout leased by `worker` to pending without spending the attempt's retry; return how many.
+        """Make every rollout that `worker` has leased pending again, and return how many. The released attempts do not count
+        against `max_attempts`.
 
-        Used when a runner restarts or drains. The attempt number still advances at the next lease, so that late
-        writers of the released attempt are fenced.
+        A runner calls it when it restarts or drains. The next lease still raises the attempt number, which fences late writers
+        of the released attempt.
         """
 
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
-        """Store calls durably before returning; return how many were new.
+        """Store calls durably before returning, and return how many are new.
 
-        The same key with the same content is a no-op; with different content `ConflictError`. The caller of a call that
-        was labelled since is not part of its content. A call that was answered and comes again as aborted, the same
-        otherwise, is aborted from then on: its answer did not arrive. An attempt that was superseded or has ended raises
-        `StaleAttemptError`; an unknown rollout raises `StoreError`, extras that `lightning.store.rows` refuses `DataError`.
+        A call whose key and content are stored changes nothing; a caller that was replaced by a label is not compared. If a
+        stored call was answered and the same call comes as aborted, it is aborted from then on: its answer did not arrive.
+        Raises `ConflictError` for other content under a stored key, `StaleAttemptError` for a new call of an attempt that is
+        not the newest or has ended, `StoreError` for an unknown rollout, and `DataError` for extras that `lightning.store.rows`
+        refuses.
         """
 
     async def next_seq(self, rollout: str, attempt: int) -> int:
-        """The first unused `seq` of an attempt (0 for a new one)."""
+        """Return the `seq` behind the last call of an attempt; 0 for an attempt without calls."""
 
     async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
-        """The calls of an attempt (default: the rollout's current one) in `seq` order."""
+        """Return the calls of an attempt in `seq` order. `attempt=None` is the rollout's newest attempt."""
 
     async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
-        """`transitions` for many `(rollout, attempt)` at once, in the order asked for."""
+        """Return the calls of each `(rollout, attempt)`, in the order of `attempts`."""
 
     async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
-        """What many `(rollout, attempt)` were completed with, in the order asked for. None names a rollout's current attempt.
+        """Return the end of each `(rollout, attempt)`, in the order of `attempts`. An attempt of None is the rollout's newest.
 
         Raises `StoreError` for an unknown rollout.
         """
 
     # steps and metrics ------------------------------------------------------------------------------------------
     async def commit_step(self, record: StepRecord) -> None:
-        """Record an optimizer step and mark its rollouts trained, atomically.
+        """Record an optimizer step and mark its rollouts as trained, atomically. The same step again changes nothing.
 
-        Raises `ConflictError` when the step exists with another digest, or one of the rollouts was trained already by another
-        step and its reuse is not declared, or in more steps than that allows (`rollout_state.reuse_of`);
-        `StaleAttemptError` when a rollout's succeeded attempt is not the one named, `DataError` for extras that
-        `lightning.store.rows` refuses. Repeating is a no-op.
+        Raises `ConflictError` if the step is stored with another digest, if another step trained one of the rollouts and no
+        reuse is declared, or if it was reused more often than declared (`rollout_state.reuse_of`). Raises `StaleAttemptError`
+        if the named attempt is not the rollout's last, which must have succeeded or failed by the policy. Raises `DataError`
+        for a step below 1 and for extras that `lightning.store.rows` refuses.
         """
 
     async def steps(
         self, run: str, *, after: int = 0, limit: int | None = None, brief: bool = False
     ) -> list[StepRecord]:
-        """Committed steps in order: at most `limit` of those with a larger number than `after`. If `brief`, each without
-        `rollouts`, `digests`, `groups` and `extras`, which are most of a step: 40 KB of 512 rollouts.
+        """Return the committed steps behind the step `after` in order, at most `limit`. With `brief` each step is without
+        `rollouts`, `digests`, `groups` and `extras`, which are most of a step: 40 KB for 512 rollouts.
 
         Raises `DataError` for a limit below 1.
         """
 
     async def last_step(self, run: str) -> StepRecord | None:
-        """The committed step with the largest number, or None when there is none."""
+        """Return the committed step with the largest number; None without steps."""
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
-        """Merge values into the metrics of a step."""
+        """Add values to the metrics of a step, in place of earlier values of the same names."""
 
     async def metrics(self, run: str) -> list[MetricPoint]:
-        """The metrics of a run by step."""
+        """Return the metrics of a run, sorted by step."""
 
     # small state ------------------------------------------------------------------------------------------------
     async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
-        """Keep a small JSON value for a run (for example the gateway's signing secret), replacing an older one.
+        """Keep a small JSON value under a key of a run, in place of an older value; an example is the gateway's signing secret.
 
-        `once=None` says that nobody else writes the key meanwhile: the call may be done twice, and no store need know it by a
-        name.
+        `once=None` says that nobody else writes the key at the same time, so that a repeated call does no harm and the store
+        need not keep its answer.
         """
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """Keep a value unless the key has one; return the one that is kept. So several processes agree on one."""
+        """Keep a value if the key has none, and return the kept value. So several processes agree on one value."""
 
     async def get_state(self, run: str, key: str) -> Json:
-        """The value kept under a key, or None."""
+        """Return the value under a key; None if there is none."""
 
     # resources -----------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class ShowsProject(Protocol):
-    """A store that may show one project alone, with that project's own names."""
+    """A store that may show only one project, under that project's own names."""
 
     @property
     def project(self) -> str | None:
-        """The project that is shown; None: all, with names as they are stored."""
+        """The project that is shown; None if all projects are shown, under the stored names."""

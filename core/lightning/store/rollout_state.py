@@ -1,4 +1,4 @@
-"""What happens to a rollout, as pure functions that every store shares; a database only finds and keeps the rows.
+"""The rules for the states of a rollout, as pure functions that every store shares. Databases only find and keep the rows.
 
 The invariant: an attempt ends at most once, and only the current attempt of a running rollout may write.
 
@@ -6,7 +6,7 @@ The invariant: an attempt ends at most once, and only the current attempt of a r
                        running --agent or timeout----------> failed
                        running --infrastructure, expired---> pending while retries are left, else failed
                        running --release-------------------> pending, the retry not spent
-                       running --infrastructure, excused---> the same, `EXCUSED` times
+                       running --infrastructure, excused---> pending, the retry not spent, at most `EXCUSED` times
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from lightning.store.rows import (
 from lightning.types import CallStatus, Fault, Json, Lease, Outcome, Rollout, Status, StepRecord, Transition
 
 EXCUSED = 3
-"""Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. The
-trainer bears with as many restarts as these and those that it may spend."""
+"""How often one rollout may be retried without spending an attempt. It is bounded because a rollout that crashes the policy
+server each time would never end. The trainer allows this many restarts plus the rollout's `max_attempts`."""
 
 
 def check_page(limit: int | None, cursor: str = "") -> None:
-    """Raise `DataError` for a number of items that none can be given for (None stands for all), and for a cursor that is no
-    number."""
+    """Raise `DataError` for a `limit` below 1 (None is no limit), and for a `cursor` that is neither empty nor a number."""
     if limit is not None and limit < 1:
         raise DataError(f"limit={limit} asks for an empty page: it must be at least 1")
     if cursor and not cursor.isdecimal():
@@ -48,12 +47,12 @@ def check_page(limit: int | None, cursor: str = "") -> None:
 
 
 def no_cursor(cursor: str) -> DataError:
-    """The refusal of a cursor behind which nothing can be listed."""
+    """Return the error for a cursor that belongs to no page of the list."""
     return DataError(f"{cursor[:80]!r} is not a cursor of this list: pass the `cursor` of the page before, or nothing")
 
 
 def check_lease(worker: str, limit: int, ttl: float) -> None:
-    """Raise `DataError` for a lease that nobody can be given."""
+    """Raise `DataError` unless `worker`, `limit` and `ttl` can be those of a lease."""
     check_ttl(ttl)
     if limit < 0:
         raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
@@ -62,26 +61,27 @@ def check_lease(worker: str, limit: int, ttl: float) -> None:
 
 
 def check_ttl(ttl: float) -> None:
-    """Raise `DataError` for a time that no lease can last."""
+    """Raise `DataError` unless `ttl` is a finite number of seconds, 0 or more."""
     if not (math.isfinite(ttl) and ttl >= 0):
         raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The rollouts that a step trains though an earlier one did, by its own word, and in how many steps beyond its first one
-    each may be."""
+    """The rollouts that a step declares to train although an earlier step trained them. Each may be in at most `limit` steps
+    besides its first one."""
 
     rollouts: frozenset[str] = frozenset()
     limit: int = 0
 
 
 REUSE: Final = "reuse"
-"""The key of a step's context that declares a `Reuse`; without it every rollout is new to training."""
+"""The key of a step's context that declares a `Reuse`. A step without it must train only rollouts that no step trained."""
 
 
 def reuse_of(record: StepRecord) -> Reuse:
-    """What a step declares. Raises `DataError` for what is no declaration, and for rollouts that the step does not train."""
+    """Return the reuse that a step declares, an empty one without a declaration. Raises `DataError` for a malformed
+    declaration, and for rollouts that the step does not train."""
     declared = record.context.get(REUSE)
     if declared is None:
         return Reuse()
@@ -104,7 +104,8 @@ def reuse_of(record: StepRecord) -> Reuse:
 def check_trainable(
     record: StepRecord, rollout: str, attempt: int, run: str, status: str, fault: str, current: int
 ) -> None:
-    """Raise `StoreError` unless the step may train this attempt of a rollout that is of `run` and stands so."""
+    """Raise `StoreError` unless the step may train an attempt of a rollout. `run`, `status`, `fault` and `current` (the newest
+    attempt) are the rollout's."""
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if run != record.run:
         raise StoreError(f"{what}: it belongs to run {run!r}")
@@ -114,7 +115,8 @@ def check_trainable(
 
 
 def not_new(record: StepRecord, rollout: str, trained: int | None, *, declared: bool) -> ConflictError:
-    """The refusal of a rollout that a step trained already, or that no step before did though it is `declared` as reused."""
+    """Return the error for a rollout that the step `trained` has trained already, or that is `declared` as reused and that no
+    earlier step trained."""
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if declared:
         return ConflictError(f"{what}: it is declared as reused, and no step before has trained it")
@@ -125,7 +127,7 @@ def not_new(record: StepRecord, rollout: str, trained: int | None, *, declared: 
 
 
 def committed_otherwise(record: StepRecord, digest: str) -> ConflictError:
-    """The refusal of a step that is committed with a batch of another `digest`."""
+    """Return the error for a step that is committed already with a batch of another `digest`."""
     return ConflictError(
         f"step {record.step} of run {record.run!r} is committed already with another batch (digest {digest!r}, "
         f"not {record.digest!r}): is another trainer working on this run?"
@@ -133,7 +135,7 @@ def committed_otherwise(record: StepRecord, digest: str) -> ConflictError:
 
 
 def used_up(record: StepRecord, rollout: str, steps: int, limit: int) -> ConflictError:
-    """The refusal of a rollout that was in as many steps as it may be."""
+    """Return the error for a rollout that was in `steps` steps and may be in no other one."""
     return ConflictError(
         f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}: it was in {steps} steps already, and "
         f"trainer.max_reuse = {limit} lets it be in {limit} beyond its first"
@@ -142,20 +144,21 @@ def used_up(record: StepRecord, rollout: str, steps: int, limit: int) -> Conflic
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """An outcome, checked and in database form. `digest` tells a repeated call from a contradicting one."""
+    """A checked outcome as database values. `digest` tells a repeated outcome of an attempt from another one."""
 
     reward: float | None
     fault: str
     standing: tuple[float | None, str, str, str, float]
-    """Reward, rewards, fault, error and seconds, which the rollout stands with from now on."""
+    """Reward, rewards, fault, error and seconds: the columns of the rollout."""
     kept: tuple[str, str, str, str, bytes | None]
-    """Tool events, step rewards, labels, step states and extras, which are kept with the attempt."""
+    """Tool events, step rewards, labels, step states and extras: the columns of the attempt."""
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rollout stands: `spent` attempts count against `max_attempts`, `attempt` is the fencing token."""
+    """The state of a rollout. `attempt` is its newest attempt, the fencing token; `spent` attempts count against
+    `max_attempts`."""
 
     rollout: str
     status: Status
@@ -165,8 +168,8 @@ class Position:
 
 
 def ending(rollout: str, outcome: Outcome) -> Ending:
-    """Check an outcome. Raises `DataError` unless exactly one of reward and fault is set and every number is finite, and
-    for extras that are refused."""
+    """Check an outcome and return it as database values. Raises `DataError` unless exactly one of reward and fault is set and
+    every number is finite, and for extras that `rows.pack_extras` refuses."""
     if (outcome.reward is None) == (outcome.fault is None):
         raise DataError(f"the outcome of rollout {rollout!r} must have a reward or a fault, not both and not neither")
     reward = None if outcome.reward is None else finite(outcome.reward, f"the reward of rollout {rollout!r}")
@@ -193,7 +196,7 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
 
 
 def after(position: Position, end: Ending) -> Status:
-    """The status of a rollout when its running attempt ends so."""
+    """Return the status of a rollout after its running attempt ends with `end`."""
     if end.reward is not None:
         return Status.SUCCEEDED
     if end.fault == Fault.INFRASTRUCTURE and position.spent < position.max_attempts:
@@ -202,18 +205,19 @@ def after(position: Position, end: Ending) -> Status:
 
 
 def is_excused(position: Position, end: Ending, *, spend: bool) -> bool:
-    """Whether the attempt that ends so is given back as if it had been released. Those that were released count, too."""
+    """Return whether an attempt that ends with `end` is given back without being spent. Released attempts count against
+    `EXCUSED`, too."""
     given_back = position.attempt - position.spent
     return not spend and end.fault == Fault.INFRASTRUCTURE and given_back < EXCUSED
 
 
 def may_write(position: Position, attempt: int) -> bool:
-    """Whether `attempt` is the running one."""
+    """Return whether `attempt` is the rollout's running attempt."""
     return attempt == position.attempt and position.status is Status.RUNNING
 
 
 def check_fence(position: Position, attempt: int) -> None:
-    """Raise `StaleAttemptError` unless `attempt` is the running one."""
+    """Raise `StaleAttemptError` unless `attempt` is the rollout's running attempt."""
     if may_write(position, attempt):
         return
     if attempt < position.attempt:
@@ -228,17 +232,18 @@ def check_fence(position: Position, attempt: int) -> None:
 
 
 def answered(transition: Transition) -> list[Transition]:
-    """What a call was stored as of which it turns out that the answer did not arrive; nothing for any other call."""
+    """Return the forms in which an aborted call may have been stored when it seemed answered; none for a call of another
+    status."""
     if transition.status is not CallStatus.ABORTED:
         return []
     return [replace(transition, status=status) for status in CallStatus if status.answered]
 
 
 def settled(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
-    """The calls of one append; one that was answered and comes again as aborted, the same otherwise, is aborted from the start.
-    So the same append says the same thing twice."""
+    """Return the calls of one append. A call that is in it as answered, and later as aborted but otherwise equal, is aborted in
+    both places. So repeating the append repeats the same calls."""
     found, aborted = list(transitions), dict[tuple[str, int, int], Transition]()
-    for at in reversed(range(len(found))):  # what comes after a call says what became of it
+    for at in reversed(range(len(found))):  # a later call with the same key says whether the answer arrived
         call = found[at]
         if call.status is CallStatus.ABORTED:
             aborted[call.key] = call
@@ -252,9 +257,9 @@ def settled(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
 
 
 def known_as(once: str, method: str, *arguments: Json) -> str:
-    """Under which name a database keeps what a call was answered; empty for a call that its caller did not name (`once`).
+    """Return the name under which a database keeps the answer of a call; empty if its caller gave no `once`.
 
-    The name is of fixed length and tells nothing of the arguments, on which it depends.
+    The name has a fixed length. It depends on `once`, the method and the arguments, and does not reveal them.
     """
     if not once:
         return ""
@@ -263,12 +268,12 @@ def known_as(once: str, method: str, *arguments: Json) -> str:
 
 
 def unknown_rollout(rollout: str) -> StoreError:
-    """The error for a rollout nobody created."""
+    """Return the error for a rollout that does not exist."""
     return StoreError(f"rollout {rollout!r} is unknown: create it with create_rollouts() first")
 
 
 def created_elsewhere(rollout: Rollout) -> ConflictError:
-    """The refusal of a rollout whose id another run has."""
+    """Return the error for a new rollout whose id a rollout of another run has."""
     return ConflictError(
         f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
         "Begin the ids of rollouts with the id of their run"
@@ -276,14 +281,14 @@ def created_elsewhere(rollout: Rollout) -> ConflictError:
 
 
 def not_holder(lease: Lease, worker: str) -> StaleAttemptError:
-    """The refusal to renew a lease that another worker has."""
+    """Return the error for renewing a lease that another `worker` has."""
     return StaleAttemptError(
         f"attempt {lease.attempt} of rollout {lease.rollout.id!r} is leased by {worker!r}, not by {lease.worker!r}"
     )
 
 
 def stored_otherwise(transition: Transition) -> ConflictError:
-    """The refusal of a call whose key another one has."""
+    """Return the error for a call whose key is stored with other content."""
     return ConflictError(
         f"transition {transition.key} is stored already with other content: give each call of an attempt its own seq "
         "(next_seq() says the first unused one)"
@@ -291,14 +296,14 @@ def stored_otherwise(transition: Transition) -> ConflictError:
 
 
 def record_digest(transition: Transition, content: bytes) -> bytes:
-    """The `row_digest` of a transition that is at hand. Two transitions are the same for the store if and only if these
-    agree."""
+    """Return the `row_digest` of a transition; `content` is the codec's digest of its token arrays. Transitions with equal
+    digests are equal for the store."""
     return row_digest(transition.rollout, transition.attempt, CALLS.values(transition), content)
 
 
 def row_digest(rollout: str, attempt: int, row: Sequence[Any], content: bytes) -> bytes:
-    """BLAKE2b-64 over every field of a transition: `row` are the values of `rows.CALLS`, `content` is the codec's digest of its
-    token arrays. Raises `DataError` or `TypeError` for a row with what no column of it has."""
+    """Return the BLAKE2b-64 over every field of a transition. `row` has the values of `rows.CALLS`, `content` is the codec's
+    digest of the token arrays. Raises `DataError` or `TypeError` for a row with values of wrong types."""
     *described, packed = row
     whole = b"".join((dump([rollout, attempt, *described]).encode(), content, packed or b""))
     return hashlib.blake2b(whole, digest_size=codec.DIGEST_BYTES).digest()

@@ -1,16 +1,18 @@
-"""Nouns to database values and back: one table of columns for each, made from the noun's dataclass, JSON text for what is
-nested inside (callers, tool events, step rewards and states, labels), and the opaque bytes that plugins keep with a call, an
-outcome or a step (extras) as one value.
+"""Converts nouns to database values and back.
 
-The invariant: a noun read back equals the noun written (tuples of JSON become lists). The statements of `sql` and the readers
-here have their columns, and their order, from the same table: a new field of a noun is a new column of it, and the schema is
-another one. Text survives whatever an agent put into it, because JSON escapes it to ASCII.
+Each noun has a table of columns, made from its dataclass. Nested nouns (callers,
+tool events, step rewards and states, labels) become JSON text. Extras, the opaque bytes that plugins keep with a call, an
+outcome or a step, become one value.
 
-Plain columns are what is searched.
+The invariant: a noun read back equals the noun written, except that tuples of JSON become lists. Statements and readers take
+their columns, and the order of columns, from the same table. So a new field of a noun is a new column, and needs another
+schema. Any text of an agent survives, because JSON escapes it to ASCII.
 
-Equal extras are equal bytes, in whatever order their plugins brought them. Their bounds are checked here and nowhere else:
-every store refuses the same in the same words, before it writes. Layout, little-endian, name after name in their order: a byte
-for the name's length in UTF-8, the name, the number of the plugin's bytes (uint32), the bytes.
+A value that is searched for has a plain column.
+
+Equal extras are equal bytes, in whatever order their plugins brought them. Their bounds are checked only here, before a store
+writes, so every store refuses the same extras in the same words. The layout is little-endian and sorted by name; for each
+name: a byte for the name's length in UTF-8, the name, the number of the plugin's bytes (uint32), the bytes.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ from lightning.types import (
 
 T = TypeVar("T")
 Row: TypeAlias = tuple[Any, ...]
-"""What a database gives back: its columns are in the order of the `sql` constant that was asked."""
+"""A row that a database returns, with its columns in the order of the statement."""
 Value: TypeAlias = int | float | str | bytes | None
-"""What a database takes."""
+"""A value that a database takes."""
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump(value: object, what: str = "a value", encode: Callable[[object], str] = _encode) -> str:
-    """Compact ASCII JSON. Raises `DataError` naming `what` when the value is not JSON."""
+    """Return a value as compact ASCII JSON. Raises `DataError`, which names it `what`, if the value is not JSON."""
     try:
         return encode(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -65,7 +67,7 @@ def dump(value: object, what: str = "a value", encode: Callable[[object], str] =
 
 
 def load(text: str, what: str = "a value") -> Json:
-    """Parse what `dump` wrote. Raises `StoreError` naming `what` when the stored text was damaged."""
+    """Parse text that `dump` wrote. Raises `StoreError`, which names it `what`, if the stored text was damaged."""
     try:
         value: Json = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -74,12 +76,12 @@ def load(text: str, what: str = "a value") -> Json:
 
 
 def as_list(text: str, what: str) -> list[Any]:
-    """`load` of a list. Raises `StoreError` for anything else."""
+    """Parse a list that `dump` wrote. Raises `StoreError` for anything else."""
     return cast("list[Any]", _load_as(list, "a list", text, what))
 
 
 def as_mapping(text: str, what: str) -> Mapping[str, Any]:
-    """`load` of an object. Raises `StoreError` for anything else."""
+    """Parse an object that `dump` wrote. Raises `StoreError` for anything else."""
     return cast("Mapping[str, Any]", _load_as(dict, "an object", text, what))
 
 
@@ -91,27 +93,27 @@ def _load_as(kind: type, expected: str, text: str, what: str) -> Json:
 
 
 def plain_text(text: str) -> str:
-    """Text that any database takes: lone surrogates and NUL, which agents' error messages may hold, are escaped."""
+    """Return text that any database takes: lone surrogates and NUL, which agents' error messages may hold, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def finite(value: float, what: str) -> float:
-    """`value` as a float. Raises `DataError` when it is not a finite number."""
+    """Return `value` as a float. Raises `DataError`, which names it `what`, if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{what} is {value!r}: it must be a finite number")
     return float(value)
 
 
 LARGEST_EXTRA: Final = 17 << 19
-"""Bytes that one plugin may keep with one call, outcome or step: 8.5 MiB, so that every packed exchange fits."""
+"""The most bytes that one plugin may keep with one call, outcome or step: 8.5 MiB, so that every packed exchange fits."""
 LONGEST_NAME: Final = 64
-"""Bytes of a plugin's name in UTF-8."""
+"""The most bytes of a plugin's name in UTF-8."""
 _SIZE: Final = struct.Struct("<I")
 
 
 def pack_extras(extras: Mapping[str, bytes], what: str) -> bytes | None:
-    """The value to be kept; None where there are none. Raises `DataError`, which says `what` they are, for a name that no
-    plugin has and for too many bytes."""
+    """Return the extras as one value; None for no extras. Raises `DataError`, which names them `what`, for a name that no
+    plugin may have, for a value that is not bytes, and for too many bytes."""
     for name, kept in extras.items():
         check_extra(name, kept, what)
     parts = ((name.encode(), extras[name]) for name in sorted(extras))
@@ -120,7 +122,7 @@ def pack_extras(extras: Mapping[str, bytes], what: str) -> bytes | None:
 
 
 def check_extra(name: str, kept: bytes, what: str) -> None:
-    """Raise `DataError`, which says `what` it is, for an extra that no store takes."""
+    """Raise `DataError`, which names the extras `what`, if no store takes the extra `kept` of the plugin `name`."""
     if not name.isprintable() or not 0 < len(name.encode()) <= LONGEST_NAME:
         raise DataError(
             f"{what} are of a plugin {name[:80]!r}: give the plugin's name, printable text of 1 to {LONGEST_NAME} bytes"
@@ -135,7 +137,7 @@ def check_extra(name: str, kept: bytes, what: str) -> None:
 
 
 def unpack_extras(value: bytes | None, what: str) -> dict[str, bytes]:
-    """What `pack_extras` packed. Raises `StoreError`, which says `what` it is, for a value that was damaged."""
+    """Return the extras that `pack_extras` packed. Raises `StoreError`, which names them `what`, for a damaged value."""
     found: dict[str, bytes] = {}
     data, at = value or b"", 0
     try:
@@ -153,7 +155,7 @@ def unpack_extras(value: bytes | None, what: str) -> dict[str, bytes]:
 
 
 def extras_digest(packed: bytes | None) -> str:
-    """What tells packed extras from others; empty where there are none."""
+    """Return the SHA-256 of packed extras in hex; empty for no extras."""
     return "" if packed is None else hashlib.sha256(packed).hexdigest()
 
 
@@ -168,8 +170,8 @@ def _defaults(noun: type[Any]) -> Mapping[str, object]:
 
 
 def _parts(noun: Any) -> list[Any]:
-    """The fields of a noun in order, without those at the end that it has anyway: most callers have only an agent. Raises
-    `TypeError` for what is none of those that stand within others."""
+    """Return the fields of a nested noun in order, without the last ones as far as they have their defaults: most callers have
+    only an agent. Raises `TypeError` for any other object."""
     defaults = _defaults(noun.__class__)
     parts = [getattr(noun, name) for name in defaults]
     for default in reversed(list(defaults.values())):
@@ -183,24 +185,24 @@ _encode_nouns = json.JSONEncoder(separators=(",", ":"), default=_parts).encode
 
 
 def nouns_to_text(nouns: object, what: str) -> str:
-    """Nouns, and those within them, as lists of their fields. Raises `DataError` naming `what` when one holds what is not
-    JSON."""
+    """Return nouns as JSON, each noun and each one nested in it as a list of its fields. Raises `DataError`, which names them
+    `what`, if a field is not JSON."""
     return dump(nouns, what, _encode_nouns)
 
 
 def step_rewards_to_text(rewards: Sequence[StepReward]) -> str:
-    """All step rewards of an attempt. Raises `DataError` for a NaN or infinite value."""
+    """Return the step rewards of an attempt as JSON. Raises `DataError` for a NaN or infinite value."""
     finite_ones = [replace(reward, value=finite(reward.value, f"step reward {reward.name!r}")) for reward in rewards]
     return nouns_to_text(finite_ones, "a step reward")
 
 
 def labels_to_text(labels: Mapping[str, Caller]) -> str:
-    """All labels of an attempt, in the order of their response ids: who said them in which order does not matter."""
+    """Return the labels of an attempt as JSON, sorted by response id, so that equal labels are equal text."""
     return nouns_to_text({response: labels[response] for response in sorted(labels)}, "a label")
 
 
 def labels_from_text(text: str) -> dict[str, Caller]:
-    """What `labels_to_text` wrote."""
+    """Return the labels that `labels_to_text` wrote."""
     return {response: _caller(*parts) for response, parts in as_mapping(text, "the labels of an attempt").items()}
 
 
@@ -210,7 +212,7 @@ def _caller(agent: str, path: Sequence[str] = (), *more: str) -> Caller:
 
 @lru_cache(maxsize=256)
 def caller_from_text(text: str) -> Caller:
-    """The caller of a transition."""
+    """Return the caller of a transition from its JSON."""
     return _caller(*as_list(text, "the caller of a transition"))
 
 
@@ -230,31 +232,34 @@ def _versions_from_text(text: str) -> tuple[VersionRun, ...]:
 
 
 _UNKEPT: Final = {"array": list, "Json": object}
-"""Types that no column is made from, in the place of those that only a type checker can evaluate."""
+"""Stand-ins for the types in annotations that only a type checker can evaluate; no column is made from their fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a field is kept: both ways are given the value, and what it is for an error. None: as it is."""
+    """How a field is written and read. Both functions get the value, and its name for errors. None keeps the value as it is."""
 
     write: Callable[[Any, str], Value] | None = None
     read: Callable[[Any, str], Any] | None = None
 
 
+_SIMPLE: Final[Mapping[object, Form]] = {
+    **dict.fromkeys((str, int, bytes), Form()),
+    float: Form(finite),
+    bool: Form(lambda value, _: int(value), lambda value, _: bool(value)),
+}
+
+
 def _form(kind: Any) -> Form:
-    """How a field of a type is kept, unless its noun says otherwise."""
-    if kind in (str, int, bytes):
-        return Form()
-    if kind is float:
-        return Form(finite)
-    if kind is bool:
-        return Form(lambda value, _: int(value), lambda value, _: bool(value))
+    """Return how a field of a type is kept, unless the table of its noun says otherwise."""
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return Form(lambda value, _: value.value, lambda value, _: kind(value))
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType and NoneType in arguments:
         (some,) = (each for each in arguments if each is not NoneType)
-        if isinstance(some, type) and issubclass(some, StrEnum):  # text columns are never NULL
+        if isinstance(some, type) and issubclass(some, StrEnum):  # a text column is never NULL
             return Form(lambda value, _: "" if value is None else value.value, lambda v, _: some(v) if v else None)
         write, read = (inner := _form(some)).write, inner.read
         return Form(
@@ -271,7 +276,8 @@ def _form(kind: Any) -> Form:
 
 
 def _many(noun: Callable[..., Any]) -> Form:
-    """How nouns are read, each of which `noun` makes of its fields; they are written with the outcome of their attempt."""
+    """Return how a tuple of nouns is read, each made by `noun` from a list of its fields. `rollout_state.ending` writes
+    them."""
     return Form(None, lambda text, what: tuple(noun(*parts) for parts in as_list(text, what)))
 
 
@@ -281,8 +287,9 @@ PLAIN: Final = Form(lambda text, _: plain_text(text))
 class Columns(Generic[T]):
     """The columns of a noun, in the order of its fields.
 
-    `without` are fields that are kept elsewhere. `named` are columns that are called otherwise, and `forms` fields that are
-    kept otherwise than their type says. `what` says which noun an error is about; `words` what a field is called there.
+    `without` are fields that are stored elsewhere. `named` gives the columns whose name is not the field's, and `forms` the
+    fields that are not stored as their type is. `what` is the noun's name in errors, formatted with the noun as `_`; `words`
+    are names of fields in errors.
     """
 
     def __init__(
@@ -311,25 +318,26 @@ class Columns(Generic[T]):
     def names(
         self, prefix: str = "", *, without: Collection[str] = (), blank: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        """The columns as a statement lists them; `blank` are values in the place of fields that are not to be read."""
+        """Return the columns as a statement lists them, each with the `prefix`. `blank` gives SQL values for fields that are
+        not to be read."""
         pairs = zip(self.fields, self.columns, strict=True)
         return ", ".join(blank.get(name, prefix + column) for name, column in pairs if name not in without)
 
     def values(self, noun: T, *, without: Collection[str] = ()) -> tuple[Value, ...]:
-        """What a database takes for a noun. Raises `DataError` for what it cannot keep."""
+        """Return the database values of a noun. Raises `DataError` for a value that cannot be stored."""
         values = list(self._get(noun))
         for place, name, write in self._writers:
             try:
                 values[place] = write(values[place], "")
-            except DataError:  # again, with the words for it: making them costs more than writing does
+            except DataError:  # again, with the field's name: making it costs more than writing does
                 values[place] = write(values[place], f"{self._words[name]} of {self._what.format(_=noun)}")
         if without:
             values = [value for name, value in zip(self.fields, values, strict=True) if name not in without]
         return tuple(values)
 
     def read(self, row: Sequence[Any], **more: object) -> T:
-        """The noun of a row; `more` are its fields that are kept elsewhere. Raises `StoreError`, `ValueError` or `TypeError`
-        for a damaged row."""
+        """Return the noun of a row; `more` gives the fields that are stored elsewhere. Raises `StoreError`, `ValueError` or
+        `TypeError` for a damaged row."""
         found = dict(zip(self.fields, row, strict=True))
         found.update(more)
         for name, read in self._readers:
@@ -348,7 +356,8 @@ def _task_from_text(text: str, what: str) -> Task:
 
 
 def resources_to_text(versions: Mapping[str, int], what: str) -> str:
-    """Equal text for equal versions. Raises `DataError` for what is no version."""
+    """Return versions of resources as JSON, equal text for equal versions. Raises `DataError`, which names them `what`, for a
+    version that is not a whole number from 1 on."""
     for name, version in versions.items():
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise DataError(f"one of {what} names version {version!r} of resource {name!r}: versions are 1, 2, ...")
@@ -356,7 +365,7 @@ def resources_to_text(versions: Mapping[str, int], what: str) -> str:
 
 
 def call_from_text(text: str, what: str) -> tuple[str, int, int] | None:
-    """The key of the call that a rollout branches, None when it branches none."""
+    """Return the key of the call at which a rollout branches; None for a rollout that is no branch."""
     if not text:
         return None
     rollout, attempt, seq = as_list(text, what)
@@ -378,7 +387,7 @@ ROLLOUTS: Final = Columns(
     },
 )
 EARNED: Final = ("status", "attempt", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")
-"""Fields of a rollout that it is not created with."""
+"""The fields of a rollout that it gets after its creation."""
 CALLS: Final = Columns(
     Transition,
     "transition ({_.rollout!r}, {_.attempt}, {_.seq})",
@@ -405,6 +414,14 @@ SPANS: Final = Columns(
     forms={"name": PLAIN, "error": PLAIN, "service": PLAIN},
     words={"attributes": "an attribute", "started_at": "started_at", "ended_at": "ended_at"},
 )
+
+
+def _number_of_step(step: int, what: str) -> int:
+    if step < 1:
+        raise DataError(f"{what} is {step}: count the steps of a run from 1")
+    return step
+
+
 STEPS: Final = Columns(
     StepRecord,
     "step {_.step} of run {_.run!r}",
@@ -413,13 +430,16 @@ STEPS: Final = Columns(
         "rollouts": Form(
             lambda pairs, _: dump([[rollout, attempt] for rollout, attempt in pairs]),
             lambda text, what: tuple((rollout, attempt) for rollout, attempt in as_list(text, what)),
-        )
+        ),
+        "step": Form(_number_of_step),
     },
+    words={"step": "the number"},
 )
 
 
 def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
-    """In the order of `sql.INSERT_ROLLOUT`. Raises `DataError` unless the rollout is new: pending, no attempt, no reward."""
+    """Return the database values of a new rollout, without the `EARNED` fields. Raises `DataError` unless the rollout is new:
+    pending, without attempt and reward, with `max_attempts` of at least 1."""
     if rollout.status is not Status.PENDING or rollout.attempt != 0 or rollout.reward is not None:
         raise DataError(
             f"rollout {rollout.id!r} is created as {rollout.status.value} with attempt {rollout.attempt}: "

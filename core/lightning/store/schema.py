@@ -1,8 +1,8 @@
-"""The schema of every store: which one this is, what is said of a database that has another, and the tables in SQL databases.
+"""The schema of every store: its number, the refusal of a database with another schema, and the tables of SQL databases.
 
-The invariant: there is one schema. A database of another one is refused, untouched, in the same words whichever database it is.
-The tables are written for SQLite, whose types another database translates. A change of them, or of what is in them, is another
-`SCHEMA`.
+The invariant: there is one schema. Every kind of store refuses a database with another schema in the same words and leaves it
+untouched. The tables are written in SQLite's types, which other databases translate. Any change of the tables or of their
+content needs another number (`SCHEMA`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from lightning.errors import SchemaError
 from lightning.installation import other_format
 
 SCHEMA: Final = 7
-"""What stores keep, and how: the tables and columns, or keys, and what is in them."""
+"""The number of the present tables and columns, or keys, and of the form of their content."""
 
 
 def refuse_other_schema(where: str, found: object) -> None:
-    """Raise `SchemaError` unless this is the schema that a database has. `where` names the database."""
+    """Raise `SchemaError` unless the version `found` in a database is the present schema's. `where` names the database."""
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise SchemaError(f"{where} has a damaged schema version ({found!r}): restore it from a backup")
     if found != SCHEMA:
@@ -27,7 +27,7 @@ def refuse_other_schema(where: str, found: object) -> None:
 
 VERSION: Final = "SELECT version FROM schema_version"
 REVISIONS: Final = "CREATE TABLE revisions (run TEXT PRIMARY KEY, n INTEGER NOT NULL)"
-"""How often a run has changed: what other processes watch, where the database has no way to tell them."""
+"""The table that counts the changes of each run. Other processes watch it if the database cannot notify them."""
 
 STATEMENTS: Final = (
     "CREATE TABLE schema_version (version INTEGER NOT NULL)",
@@ -148,9 +148,9 @@ STATEMENTS: Final = (
         PRIMARY KEY (run, name)
     )""",
     REVISIONS,
-    # How many steps of their tables plugins have made (`lightning.store.relational.transaction.make_tables`).
+    # How many steps of its tables each plugin's group has made (`lightning.store.relational.transaction.make_tables`).
     "CREATE TABLE operation_groups (name TEXT PRIMARY KEY, version INTEGER NOT NULL)",
-    # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
+    # The answers of calls by the names of the calls, kept for repeated calls until a time by the database's clock.
     "CREATE TABLE answers (id TEXT PRIMARY KEY, run TEXT NOT NULL, until REAL NOT NULL, answer TEXT NOT NULL)",
     "CREATE INDEX answers_by_time ON answers (until)",
     "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
@@ -158,5 +158,5 @@ STATEMENTS: Final = (
 
 
 def check_version(where: str, rows: Sequence[Sequence[object]]) -> None:
-    """Raise `SchemaError` unless these rows, which `VERSION` selects, are of this schema. `where` names the database."""
+    """Raise `SchemaError` unless `rows`, the result of `VERSION`, give the present schema. `where` names the database."""
     refuse_other_schema(where, rows[0][0] if len(rows) == 1 else None)

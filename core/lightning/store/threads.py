@@ -1,9 +1,8 @@
-"""Handing work over to a thread and its result back, and waking the tasks that watch for what a thread learned: what every
-store does that has a thread of its own.
+"""Gives work to a store's thread and the result back to the waiting task, and wakes the tasks that watch a run.
 
-The invariant: a caller is told on its own loop, when the work is done; one that gives up before its turn is skipped, and one
-that gives up later disturbs nobody, unless it asked for the work to end with it. Whoever listens for a run is
-woken by each ring for it.
+The invariant: a caller gets the result on its own event loop. The work of a caller that was cancelled before its turn is
+skipped. A later cancellation disturbs no other work, and ends the work only if the caller asked for that. Each ring for a run
+wakes all of its watches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkItem(Generic[T]):
-    """Something that a thread does, and the task on `loop` that waits for it."""
+    """Work for a thread, with its result or error, and the task on `loop` that waits for it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -31,7 +30,7 @@ class WorkItem(Generic[T]):
         self.error: Exception | None = None
 
     def deliver(self) -> None:
-        """Tell the caller, on the caller's loop."""
+        """Give the result or the error to the waiting task. Call it on the task's loop."""
         if self.waiter.done():
             return
         if self.error is not None:
@@ -41,12 +40,12 @@ class WorkItem(Generic[T]):
 
 
 def deliver(jobs: Sequence[WorkItem[Any]]) -> None:
-    """Wake each loop once for all its callers: a wake-up for each would hand the interpreter lock to and fro."""
+    """Deliver finished work. Each loop is woken once for all of its tasks, because each wake-up may switch threads."""
     by_loop: dict[asyncio.AbstractEventLoop, list[WorkItem[Any]]] = {}
     for job in jobs:
         by_loop.setdefault(job.loop, []).append(job)
     for loop, theirs in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # a closed loop has nobody left who waits
+        with contextlib.suppress(RuntimeError):  # on a closed loop nobody waits
             loop.call_soon_threadsafe(_deliver_here, theirs)
 
 
@@ -56,12 +55,12 @@ def _deliver_here(jobs: Sequence[WorkItem[Any]]) -> None:
 
 
 def closed_error(place: str) -> StoreError:
-    """The error for using a store that is not open."""
+    """Return the error for using a store that is not open."""
     return StoreError(f"store {place} is not open: await store.open() first, and use it before close()")
 
 
 def check_process(place: str, process: int) -> None:
-    """Raise `StoreError` in a fork of the process that opened a store."""
+    """Raise `StoreError` unless this is the `process` that opened the store, and not a fork of it."""
     if process != os.getpid():
         raise StoreError(
             f"store {place} was opened in process {process} and is used in its fork {os.getpid()}: "
@@ -70,25 +69,25 @@ def check_process(place: str, process: int) -> None:
 
 
 class Bell:
-    """Wakes the watches of this process, from whatever thread."""
+    """Wakes the watches of this process, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     def ring(self, runs: Iterable[str] | None = None) -> None:
-        """Wake whoever watches one of the runs; every watch if there are none, since nobody knows what has changed."""
+        """Wake the watches of these runs; with None all watches, if it is unknown what has changed."""
         with self._lock:
             woken = [
                 waiter for run in (self._waiting if runs is None else runs) for waiter in self._waiting.get(run, ())
             ]
         for loop, event in woken:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits there
+            with contextlib.suppress(RuntimeError):  # on a closed loop nobody waits
                 loop.call_soon_threadsafe(event.set)
 
     @contextlib.contextmanager
     def listening(self, run: str, event: asyncio.Event) -> Iterator[None]:
-        """For the length of the block `event`, of the running loop, is set by each ring for the run."""
+        """Set `event`, which belongs to the running loop, at each ring for the run during the block."""
         waiter = (asyncio.get_running_loop(), event)
         with self._lock:
             self._waiting.setdefault(run, set()).add(waiter)
@@ -102,8 +101,8 @@ class Bell:
 
 
 class LookingWatch(Generic[T]):
-    """A `RunWatch` that compares what a `look` finds with what it found before: when its `event` is set, and every `poll`
-    seconds, since others may change what it looks at without a word."""
+    """A `RunWatch` that compares the result of `look` with the last one (`known`). It looks when `event` is set, and every
+    `poll` seconds, because other processes may change the run without setting the event."""
 
     def __init__(
         self, look: Callable[[], Awaitable[T]], event: asyncio.Event, known: T, poll: float = math.inf
@@ -111,7 +110,7 @@ class LookingWatch(Generic[T]):
         self._look, self._event, self._known, self._poll = look, event, known, poll
 
     async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`."""
+        """Return True at the next change, False after `timeout` seconds without one (`RunWatch.wait`)."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:

@@ -1,8 +1,7 @@
 """Store URLs: `memory://`, `sqlite:///relative.db?sync=full`, `sqlite:////absolute/path.db`, and what plugins add.
 
-The invariant: what cannot be meant is refused here, with the cure, before any file is touched; unknown options never pass, and
-no error holds a password.
-Three slashes start a relative path and four an absolute one, as in SQLAlchemy.
+The invariant: a malformed URL or an unknown option is refused, with the cure, before any file is touched. No error contains a
+password. Three slashes start a relative path and four an absolute one, as in SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PASSWORD = re.compile(r"([?&](?:\w*password|passwd|token|secret)=)[^&#]*", re.I
 
 @dataclass(frozen=True, slots=True)
 class StoreURL:
-    """The parts of a store URL. `path` has lost its leading slash: absolute if it still starts with one."""
+    """The parts of a store URL. `path` is without the slash behind the host, so it is absolute if it begins with a slash."""
 
     scheme: str
     host: str = ""
@@ -29,7 +28,7 @@ class StoreURL:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def check_options(self, known: Sequence[str]) -> None:
-        """Raise `ConfigError` for an option that is not in `known`, with the nearest known one."""
+        """Raise `ConfigError` for an option that is not in `known`; it names the nearest known option."""
         for option in self.options:
             if option not in known:
                 near = difflib.get_close_matches(option, known, 1)
@@ -40,7 +39,7 @@ class StoreURL:
 
 
 def split_userinfo(url: str) -> tuple[str, str]:
-    """`scheme://user:password@host/...` as `("user:password", "scheme://host/...")`, the first part still quoted.
+    """Split `scheme://user:password@host/...` into `("user:password", "scheme://host/...")`; the first part stays quoted.
 
     An @ after the first / or ? belongs to the path or the options.
     """
@@ -51,10 +50,11 @@ def split_userinfo(url: str) -> tuple[str, str]:
 
 
 def redacted(url: str) -> str:
-    """The URL as errors and pages may show it: `***@` in the place of user and password, `***` for a password option.
+    """Return a URL that errors and pages may show: with `***@` in place of user and password, and `***` in place of an option's
+    password.
 
-    Where a password may go on behind a / or ?, all before the last @ is hidden, or all of it where an option may be what that @
-    is in: a part too many does no harm.
+    If a password may contain a / or ?, everything before the last @ is hidden; everything is hidden if an option before the
+    last @ may be a password.
     """
     userinfo, rest = split_userinfo(url)
     if _is_unclear(url):
@@ -68,8 +68,8 @@ def redacted(url: str) -> str:
 
 
 def parse(url: str) -> StoreURL:
-    """Take a store URL apart. Raises `ConfigError` when it has no scheme, when it has an @ where a password with a / or ? would
-    end, or when an option is malformed or repeated."""
+    """Return the parts of a store URL. Raises `ConfigError` for a URL without a scheme, with an @ that may end a password with
+    a / or ?, or with a malformed or repeated option."""
     scheme, separator, rest = url.partition("://")
     shown = redacted(url)
     if not separator or not scheme:
@@ -94,19 +94,20 @@ def parse(url: str) -> StoreURL:
 
 
 def _end_of_host(rest: str) -> int:
-    """Where what stands behind `://` has its first / or ?."""
+    """Return the index of the first / or ? in `rest`, the part of a URL behind `://`; its length if there is none."""
     return min((at for at in (rest.find("/"), rest.find("?")) if at >= 0), default=len(rest))
 
 
 def _is_unclear(url: str) -> bool:
-    """Whether an @ stands where a password with a / or ? in it would end. A file has no password, and any path."""
+    """Return whether an @ behind a / or ? may be the end of a password. It is not in the URL of an SQLite file, which has no
+    password."""
     scheme, separator, rest = url.partition("://")
-    if not separator:  # no URL, but somebody may have meant one
+    if not separator:  # no URL, but perhaps a mistyped one
         return "@" in url.partition(":")[2]
     return scheme.lower() != "sqlite" and "@" in rest[_end_of_host(rest) :]
 
 
 def sqlite_url(path: str | Path, *, sync: str = "") -> str:
-    """The URL of an SQLite file, whatever characters its path has."""
+    """Return the URL of an SQLite file, quoted if needed. `sync` is its option; empty for the default."""
     options = f"?sync={quote(sync)}" if sync else ""
     return f"sqlite:///{quote(str(path))}{options}"

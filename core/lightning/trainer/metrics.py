@@ -46,6 +46,8 @@ class UsageMeter:
     def __init__(self, policy: PolicyServer) -> None:
         self._policy = policy
         self._before = Usage()
+        self._server = ("", "")
+        """The alias and the claim of the server that counted before: another one has started its counts anew."""
         self._said = Once()
 
     async def step(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -54,9 +56,10 @@ class UsageMeter:
         now = await self._policy.usage()
         if now is None:
             return {}
-        again = any(count < before for count, before in zip(now, self._before, strict=True))
+        server = (self._policy.alias, self._policy.claim)
+        again = server != self._server or any(count < before for count, before in zip(now, self._before, strict=True))
         since = now if again else Usage(*(count - before for count, before in zip(now, self._before, strict=True)))
-        self._before = now
+        self._before, self._server = now, server
         if since.preemptions and self._said.first("preempted"):
             logger.warning(
                 "vLLM preempted %d requests because its KV cache was full, and computes them again: %s",

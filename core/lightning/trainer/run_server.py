@@ -6,9 +6,10 @@ brings it, before anything is started.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from lightning.addresses import is_loopback
 from lightning.config import Config
@@ -60,7 +61,7 @@ class RunServer(Protocol):
 
 def run_server(wanted: str) -> RunServer:
     """The one that is registered. Raises `PluginError`, which says what `wanted` it, where there is none or several."""
-    return plugins().server(wanted)()
+    return cast("Callable[[], RunServer]", plugins().sole("servers", wanted))()
 
 
 def check_server_settings(config: Config) -> None:

@@ -14,7 +14,9 @@ resumes.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.config import Config
 from lightning.engines.protocol import Engine
-from lightning.errors import ConfigError, PluginError
+from lightning.errors import ConfigError, EngineError, LightningError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
 from lightning.store.protocol import Store
@@ -244,11 +246,11 @@ class RunLine(StageLine[RunStage]):
                     )
                 )
             return None
-        with CONTRACT.blaming(standing[0], "bring_forward"):
+        with CONTRACT.blaming(standing[0], "bring_forward"), _blaming_engine():
             take_again = await standing[0].stage.bring_forward(start, records, epochs, teacher)
 
         async def bring_forward(engine: Engine, records: Sequence[StepRecord]) -> None:
-            with CONTRACT.blaming(standing[0], "bring_forward"):
+            with CONTRACT.blaming(standing[0], "bring_forward"), _blaming_engine():
                 await take_again(engine, records)
 
         return bring_forward
@@ -258,6 +260,22 @@ class RunLine(StageLine[RunStage]):
         for each in self.at("exported"):
             with CONTRACT.blaming(each, "exported"):
                 await each.stage.exported(of_project(store, run.project), run, folder, about)
+
+
+@contextmanager
+def _blaming_engine() -> Iterator[None]:
+    """Turn an exception that an engine raised in the block into an `EngineError`, so that the stage that called the engine is
+    not blamed for it. Other exceptions are raised as they are."""
+    try:
+        yield
+    except Exception as error:
+        callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if isinstance(error, LightningError) or not any(isinstance(each, Engine) for each in callers):
+            raise
+        raise EngineError(
+            f"the engine failed when recorded steps were taken again ({type(error).__name__}: {error}). Nothing that was "
+            "recorded is lost: mend the cause and resume the run; if memory ran out, lower engine.tokens_per_microbatch"
+        ) from error
 
 
 def run_line(config: Config) -> RunLine:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 
-from lightning.bounded import Once
+from lightning.bounded import SAID, Bounded
 from lightning.errors import ConfigError, PluginError, StoreError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, NamedStage, Stage, StageLine
@@ -190,7 +190,8 @@ class StepLine(StageLine[StepStage]):
                     f"the stage {each.said} has the name with which the trainer's own metrics begin ({each.name}/...): its "
                     f"author registers it under another one; until then set {each.off}"
                 )
-        self._said = Once()
+        self._said = Bounded[tuple[str, str], int](SAID)
+        """The step at which a stage's alarm of a cause was reported; 0 if it was reported beside a step."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -210,7 +211,8 @@ class StepLine(StageLine[StepStage]):
 
     async def taken(self, step: StepTaken) -> Added:
         """Return all that the stages add to a step (`StepStage.taken`): the metrics, the context by the stages' names, and
-        alarms of causes that were not reported before. Raises `StageError`."""
+        alarms of causes that were not reported before. If the step is not committed and is taken again, its alarms are
+        reported again. Raises `StageError`."""
         metrics: dict[str, float] = {}
         context: dict[str, Json] = {}
         alarms: list[Alarm] = []
@@ -220,7 +222,7 @@ class StepLine(StageLine[StepStage]):
                 added = await each.stage.taken(replace(step, metrics=seen)) or Added()
                 metrics |= {f"{each.name}/{name}": _number(name, value) for name, value in added.metrics.items()}
                 json.dumps(added.context, allow_nan=False)
-                alarms += self._new(each, added.alarms)
+                alarms += self._new(each, added.alarms, step.step)
             context |= {} if added.context is None else {each.name: added.context}
         return Added(metrics, context, alarms)
 
@@ -247,8 +249,17 @@ class StepLine(StageLine[StepStage]):
             f"{', '.join(self.versions) or 'none'}.{plugins().cures('step_stages', 'rehearsed')}"
         )
 
-    def _new(self, each: NamedStage[StepStage], alarms: Iterable[Alarm]) -> list[Alarm]:
-        return [alarm for alarm in alarms if self._said.first((each.name, alarm.cause))]
+    def _new(self, each: NamedStage[StepStage], alarms: Iterable[Alarm], step: int = 0) -> list[Alarm]:
+        """Return the alarms of causes that were not reported before; a cause that was reported at the same step is new, since
+        that step was not committed. `step` is 0 for alarms beside a step."""
+        new: dict[str, Alarm] = {}
+        for alarm in alarms:
+            said = self._said.get((each.name, alarm.cause))
+            if said is None or said == step > 0:
+                new.setdefault(alarm.cause, alarm)
+        for cause in new:
+            self._said.keep((each.name, cause), step)
+        return [*new.values()]
 
 
 def _number(name: str, value: float) -> float:

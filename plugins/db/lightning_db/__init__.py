@@ -1,5 +1,5 @@
-"""Looking after a database: what is in it, copies of it, taking away what nothing needs any more, and its content as files.
+"""Maintains a database: shows its content, copies it, removes unneeded data, and exports it to files.
 
-The invariant: whatever is taken away was asked for by name, and nothing that a run needs to go on is, unless that was asked for
-too.
+The invariant: only data that was asked for by name is removed. Data that a run needs to go on is removed only if that was asked
+for, too.
 """

@@ -1,7 +1,7 @@
-"""`lightning db`: what is in a database, copies of it, taking away what nothing needs, and its content as files.
+"""`lightning db`: shows the content of a database, copies it, removes unneeded data, and exports it to files.
 
-The invariant: nothing is written over and nothing removed unless it was asked for: `prune` says what it would do until it gets
-`--apply`.
+The invariant: nothing is overwritten, and nothing is removed unless it was asked for: `prune` without `--apply` only shows what
+it would remove.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ async def _export(
 
 
 def seconds_of(age: str) -> float:
-    """`30d` and the like in seconds. Raises `ConfigError` for what is no age."""
+    """Return an age such as `30d` in seconds. Raises `ConfigError` for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age)
     if match is None:
         raise ConfigError(f"{age!r} is no age: write a number and one of {', '.join(UNITS)}, for example 30d")

@@ -1,9 +1,9 @@
-"""A store's content as rows of plain values, table by table, for whatever reads JSON lines or Parquet.
+"""Reads a store's content as rows of plain values, table by table, for JSON lines or Parquet.
 
-The invariant: it only asks what every store answers, page by page, so that memory does not grow with the store; token ids and
-log-probabilities are the stored ones, bit for bit.
+The invariant: it uses only operations that every store has, page by page, so that memory does not grow with the store. Token
+ids and log-probabilities are the stored ones, bit for bit.
 
-What is added while it reads may be there or not; a rollout that is there is so as it stood when its page was read.
+Data that is added during the export may be in it or not. A rollout is in it as it was when its page was read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lightning_record.conversation import CONVERSATION, conversation_in
 from lightning_record.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 
 BATCH: Final = 32
-"""Attempts whose calls are read together."""
+"""The number of attempts whose calls are read together."""
 Cell: TypeAlias = "Json | TokenIds | LogProbs"
 Record: TypeAlias = dict[str, Cell]
 
 
 class ColumnKind(StrEnum):
-    """What a column holds. `JSON` is any JSON: a value in JSON lines, its text in Parquet."""
+    """The type of a column's values. `JSON` is any JSON: the value in JSON lines, its text in Parquet."""
 
     TEXT = "text"
     INTEGER = "integer"
@@ -56,8 +56,8 @@ class ColumnKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExportScope:
-    """What is exported: rollouts of these runs (empty: all) and of this split (None: all). `attempts` adds to the attempt that
-    counts those that were lost before it."""
+    """The data to export: the rollouts of these runs (empty: all) and of this split (None: all). With `attempts` all attempts
+    of a rollout are exported, else only the last one."""
 
     runs: tuple[str, ...] = ()
     split: str | None = None
@@ -115,8 +115,8 @@ async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncItera
 
 
 def _exchanges(calls: Sequence[Transition], parent: Parent | None) -> tuple[Sequence[Exchange | None], str]:
-    """The exchanges of an attempt; none, and why, of a branch whose parent was removed or made again: that damages nothing
-    else."""
+    """Return the exchanges of an attempt's calls, and an empty text. For a branch whose parent's calls are gone return None for
+    each call, and the reason."""
     try:
         return exchanges.read(calls, parent), ""
     except ParentGoneError as error:
@@ -145,7 +145,7 @@ def _transition(call: Transition, exchange: Exchange | None, unreadable: str) ->
 
 
 def _extras(extras: Mapping[str, bytes]) -> Json:
-    """What plugins keep, as base64, but for what has columns of its own."""
+    """Return plugins' extras as base64, without the extras that have columns of their own."""
     return {name: b64encode(kept).decode() for name, kept in extras.items() if name not in (TEXTS, CONVERSATION)}
 
 
@@ -154,7 +154,7 @@ def _conversation(said: Conversation | None) -> Json:
 
 
 def _of_ended(rows_of: Callable[[Attempt], Iterable[Record]]) -> Rows:
-    """The rows of what attempts were completed with."""
+    """Return a reader of rows that `rows_of` makes of the end of each attempt."""
 
     async def read(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
         async for rollout, attempt in _attempts(store, run, scope):
@@ -222,7 +222,7 @@ async def _metrics(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[
 
 
 async def _attempts(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[tuple[Rollout, int]]:
-    """The attempts that are exported of each rollout; a rollout that was never begun has none."""
+    """Yield the attempts to export of each rollout; none for a rollout that has not begun."""
     async for rollout in each_rollout(store, run.id, split=scope.split):
         for attempt in range(1 if scope.attempts else max(rollout.attempt, 1), rollout.attempt + 1):
             yield rollout, attempt
@@ -247,7 +247,7 @@ def _columns(**kinds: ColumnKind) -> Mapping[str, ColumnKind]:
 
 
 def _kinds(columns: rows.Columns[Any], *without: str) -> Mapping[str, ColumnKind]:
-    """What the fields of a noun hold, but for those that are written otherwise."""
+    """Return the column types of a noun's fields, without the fields named in `without`."""
     return {name: _kind(columns.kinds[name]) for name in columns.fields if name not in without}
 
 
@@ -266,7 +266,7 @@ def _kind(hint: Any) -> ColumnKind:
 
 
 def _plain(noun: object, kinds: Mapping[str, ColumnKind]) -> Record:
-    """Some fields of a noun as plain values."""
+    """Return the fields of a noun that are in `kinds`, as plain values."""
     return {name: _plain_value(getattr(noun, name)) for name in kinds}
 
 
@@ -354,11 +354,11 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
         "metrics": Table(_columns(run=_T, step=_I, name=_T, value=_N, at=_N), _metrics),
     }
 )
-"""What an export has, in the order it is written."""
+"""The tables of an export, in the order in which they are written."""
 
 
 async def chosen_runs(store: Store, names: Sequence[str]) -> list[Run]:
-    """The runs of these names, or all. Raises `StoreError` for one that there is not."""
+    """Return the runs with these ids; all runs for no ids. Raises `StoreError` for an unknown run."""
     known = {run.id: run for run in await store.list_runs()}
     for name in names:
         if name not in known:
@@ -367,7 +367,7 @@ async def chosen_runs(store: Store, names: Sequence[str]) -> list[Run]:
 
 
 async def read_table(store: Store, table: str, runs: Sequence[Run], scope: ExportScope) -> AsyncIterator[Record]:
-    """The rows of one of `TABLES` for some runs."""
+    """Yield the rows of one of `TABLES` for some runs."""
     for run in runs:
         async for record in TABLES[table].read(store, run, scope):
             yield record

@@ -1,7 +1,7 @@
-"""Rows to files: JSON lines, or Parquet with the extra `parquet`.
+"""Writes rows to files: JSON lines, or Parquet with the extra `parquet`.
 
-The invariant: a file appears whole or not at all and is never written over; memory holds one row, or one group of rows of
-bounded size, whatever the table's length.
+The invariant: a file appears whole or not at all, and no file is overwritten. Memory holds one row, or one group of rows of
+bounded size, for a table of any length.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import orjson
-from lightning.cli.output import plain_json
 from lightning.errors import MissingExtraError, StoreError
+from lightning.printable import plain_json
 
 from lightning_db.export import Cell, ColumnKind, Record
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 GROUP_ROWS: Final = 10_000
 GROUP_BYTES: Final = 16 << 20
-"""A group of rows of a Parquet file ends at one of these: bytes are those of token arrays, texts and JSON."""
+"""A group of rows of a Parquet file ends at one of these bounds. Bytes are those of token arrays, texts and JSON."""
 
 
 class Format(StrEnum):
-    """What an export is written as."""
+    """The file format of an export."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -62,7 +62,8 @@ async def _write(rows: AsyncIterator[Record], sink: JsonLines | Parquet) -> int:
 
 @contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `target` when the block ends well. Raises `StoreError` when there is one already."""
+    """A context with a path to write to; the file becomes `target` if the block ends without an exception. Raises `StoreError`
+    if `target` exists."""
     if target.exists():
         raise StoreError(f"{target} exists already: name another file, nothing is written over")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
@@ -80,7 +81,7 @@ def new_file(target: Path) -> Iterator[Path]:
 
 
 class JsonLines:
-    """One JSON object a line. A number that JSON does not have (NaN, infinity) is null."""
+    """A file with one JSON object a line. Numbers that JSON does not have (NaN, infinity) become null."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -95,7 +96,7 @@ class JsonLines:
 
 
 def json_line(record: Record) -> bytes:
-    """A row as JSON and a line feed."""
+    """Return a row as JSON with a line feed."""
     try:
         return orjson.dumps(record, default=_listed, option=orjson.OPT_APPEND_NEWLINE)
     except (
@@ -120,7 +121,7 @@ class Parquet:
         self._bytes = 0
 
     def write(self, record: Record) -> None:
-        """Add a row, and write a group of them when there is one."""
+        """Add a row, and write the present group of rows if it is full."""
         row = [_arrow_value(record[name], kind) for name, kind in self._columns.items()]
         self._rows.append(row)
         self._bytes += sum(_size(value) for value in row)
@@ -128,7 +129,7 @@ class Parquet:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and the file's end."""
+        """Write the remaining rows and the end of the file."""
         self._flush()
         self._writer.close()
 
@@ -158,7 +159,7 @@ def _arrow_type(arrow: Any, kind: ColumnKind) -> pa.DataType:
 
 
 def _arrow_value(value: Cell, kind: ColumnKind) -> Any:
-    """A cell as pyarrow takes it: token arrays as numpy's, which it copies as they are."""
+    """Return a cell as pyarrow takes it: token arrays as numpy arrays, JSON as text, other texts without lone surrogates."""
     if isinstance(value, array):
         import numpy as np
 
@@ -179,7 +180,7 @@ def _size(value: Any) -> int:
 
 
 def _listed(value: object) -> object:
-    """What orjson does not know."""
+    """Return a list for a token array, which orjson cannot write."""
     if isinstance(value, array):
         return value.tolist()
     raise TypeError(f"{type(value).__qualname__} is not JSON")

@@ -1,6 +1,6 @@
-"""What can be done with a database as a whole, whichever it is, and who does it for a URL.
+"""The operations on a database as a whole (`Keeper`), and the keeper for a store's URL.
 
-The invariant: looking at a database never changes it, nor makes one.
+The invariant: looking at a database never changes it, and never creates one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
 
 SERVERS: Final = ("http", "https")
-"""Stores that are looked at through their own answers alone."""
+"""The schemes of stores behind a server, which have no keeper."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseStatus:
-    """What is in a database. Times are Unix seconds; None where there is nothing, or where this store cannot tell.
+    """The content of a database in numbers. Times are Unix seconds. None means that there is nothing, or that this kind of
+    store does not know.
 
-    `schema` is the version of what it keeps. `rollouts` are counted by status, `tokens` (of the control API) by `active`,
-    `expired` and `revoked`. `oldest` is when the first run began, `newest` when an attempt last began or ended.
+    `schema` is the version of its schema. `rollouts` are counted by status, `tokens` (of the control API) by `active`,
+    `expired` and `revoked`. `oldest` is when the first run was created, `newest` when an attempt last began or ended.
     """
 
     store: str
@@ -45,7 +46,7 @@ class DatabaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """How much is kept of some rollouts: model calls, spans, and bytes of their tokens as they are stored."""
+    """How much data of some rollouts is stored: model calls, spans, and the bytes of tokens and extras."""
 
     calls: int = 0
     spans: int = 0
@@ -59,44 +60,44 @@ class Keeper(Protocol):
     """Looks after one database. Every method raises `StoreError` (or a subclass) when the database refuses."""
 
     async def status(self) -> DatabaseStatus:
-        """What is in it, read at one moment."""
+        """Return the database's content in numbers, from one snapshot."""
 
     async def backup(self, target: Path) -> None:
-        """Write all of it, as it is at one moment, into the new SQLite file `target`, while others may go on writing.
+        """Write one snapshot of the database into the new SQLite file `target`, while other processes may go on writing.
 
-        Raises `StoreError` when there is a file already; a backup that was broken off leaves none.
+        Raises `StoreError` if the file exists. A backup that is interrupted leaves no file.
         """
 
     async def restore(self, source: Path) -> None:
         """Fill this database, which must be new or empty, from a backup, or from any SQLite store."""
 
     async def activity(self) -> dict[str, float]:
-        """When an attempt of each run last began or ended, Unix seconds; a run without one is absent."""
+        """Return when an attempt of each run last began or ended, in Unix seconds, without the runs that have no attempt."""
 
     async def busy_runs(self) -> frozenset[str]:
-        """Runs with an attempt that somebody holds a lease on at this moment."""
+        """Return the runs in which a worker holds a valid lease now."""
 
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
-        """How much is kept of each of these groups of a run."""
+        """Return how much data of each of these groups of a run is stored."""
 
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
-        """Remove calls, spans, tool events, step rewards and labels of whole groups; rollouts and their rewards stay.
+        """Remove the calls, spans, tool events, step rewards and labels of groups. Rollouts and their rewards stay.
 
-        Groups, because the calls of siblings are stored as differences to one another. One of which a rollout has not ended
-        is left as it is.
+        Only whole groups are possible, because the calls of a group are stored as differences to one another. A group with a
+        rollout that has not ended stays as it is.
         """
 
     async def forget_run(self, run: str) -> None:
-        """Remove a run with everything that is its own. Raises `StoreError` while somebody works on it."""
+        """Remove a run with all of its data. Raises `StoreError` if a worker holds a lease in it."""
 
     async def vacuum(self) -> str:
-        """Remove what gateways keep of traces whose keys have expired and of runs that are gone, seats that no gateway can have
-        any more, and answers that nobody asks for again; and give the space of what was removed back to the file system, where
-        the database does not do so by itself and nobody has to wait for it. Returns why it was not given back, or nothing."""
+        """Remove expired data: gateways' traces whose keys have expired or whose rollouts are gone, seats that no gateway can
+        take any more, and expired answers. Then give free space back to the file system, if the database does not do so by
+        itself and nobody has to wait for it. Return why the space was not given back; empty if it was."""
 
 
 async def look(store: Store, url: str) -> DatabaseStatus:
-    """The status of a store that has no keeper: what can be asked of any. Raises `StoreError` when it refuses."""
+    """Return the status of a store without a keeper, as far as a store's own operations tell it. Raises `StoreError`."""
     rollouts: Counter[str] = Counter()
     steps = 0
     runs = await store.list_runs(brief=True)
@@ -121,13 +122,13 @@ async def look(store: Store, url: str) -> DatabaseStatus:
 
 
 async def _resources(store: Store) -> int:
-    """How many versions there are; 0 where no plugin keeps any."""
+    """Return how many versions of resources a store has; 0 without the plugin for resources."""
     brought = {operation.name: operation for operation in plugins().operations()}
     return len(await brought["list_resources"](store)) if "list_resources" in brought else 0
 
 
 async def _tokens(store: Store) -> dict[str, int] | None:
-    """None where whoever asks may not see tokens, or no plugin keeps any."""
+    """Count a store's tokens by their state; None if the caller may not see tokens, or without the plugin for tokens."""
     brought = {operation.name: operation for operation in plugins().operations()}
     if "list_tokens" not in brought:
         return None
@@ -141,7 +142,7 @@ async def _tokens(store: Store) -> dict[str, int] | None:
 
 
 def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float) -> dict[str, int]:
-    """How many of `(expires_at, revoked_at)` are active, expired and revoked."""
+    """Count tokens, given as `(expires_at, revoked_at)` in Unix seconds or None, by their state at the time `now`."""
     found = {"active": 0, "expired": 0, "revoked": 0}
     for expires_at, revoked_at in tokens:
         expired = expires_at is not None and expires_at <= now
@@ -150,7 +151,7 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
 
 
 def keeper_of(url: str) -> Keeper:
-    """The keeper of the database behind a store's URL. Raises `ConfigError` for a store that has no database of its own."""
+    """Return the keeper of the database at a store's URL. Raises `ConfigError` for a store without a database of its own."""
     scheme = parse(url).scheme
     if scheme in plugins().names("keepers"):
         return cast("Callable[[str], Keeper]", plugins().get("keepers", scheme))(url)

@@ -1,8 +1,7 @@
-"""An event loop in a thread of its own, for a store that talks to a server: its connections belong to one loop, and whoever
-asks may be on any.
+"""An event loop in its own thread, for a store that talks to a server: the store's connections belong to one loop, and its
+callers may be on any loop.
 
-The invariant: a caller is told on its own loop, when the work is done; what was submitted before `close` is done before it
-returns.
+The invariant: a caller gets the result on its own loop. Work that was submitted before `close` is done before `close` returns.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class _Work(WorkItem[T]):
         self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        """End it, on the thread's loop."""
+        """Cancel the coroutine. Call it on the thread's loop."""
         if self.task is not None:
             self.task.cancel()
 
     async def run(self) -> None:
-        """Run it, unless its caller is gone."""
+        """Run the coroutine, unless its caller was cancelled, and keep its result or error."""
         if self.waiter.cancelled():
             return
         try:
@@ -44,7 +43,8 @@ class _Work(WorkItem[T]):
 
 
 class LoopThread:
-    """An event loop of its own. Loops are woken once for all jobs that came or ended together."""
+    """A thread with an event loop, to which any loop can submit coroutines. A loop is woken once for all work that came or
+    ended at the same time."""
 
     def __init__(self, name: str) -> None:
         self.loop = new_loop()
@@ -77,7 +77,7 @@ class LoopThread:
         return job.waiter
 
     def close(self, goodbye: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for what was submitted, run `goodbye`, end the thread. Blocks; idempotent."""
+        """Wait for the submitted work, run `goodbye`, and end the thread. Blocks until that is done; idempotent."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:

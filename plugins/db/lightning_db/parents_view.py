@@ -1,6 +1,6 @@
-"""What one of several transactions sees of the recently written calls that a new one may be stored against.
+"""The recently written calls that one of several transactions sees, as possible parents of the calls that it stores.
 
-The invariant: what a transaction has not committed is a parent for no other one.
+The invariant: a call that is not committed is a parent of no call of another transaction.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ K = TypeVar("K")
 
 
 class ParentsView(ParentCache[K]):
-    """What one transaction sees of a `ParentCache`, while others use it beside it. What the transaction stored is a parent for
-    the others only once it is published."""
+    """One transaction's view of a `ParentCache` that other transactions use at the same time. Calls that the transaction stored
+    become parents for the others with `keep`, after its commit."""
 
     def __init__(self, shared: ParentCache[K]) -> None:
         super().__init__()
@@ -24,19 +24,19 @@ class ParentsView(ParentCache[K]):
         self._added: list[tuple[Hashable, KnownTransition[K], KnownTransition[K] | None]] = []
 
     async def get(self, key: Hashable, load: Load[K]) -> list[KnownTransition[K]]:
-        """See `ParentCache.get`. An attempt's and a group's are asked for before the transaction stores a call under the key:
-        so what is loaded is committed. Those of a branched rollout may be this transaction's own; `Transaction.kept` asks
-        whether they are there."""
+        """Return the candidates under a key, as `ParentCache.get` does. Those of an attempt and of a group are loaded before
+        the transaction stores a call under the key, so they are committed. Those of a branched rollout may be this
+        transaction's own; `Transaction.kept` checks that they exist."""
         if key not in self._seen:
             self._seen[key] = list(await self._shared.get(key, load))
         return self._seen[key]
 
     def at_hand(self, key: Hashable) -> list[KnownTransition[K]]:
-        """The candidates under a key that was asked for before; none under any other."""
+        """Return the candidates under a key that `get` has loaded; none for any other key."""
         return self._seen.get(key, [])
 
     def add(self, key: Hashable, known: KnownTransition[K], extended: KnownTransition[K] | None = None) -> None:
-        """See `ParentCache.add`."""
+        """Add a call for this transaction alone (`ParentCache.add`)."""
         if key in self._seen:
             if extended in self._seen[key]:
                 self._seen[key].remove(extended)
@@ -44,13 +44,20 @@ class ParentsView(ParentCache[K]):
             self._added.append((key, known, extended))
 
     def drop(self, key: Hashable) -> None:
-        """See `ParentCache.drop`. Loaded again by a later transaction: this one would see, and show, what it has not
-        committed."""
+        """Forget the candidates under a key (`ParentCache.drop`). Only a later transaction loads them again: this one would
+        load its own calls, which are not committed, and share them."""
         self._shared.drop(key)
         self._seen[key] = []
 
-    def publish(self) -> None:
-        """The transaction was committed."""
+    def keep(self) -> None:
+        """Share the calls that the transaction stored; it was committed."""
         for key, known, extended in self._added:
             self._shared.add(key, known, extended)
         self._shared.keep()
+
+    def forget(self) -> None:
+        """Forget what the transaction saw and stored; it was rolled back."""
+        self._seen.clear()
+        self._added.clear()
+
+    clear = forget

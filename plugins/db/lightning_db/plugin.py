@@ -1,4 +1,4 @@
-"""`lightning db`, the hook by which it learns who looks after a database, and who looks after SQLite's files, as a plugin."""
+"""Registers `lightning db`, the hook for keepers of databases, and the keeper of SQLite files, as a plugin."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What may be taken away: the calls of rollouts that nothing reads any more, or whole runs.
+"""Plans and carries out `lightning db prune`: removes calls that nothing reads any more, or whole runs.
 
-The invariant: what a resumed run would read stays, unless the one who prunes says that the run will not be resumed.
+The invariant: data that a resumed run would read stays, unless the user says that the run will not be resumed.
 
-A resumed run loads its newest checkpoint and takes the steps since then again, from the calls of the groups they looked at; it
-goes on with rollouts that have not ended. Which groups a step can look at is bounded by the largest `trainer.max_staleness` of
-the run's config epochs.
+A resumed run loads its newest checkpoint, takes the later steps again from the calls of their groups, and goes on with rollouts
+that have not ended. The largest `trainer.max_staleness` of the run's config epochs bounds how old the groups of a step can be.
 Rewards, steps and metrics are small and stay with their run, so that it can still be listed and compared.
 """
 
@@ -29,11 +28,11 @@ NOTHING: Final = Weight()
 
 @dataclass(frozen=True, slots=True)
 class PruneRequest:
-    """What the one who prunes asked for.
+    """What to remove, as the user asks for it.
 
-    `runs` limits it to these, `older_than` (seconds) to runs in which nothing has happened for so long. `whole` takes runs
-    instead of calls; `trained` takes also the calls of rollouts that were trained, without which an audit cannot prove them;
-    `unfinished` also what a run would need to go on.
+    `runs` limits it to these runs (empty: all), and `older_than` to runs in which nothing has happened for that many seconds.
+    With `whole` runs are removed instead of calls. With `trained` the calls of trained rollouts are removed, too, and an audit
+    cannot prove these any more. With `unfinished` data that a run would need to go on is removed, too.
     """
 
     runs: tuple[str, ...] = ()
@@ -45,9 +44,10 @@ class PruneRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What would be taken from one run: `groups`, with so many rollouts and `trained` ones among them, lose their calls, or
-    all of it goes (`whole`). `kept` says why nothing does. So many `branches` of its rollouts are in other runs and stay: their
-    requests and answers, which are stored as what they add to its own, cannot be read afterwards."""
+    """What would be removed of one run: all of it (`whole`), or the calls of `groups`. `rollouts` and `trained` count their
+    rollouts and the trained ones among them. `kept` says why nothing is removed. `branches` counts branches of its rollouts
+    that stay in other runs; their requests and answers cannot be read afterwards, because they are stored as differences to the
+    removed ones."""
 
     run: str
     rollouts: int = 0
@@ -59,13 +59,13 @@ class RunPlan:
     branches: int = 0
 
     def takes(self, group: str) -> bool:
-        """Whether the calls of a group of the run go."""
+        """Return whether the calls of a group of the run would be removed."""
         return self.whole or group in self.groups
 
 
 @dataclass(slots=True)
 class _Group:
-    """What decides about a group, gathered as its rollouts are read."""
+    """The facts about a group that decide whether its calls may be removed."""
 
     rollouts: int = 0
     trained: int = 0
@@ -80,7 +80,7 @@ class _Group:
 
 
 async def plan(store: Store, keeper: Keeper, choice: PruneRequest) -> list[RunPlan]:
-    """What would be taken from each run that was chosen. Raises `StoreError` for a run that there is not."""
+    """Return what would be removed of each chosen run. Raises `StoreError` for an unknown run."""
     chosen = {run.id for run in await chosen_runs(store, choice.runs)}
     known = await store.list_runs()
     activity, busy = await keeper.activity(), await keeper.busy_runs()
@@ -96,9 +96,9 @@ async def plan(store: Store, keeper: Keeper, choice: PruneRequest) -> list[RunPl
 
 
 async def carry_out(store: Store, keeper: Keeper, plans: Sequence[RunPlan]) -> None:
-    """Take away what was planned; the runs that lose calls say so in their state, and before they do.
+    """Remove the planned data. The state of a run that loses calls records this first.
 
-    Whole runs go last and with the store closed: SQLite gives them up only to who has the file alone.
+    Whole runs are removed last and after closing the store, because SQLite's keeper needs the file for itself.
     """
     for item in plans:
         if item.groups:
@@ -147,7 +147,7 @@ async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: PruneReque
 
 
 async def _branches_left(store: Store, known: Sequence[Run], plans: Mapping[str, RunPlan]) -> Counter[str]:
-    """How many branches, in other runs, of the rollouts that each run would lose the calls of, keep their own."""
+    """Count, for each run, the branches in other runs whose calls stay although the calls of their parents would be removed."""
     left: Counter[str] = Counter()
     if not any(item.whole or item.groups for item in plans.values()):
         return left
@@ -167,7 +167,8 @@ async def _branches_left(store: Store, known: Sequence[Run], plans: Mapping[str,
 
 
 def _first_needed(epochs: Sequence[Epoch], records: Sequence[StepRecord]) -> int:
-    """The first step (of a rollout) whose calls a resumed run may read: 0 for a run that has no checkpoint to go on from."""
+    """Return the first step whose rollouts' calls a resumed run may read; 0 for a run without a checkpoint, which may read
+    all."""
     names = [record.checkpoint.rpartition("-")[2] for record in records]  # step-00000012
     saved = max((int(steps) for steps in names if steps), default=0)
     return saved + 1 - max(epoch.max_staleness or 0 for epoch in epochs) if saved else 0
@@ -181,7 +182,7 @@ async def _groups(store: Store, run: str) -> dict[str, _Group]:
 
 
 def _told(item: RunPlan, earlier: Json) -> Json:
-    """What the state says after this, given what it said before."""
+    """Return the value of the state's `PRUNED` after this plan; `earlier` is the present value."""
     before = earlier if isinstance(earlier, Mapping) else {}
     count = before.get("rollouts", 0)
     return {

@@ -1,6 +1,6 @@
-"""The SQL with which a database is looked after, in the dialect that SQLite and Postgres share.
+"""The SQL statements of keepers, in the dialect that SQLite and PostgreSQL share.
 
-The invariant: nothing here is particular to one database; parameters are `?`.
+The invariant: no statement is for one kind of database only. Parameters are `?`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TABLES: Final = (
     "revisions",
     "answers",
 )
-"""Every table that holds what was recorded, those before that others refer to."""
+"""Every table with recorded data; a table comes before the tables that refer to it."""
 
 COUNTED: Final = ("runs", "transitions", "steps", "resources", "spans")
 BY_STATUS: Final = "SELECT status, count(*) FROM rollouts GROUP BY status"
@@ -50,13 +50,14 @@ FORGET_CALLS: Final = (
     ),
 )
 FORGET_SPANS: Final = f"DELETE FROM spans WHERE rollout IN {_MEMBERS}"  # noqa: S608
-"""Parameters of each: run, group."""
+"""Parameters of this statement and of `FORGET_CALLS`: run, group."""
 RUNS: Final = "SELECT id FROM runs"
 UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
 TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
-"""What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
+"""Selects the traces of attempts that gateways keep in the state: a value is `[rollout, attempt, expires_at]`."""
 TRACES_AT_ONCE: Final = 500
-"""There is one for each attempt that ever was: whoever writes meanwhile waits for the removal of so many at most."""
+"""The most traces that are removed in one transaction, for which other writers wait. There is one for each attempt that ever
+was."""
 TRACES_AFTER: Final = f"{TRACES} AND name > ? ORDER BY name LIMIT ?"
 FORGET_STATE: Final = "DELETE FROM state WHERE run = ? AND name = ?"
 ROLLOUTS: Final = "SELECT id FROM rollouts WHERE run = ? ORDER BY id"
@@ -72,17 +73,17 @@ FORGET_RUN: Final = (
     "DELETE FROM answers WHERE run = ?",
     "DELETE FROM runs WHERE id = ?",
 )
-"""Parameter of each: run."""
+"""Remove a run; the parameter of each statement is the run."""
 FORGET_OLD_ANSWERS: Final = "DELETE FROM answers WHERE until < ?"
 
 
 def traces_of(rollouts: Collection[str], traces: Iterable[tuple[str, str]]) -> list[str]:
-    """The names of those entries of `TRACES` that are of one of the rollouts."""
+    """Return the names of the entries of `TRACES` that belong to one of the rollouts."""
     return [name for name, value in traces if trace_of(value)[0] in rollouts]
 
 
 def fleet_state(run: str, names: Iterable[str]) -> list[str]:
-    """Those of the names in the state of the empty run that are of one run: what its trainer says to the gateways that serve it
+    """Return the names, among those of the state of the empty run, that belong to a run: its trainer's notice to gateways
     (`policy/RUN`), the trainer's heartbeat (`policy/RUN/alive`), and the gateways' seats (`gateway/RUN/NUMBER`)."""
     notice, seats = f"policy/{run}", f"gateway/{run}/"
     return [
@@ -93,8 +94,8 @@ def fleet_state(run: str, names: Iterable[str]) -> list[str]:
 
 
 def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
-    """Of the state of the empty run (JSON by name), what no trainer and no gateway needs: notices and seats of runs that are
-    gone, and seats below the notice's `first`."""
+    """Return the names in the state of the empty run (`state`: JSON by name) that no trainer and no gateway needs: notices and
+    seats of runs that are gone, and seats below the notice's `first`."""
     gone = []
     for name in state:
         place, _, rest = name.partition("/")
@@ -110,22 +111,23 @@ def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
 
 
 def which_are_there(rollouts: Collection[str]) -> str:
-    """Asks which of these rollouts there are; they are its parameters."""
+    """Return a statement that selects which of these rollouts exist; its parameters are the rollouts."""
     return f"SELECT id FROM rollouts WHERE id IN ({', '.join('?' * len(rollouts))})"  # noqa: S608
 
 
 def old_traces(traces: Iterable[tuple[str, str]], there: Collection[str], now: float) -> list[tuple[str, str]]:
-    """Parameters of `FORGET_STATE` for those entries of `TRACES` whose key has expired or whose rollout is not `there`."""
+    """Return the parameters of `FORGET_STATE` for the entries of `TRACES` whose key has expired or whose rollout is not
+    `there`."""
     found = [(name, *trace_of(value)) for name, value in traces]
     return [(TRACES_RUN, name) for name, rollout, until in found if until < now or rollout not in there]
 
 
 def trace_of(value: str) -> tuple[str, float]:
-    """Rollout and time of expiry (Unix seconds) of an entry of `TRACES`."""
+    """Return the rollout and the time of expiry (Unix seconds) in the value of an entry of `TRACES`."""
     rollout, _, expires_at = json.loads(value)
     return rollout, expires_at
 
 
 def count(table: str) -> str:
-    """How many rows one of `TABLES` has."""
+    """Return a statement that counts the rows of a table."""
     return f"SELECT count(*) FROM {table}"  # noqa: S608

@@ -1,7 +1,7 @@
-"""`RelationalKeeper`: what looking after a database is, whichever SQL database it is.
+"""`RelationalKeeper`: the keeper of any SQL database.
 
-The invariant: nothing is read from or written to a database of another schema, and what is removed is removed in one
-transaction with all that refers to it.
+The invariant: a database of another schema is neither read nor written. A row is removed in one transaction with all rows that
+refer to it.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ SELECT_VERSIONS: Final = "SELECT name, version FROM operation_groups ORDER BY na
 
 
 class RelationalKeeper(ABC):
-    """A `Keeper` but for copies."""
+    """A `Keeper` without `backup` and `restore`. A subclass runs operations with `_read` and `_write`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     @abstractmethod
     async def _read(self, operation: Operation[T]) -> T:
-        """Run an operation that sees one moment."""
+        """Run an operation that changes nothing, on one snapshot, and return its result."""
 
     @abstractmethod
     async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
-        """Run an operation in one transaction. Raises as `_check` does.
+        """Run an operation in one transaction and return its result. Raises `SchemaError` for a database of another schema.
 
-        `alone`: nobody else may use the database, where it would not know what was removed.
+        With `alone` no other process may use a database whose processes would not notice the removal.
         """
 
     @abstractmethod
     async def _give_back(self) -> str:
-        """Give space back to the file system; see `Keeper.vacuum`."""
+        """Give free space back to the file system. Return why that was not possible; empty if it was (`Keeper.vacuum`)."""
 
     @abstractmethod
     async def _tables(self, transaction: Transaction) -> set[str]:
-        """The tables there are."""
+        """Return the names of the existing tables."""
 
     @abstractmethod
     async def _bytes(self, transaction: Transaction) -> int:
-        """How much space the store takes."""
+        """Return how many bytes the store takes."""
 
     async def _check(self, transaction: Transaction) -> None:
-        """Raise `SchemaError` where there are no tables, or those of another schema."""
+        """Raise `SchemaError` for a database without tables or with another schema."""
         if "schema_version" not in await self._tables(transaction):
             raise SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
         schema.check_version(redacted(self._url), await transaction.all(schema.VERSION))
 
     async def _groups(self, transaction: Transaction) -> dict[str, SqlPart]:
-        """What plugins have made for their operations. Raises `StoreError` for what is no installed plugin's."""
+        """Return the groups of plugins whose tables the database has. Raises `StoreError` for tables of a plugin that is not
+        installed."""
         return await groups_in(transaction, parts(), redacted(self._url))
 
     async def status(self) -> DatabaseStatus:
-        """See `Keeper.status`."""
+        """Return the database's content in numbers (`Keeper.status`)."""
         return await self._read(self._status)
 
     async def _status(self, transaction: Transaction) -> DatabaseStatus:
@@ -93,15 +94,15 @@ class RelationalKeeper(ABC):
         )
 
     async def activity(self) -> dict[str, float]:
-        """See `Keeper.activity`."""
+        """Return when an attempt of each run last began or ended (`Keeper.activity`)."""
         return {row[0]: row[1] for row in await self._read(lambda tx: tx.all(queries.ACTIVITY))}
 
     async def busy_runs(self) -> frozenset[str]:
-        """See `Keeper.busy_runs`."""
+        """Return the runs in which a worker holds a valid lease (`Keeper.busy_runs`)."""
         return await self._read(_busy)
 
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
-        """See `Keeper.weigh`."""
+        """Return how much data of each of these groups is stored (`Keeper.weigh`)."""
 
         async def weigh(transaction: Transaction) -> list[Weight]:
             found, has_spans = [], "spans" in await self._tables(transaction)
@@ -114,12 +115,13 @@ class RelationalKeeper(ABC):
         return await self._read(weigh)
 
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
-        """See `Keeper.forget_calls`. A transaction for each group: whoever writes meanwhile waits for one of them at most."""
+        """Remove the calls of groups (`Keeper.forget_calls`), each group in its own transaction, so that other writers wait
+        only for one."""
         for group in groups:
             await self._write(lambda tx, group=group: self._forget_calls(tx, run, group))  # type: ignore[misc]
 
     async def _forget_calls(self, transaction: Transaction, run: str, group: str) -> None:
-        await transaction.alone(f"rollouts {run}")  # a rollout that is created now comes after this, with its calls
+        await transaction.alone(f"rollouts {run}")  # no rollout is created before this transaction ends
         (unended,) = await transaction.one(queries.UNENDED, (run, group)) or (0,)
         if not unended:
             if "spans" in await self._tables(transaction):
@@ -128,12 +130,12 @@ class RelationalKeeper(ABC):
                 await transaction.run(statement, (run, group))
 
     async def forget_run(self, run: str) -> None:
-        """See `Keeper.forget_run`."""
+        """Remove a run with all of its data (`Keeper.forget_run`)."""
         await self._write(lambda tx: self._forget_run(tx, run), alone=True)
 
     async def _forget_run(self, transaction: Transaction, run: str) -> None:
         await transaction.alone(f"rollouts {run}")
-        # In the order of those who append: nobody does from here on.
+        # Locked in the order in which `append` locks them; from here on nobody appends.
         rollouts = {row[0] for row in await transaction.locked(queries.ROLLOUTS, (run,))}
         if run in await _busy(transaction):
             raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
@@ -148,13 +150,14 @@ class RelationalKeeper(ABC):
         await transaction.many(queries.FORGET_STATE, left)
 
     async def vacuum(self) -> str:
-        """See `Keeper.vacuum`."""
+        """Remove expired data, and give free space back to the file system (`Keeper.vacuum`)."""
         await self._forget_old_traces()
         await self._write(_clear)
         return await self._give_back()
 
     async def _forget_old_traces(self) -> None:
-        """Looks for them outside of the transactions that remove them, which are short: others write meanwhile."""
+        """Remove old traces. They are looked for outside the transactions that remove them, which are short for other
+        writers."""
         after = ""
 
         async def look(transaction: Transaction) -> tuple[str, list[tuple[str, str]]]:
@@ -174,7 +177,7 @@ class RelationalKeeper(ABC):
 
 
 def parts() -> dict[str, SqlPart]:
-    """The parts for SQL databases of the groups of operations that plugins bring."""
+    """Return the parts for SQL databases of all installed plugins' operations, by the groups' names."""
     found = {}
     for operation in plugins().operations():
         group = operation.group
@@ -188,7 +191,7 @@ async def _busy(transaction: Transaction) -> frozenset[str]:
 
 
 async def _clear(transaction: Transaction) -> None:
-    # Notices before runs: whoever announces one has put the run before.
+    # The notices are read before the runs, because a trainer stores its run before its notice.
     state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
     runs = {row[0] for row in await transaction.all(queries.RUNS)}
     await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
@@ -196,8 +199,8 @@ async def _clear(transaction: Transaction) -> None:
 
 
 async def groups_in(transaction: Transaction, groups: Mapping[str, SqlPart], where: object) -> dict[str, SqlPart]:
-    """The groups that a database has tables of, each with the steps that are there; `groups` are those of the plugins that are
-    installed. Raises `StoreError` for tables of a plugin that is not, which nobody here could copy."""
+    """Return the groups whose tables a database has, each with the steps that it has. `groups` are those of the installed
+    plugins. Raises `StoreError` for tables of a plugin that is not installed, which could not be copied."""
     found = {}
     for name, version in await transaction.all(SELECT_VERSIONS):
         part = groups.get(name)

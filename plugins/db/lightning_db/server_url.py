@@ -1,4 +1,4 @@
-"""Where a URL says that a database's server is."""
+"""Reads the host and the port of a database's server from a URL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning.errors import ConfigError
 
 
 def split_port(host: str, default: int, shown: str, example: str) -> tuple[str, int]:
-    """`host:port` as both; an IPv6 address stands in brackets. Raises `ConfigError`, which shows `shown` and an `example`."""
+    """Split `host:port`; an IPv6 address is in brackets. Raises `ConfigError`, which shows `shown` and an `example`."""
     name, colon, port = host.rpartition(":")
     if not colon or host.endswith("]"):
         name, port = host, str(default)

@@ -1,6 +1,6 @@
 """`SqliteKeeper`: looks after one SQLite file.
 
-The invariant: looking never changes a file, and what is written beside it appears whole or not at all.
+The invariant: looking at a file never changes it. A copy appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class SqliteKeeper(RelationalKeeper):
 
     def __init__(self, url: str) -> None:
         where = parse(url)
-        SqliteStore.from_url(where)  # refuses what cannot be meant
+        SqliteStore.from_url(where)  # refuses an invalid URL
         super().__init__(url)
         self._path = Path(where.path)
         self._settings = Settings(where.path, busy_timeout=float(where.options.get("busy_timeout", "30")))
 
     async def backup(self, target: Path) -> None:
-        """See `Keeper.backup`. SQLite's online backup, in one step: writers of other processes do not wait for it."""
+        """Write a copy of the file (`Keeper.backup`) by SQLite's online backup, in one step, for which no writer waits."""
         await self._snapshot(lambda connection: copy_file(connection, target))
 
     async def restore(self, source: Path) -> None:
-        """See `Keeper.restore`."""
+        """Fill this file, which must not exist, from a backup (`Keeper.restore`)."""
         if self._path.exists():
             raise StoreError(
                 f"{self._path} exists already: restore into a file that does not, and rename it afterwards"
@@ -55,8 +55,8 @@ class SqliteKeeper(RelationalKeeper):
         return _size(self._path) + _size(Path(f"{self._path}-wal"))
 
     async def _give_back(self) -> str:
-        """`VACUUM` keeps everybody else from writing for as long as it takes, minutes for a large file: so the file shrinks
-        only while nobody else has it open."""
+        """Shrink the file by `VACUUM` if no other process has it open: it takes minutes for a large file, and other processes
+        could not write meanwhile. Return why the file was not shrunk; empty if it was."""
 
         def rewrite(connection: sqlite3.Connection) -> str:
             if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
@@ -75,8 +75,9 @@ class SqliteKeeper(RelationalKeeper):
         return await self._snapshot(lambda connection: drive(operation(SqliteTransaction(connection))))
 
     async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
-        """SQLite gives the number of a removed row to a new one, and a process that appends remembers attempts by the numbers
-        of their rollouts: so nobody else may have the file open when rollouts are removed (`alone`)."""
+        """Run an operation in one transaction and return its result. With `alone` raise `StoreError` if another process has the
+        file open. The removal of rollouts needs this, because SQLite gives the number of a removed row to a new one, and a
+        process that appends caches attempts by these numbers."""
 
         def run(connection: sqlite3.Connection) -> T:
             if alone and not _take_alone(connection):
@@ -89,7 +90,7 @@ class SqliteKeeper(RelationalKeeper):
         return await self._connected(run)
 
     async def _snapshot(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        """Run an operation in one reading transaction."""
+        """Run an operation in one reading transaction, and return its result."""
 
         def run(connection: sqlite3.Connection) -> T:
             with _transaction(connection, "DEFERRED"):
@@ -98,7 +99,7 @@ class SqliteKeeper(RelationalKeeper):
         return await self._connected(run, read_only=True)
 
     async def _connected(self, operation: Callable[[sqlite3.Connection], T], *, read_only: bool = False) -> T:
-        """Run an operation on a connection of its own, in another thread."""
+        """Run an operation on a new connection, in another thread, and return its result."""
 
         def run() -> T:
             refuse_foreign(self._settings, make=False)
@@ -112,10 +113,11 @@ class SqliteKeeper(RelationalKeeper):
 
 
 def copy_file(source: sqlite3.Connection, target: Path) -> None:
-    """A copy of a database in a new file, as it is in this connection's transaction. Raises `StoreError` for what exists."""
+    """Copy a database, as this connection's transaction sees it, into a new file. Raises `StoreError` if the file exists, and
+    `SchemaError` for a damaged database."""
     with new_file(target) as unfinished, closing(sqlite3.connect(unfinished, isolation_level=None)) as copy:
         source.backup(copy)
-        copy.execute("PRAGMA journal_mode = DELETE")  # one file that can be carried away
+        copy.execute("PRAGMA journal_mode = DELETE")  # so that the copy is one file, without a log
         found = copy.execute("PRAGMA integrity_check").fetchone()[0]
         if found != "ok":
             raise SchemaError(
@@ -128,8 +130,8 @@ def _size(file: Path) -> int:
 
 
 def _take_alone(connection: sqlite3.Connection) -> bool:
-    """Have the file for this connection alone from its next transaction on. False while another process has it open: the log
-    can be given up only by the last who uses it."""
+    """Reserve the file for this connection from its next transaction on. Return False if another process has the file open:
+    only the last process can remove the log."""
     try:
         connection.execute("PRAGMA journal_mode = DELETE")
     except sqlite3.OperationalError as error:
@@ -137,7 +139,7 @@ def _take_alone(connection: sqlite3.Connection) -> bool:
             raise
         return False
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA synchronous = FULL")  # less is safe with the log alone
+    connection.execute("PRAGMA synchronous = FULL")  # without the log a lower setting is not safe
     return True
 
 

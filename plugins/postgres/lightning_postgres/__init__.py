@@ -1,5 +1,5 @@
 """The store for many machines: a PostgreSQL database that any number of processes share.
 
-What was awaited is committed with `synchronous_commit = on`: it survives the death of every process, of the database server's
-too. Nothing is imported here, so that a run without it does not pay for it.
+Awaited writes are committed with `synchronous_commit = on`: they survive the death of every process, including the database
+server. Nothing is imported here, so that a run with another store does not load the driver.
 """

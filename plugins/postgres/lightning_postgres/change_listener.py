@@ -1,7 +1,7 @@
-"""Hearing of changes by LISTEN, on a connection of its own that is opened when somebody watches for the first time.
+"""Notices changes by LISTEN, on its own connection, which is opened for the first watch.
 
-The invariant: a change is told with the commit that makes it, and while nobody can be told, every watch is woken when that
-begins and again when it ends: so none is missed.
+The invariant: a change is notified with its commit. If the connection is lost, every watch is woken then, and again when there
+is a new connection, so that no change is missed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from lightning_postgres.connection import channel, connect
 from lightning_postgres.settings import Settings
 
 PING: Final = 10.0
-"""Seconds between questions to the server: a machine that is gone does not close its connections."""
+"""Seconds between queries that check the connection, because a machine that is gone does not close it."""
 RETRY: Final = 0.5
 
 
 class Listener:
-    """Belongs to one event loop; rings the bell for all of them."""
+    """Listens for changes and rings the bell of the process's watches. It belongs to one event loop; the watches may be on
+    any."""
 
     def __init__(self, settings: Settings, bell: Bell, lost: Callable[[], object]) -> None:
-        """`lost` is called whenever the connection turns out to be of no more use."""
+        """`lost` is called whenever the connection is lost."""
         self._settings, self._bell, self._lost = settings, bell, lost
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._error: Exception = TimeoutError("no answer")
 
     async def begin(self) -> None:
-        """Return when changes are heard. Raises `StoreError` when the server cannot be reached or refuses."""
+        """Start listening, and return when changes are noticed. Raises `StoreError` if the server cannot be reached or
+        refuses."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._listen())
         if not await is_set_within(self._ready, self._settings.timeout):
@@ -41,7 +43,7 @@ class Listener:
             raise refused from self._error
 
     async def close(self) -> None:
-        """Hear no more."""
+        """Stop listening, and wake all watches."""
         if self._task is not None:
             await end(self._task)
         self._bell.ring()
@@ -57,7 +59,7 @@ class Listener:
                 self._ready.set()
                 self._bell.ring()
                 await self._stay(connection, lost)
-            except Exception as error:  # noqa: BLE001 — whatever it is, watches are woken and it is tried again
+            except Exception as error:  # noqa: BLE001 — after any error watches are woken and it is tried again
                 self._error = error
             finally:
                 if connection is not None:
@@ -78,13 +80,14 @@ class Listener:
 
 
 class EventWatch:
-    """A `RunWatch` that the bell wakes. `check` raises when there is nothing more to hear."""
+    """A `RunWatch` that the bell wakes. `check` raises an error after the store was closed."""
 
     def __init__(self, event: asyncio.Event, check: Callable[[], object]) -> None:
         self._event, self._check = event, check
 
     async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`. Raises `StoreError` after the store was closed."""
+        """Return True at the next change, False after `timeout` seconds without one (`RunWatch.wait`). Raises `StoreError`
+        after the store was closed."""
         changed = await is_set_within(self._event, timeout)
         self._check()
         self._event.clear()

@@ -1,7 +1,7 @@
 """Connections to PostgreSQL and the transaction object that operations get.
 
-The invariant: a session commits durably (`synchronous_commit`), sees its own schema only, and gives up what it holds when its
-client falls silent.
+The invariant: a session commits durably (`synchronous_commit`), sees only its own schema, and releases its locks if its client
+is silent for too long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SESSION: Final = {
     "application_name": "lightning",
     "synchronous_commit": "on",
     "client_encoding": "utf-8",
-    # A client that is gone without a word must not hold its rows: its transaction ends within a minute or so.
+    # A client that is gone without closing its connection must not keep its locks: its transaction ends after about a minute.
     "idle_in_transaction_session_timeout": "60s",
     "tcp_keepalives_idle": "30",
     "tcp_keepalives_interval": "10",
@@ -36,9 +36,9 @@ _SESSION: Final = {
 
 
 async def connect(settings: Settings, *, statement_seconds: float | None) -> asyncpg.Connection:
-    """A session in the store's schema, whose statements may take so long each; as long as they need if that is None.
+    """Open a session in the store's schema. Each statement may take `statement_seconds`; None is no limit.
 
-    Raises what asyncpg raises, see `failures`.
+    Raises asyncpg's errors, which `failures` translates.
     """
     tls: str | ssl.SSLContext = settings.ssl
     if settings.ca:
@@ -60,7 +60,7 @@ async def connect(settings: Settings, *, statement_seconds: float | None) -> asy
 
 @asynccontextmanager
 async def connected(settings: Settings, statement_seconds: float | None) -> AsyncIterator[Any]:
-    """A connection for the block. What it has not committed by then is not done."""
+    """A context with a connection. At the end of the block the connection is closed and open transactions are lost."""
     connection = await connect(settings, statement_seconds=statement_seconds)
     try:
         yield connection
@@ -69,17 +69,18 @@ async def connected(settings: Settings, statement_seconds: float | None) -> Asyn
 
 
 def channel(settings: Settings) -> str:
-    """The name under which the processes of one schema tell one another of changes."""
+    """Return the NOTIFY channel on which the processes of one schema notify each other of changes."""
     return f"lightning_{_hash(settings.schema)[:16]}"
 
 
 def watched(run: str) -> str:
-    """A run as it is named on the channel: of fixed length and without anything to quote."""
+    """Return a run's name on the channel, which has a fixed length and needs no quotes."""
     return _hash(run)
 
 
 def lock_key(settings: Settings, name: str) -> int:
-    """The advisory lock of a name; the locks of a database are shared by its schemas."""
+    """Return the key of the advisory lock for a name. It depends on the schema, because all schemas of a database share
+    locks."""
     digest = hashlib.blake2b(f"{settings.schema}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
@@ -90,7 +91,7 @@ def _hash(text: str) -> str:
 
 @lru_cache(maxsize=512)
 def _numbered(sql: str) -> str:
-    """`?` as `$1`, `$2`, ...: the statements of a store have no other question marks."""
+    """Return a statement with `$1`, `$2`, ... in place of `?`. The statements of a store have no other question marks."""
     first, *rest = sql.split("?")
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
 
@@ -100,21 +101,21 @@ _TYPES: Final = {
     " INTEGER": " BIGINT",
     " REAL": " DOUBLE PRECISION",
     " BLOB": " BYTEA",
-    # Sorted and compared by bytes, as SQLite does it, whatever the language of the database is.
+    # Sorted and compared by bytes as in SQLite, with any locale of the database.
     " TEXT": ' TEXT COLLATE "C"',
 }
-"""What SQLite's types are called here, in the order in which they are replaced."""
+"""PostgreSQL's types for SQLite's types, in the order in which they are replaced."""
 
 
 def in_postgres(statement: str) -> str:
-    """A statement that makes or changes a table, written in SQLite's types."""
+    """Return a statement that makes or changes a table with PostgreSQL's types in place of SQLite's."""
     for theirs, ours in _TYPES.items():
         statement = statement.replace(theirs, ours)
     return statement
 
 
 class PostgresTransaction:
-    """A `Transaction` on one connection, which belongs to it until the transaction ends."""
+    """A `Transaction` on one connection, which it has for itself until it ends."""
 
     def __init__(self, connection: Any, settings: Settings, parents: ParentsView[int] | None = None) -> None:
         self._connection = connection
@@ -125,78 +126,79 @@ class PostgresTransaction:
 
     @property
     def parents(self) -> ParentsView[int]:
-        """See `Transaction.parents`."""
+        """The cache of possible parents of a new call (`Transaction.parents`)."""
         assert self._parents is not None, "a reading transaction does not append"
         return self._parents
 
     @property
     def commit(self) -> str:
-        """The statements that end the transaction and tell the watches of it, at once."""
+        """The statements that notify the watches of the transaction's changes and commit it."""
         name = channel(self._settings)
         told = "".join(f"NOTIFY {name}, '{watched(run)}'; " for run in sorted(self._changed))
         return f"{told}COMMIT"
 
     async def now(self) -> float:
-        """See `Transaction.now`."""
+        """Return the Unix time by the database's clock (`Transaction.now`)."""
         if self._now is None:
             self._now = float(await self._connection.fetchval(_NOW))
         return self._now
 
     async def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
-        """See `Transaction.one`."""
+        """Return the first row, or None without rows (`Transaction.one`)."""
         row: Row | None = await self._connection.fetchrow(_numbered(sql), *values)
         return row
 
     async def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.all`."""
+        """Return all rows (`Transaction.all`)."""
         rows: list[Row] = await self._connection.fetch(_numbered(sql), *values)
         return rows
 
     async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.locked`. Brings the time with it, which most of those who lock a row ask for next."""
+        """Return and lock all rows (`Transaction.locked`). The query also
+        brings the time, which most callers ask for next."""
         found = await self._connection.fetch(_numbered(_LOCKED.format(sql)), *values)
         if found and self._now is None:
             self._now = found[0][-1]
         return [row[:-1] for row in found]
 
     async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.free`."""
+        """Return and lock the rows that no other transaction has locked (`Transaction.free`)."""
         return await self.all(f"{sql} FOR UPDATE SKIP LOCKED", values)
 
     async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
-        """See `Transaction.kept`."""
+        """Return whether there is a row, and keep it from being removed (`Transaction.kept`)."""
         return await self.one(f"{sql} FOR KEY SHARE", values) is not None
 
     async def alone(self, *names: str) -> None:
-        """See `Transaction.alone`."""
+        """Lock these names until the transaction ends (`Transaction.alone`)."""
         for name in names:
             await self._connection.execute(_ALONE, lock_key(self._settings, name))
 
     async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
-        """See `Transaction.run`."""
+        """Execute a statement and return how many rows it changed (`Transaction.run`)."""
         status: str = await self._connection.execute(_numbered(sql), *values)
         return int(status.rpartition(" ")[2])
 
     async def define(self, sql: str) -> None:
-        """See `Transaction.define`."""
+        """Execute a statement that makes or changes a table (`Transaction.define`)."""
         await self._connection.execute(in_postgres(sql))
 
     async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        """See `Transaction.many`."""
+        """Execute a statement once for each row of values (`Transaction.many`)."""
         if len(rows) == 1:
             await self._connection.execute(_numbered(sql), *rows[0])
         elif rows:
             await self._connection.executemany(_numbered(sql), rows)
 
     async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
-        """See `Transaction.insert`."""
+        """Insert one row and return its `n`; None if it exists (`Transaction.insert`)."""
         number: int | None = await self._connection.fetchval(f"{_numbered(sql)} RETURNING n", *values)
         return number
 
     async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
-        """See `Transaction.insert_new`."""
+        """Insert the rows that do not exist and return how many they are (`Transaction.insert_new`)."""
         return len(await self._connection.fetchmany(f"{_numbered(sql)} RETURNING n", rows)) if rows else 0
 
     async def changed(self, run: str) -> None:
-        """See `Transaction.changed`."""
+        """Tell the watches of a run at the commit (`Transaction.changed`)."""
         self._changed.add(run)

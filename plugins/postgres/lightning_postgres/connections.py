@@ -1,8 +1,8 @@
-"""The connections of one process to the database, and what is done when an operation fails on one.
+"""The connections of one process to the database, and the repetition of operations that fail.
 
-The invariant: an operation takes effect once. What clashed with another transaction is run again; what lost its connection is
-run again on a new one; and where nobody knows whether it was committed, it is run again as an operation that finds out first
-(`AGAIN`), or that may be done twice.
+The invariant: an operation takes effect once. An operation that clashed with another transaction is run again; one whose
+connection was lost is run again on a new connection. If it is unknown whether an operation was committed, it is run again in a
+form that finds that out first (`AGAIN`), unless it may be done twice.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from lightning_postgres.settings import Settings
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLASHES: Final = 20
-"""How often an operation is run again because another transaction was in its way."""
+"""How often an operation is run again because of a clash with another transaction."""
 FIRST_DELAY, LAST_DELAY = 0.02, 2.0
-"""Seconds before the second attempt to reach a server that is away, and between the later ones at most."""
+"""Seconds before the second try to reach a server that is away, and the most seconds between later tries."""
 
 
 async def _or_lost(transaction: Transaction, lost: int, again: Operation[int]) -> int:
-    """After a try that found so many new and whose end nobody heard of: if none is new now, it was committed."""
+    """Repeat an operation that counts new rows, after a try that counted `lost` and of which it is unknown whether it was
+    committed. Return the count; if nothing is new now, the try was committed and `lost` is the count."""
     return await again(transaction) or lost
 
 
 async def _lease_again(transaction: Transaction, lost: list[Lease], again: Operation[list[Lease]]) -> list[Lease]:
-    """After a try that would have given these leases and whose end nobody heard of: those, if it was committed."""
+    """Repeat a lease, after a try that gave the leases `lost` and of which it is unknown whether it was committed. Return
+    `lost` if it was; lease again if it was not."""
     for held in sorted(lost, key=lambda held: held.rollout.id):
-        # Waits for the earlier try, should it still be on its way.
+        # Waits for the earlier try if it is still running.
         await operations.standing(transaction, held.rollout.id, held=True)
         if await transaction.one(_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
             return lost
@@ -56,11 +58,12 @@ AGAIN: Final[Mapping[Callable[..., Any], Callable[..., Coroutine[Any, Any, Any]]
     operations.append: _or_lost,
     operations.lease: _lease_again,
 }
-"""What is run in the place of a function whose result was lost, where to run it again would not be the same."""
+"""The functions that repeat an operation whose result was lost, by the operation's function, for operations that must not
+simply be run twice."""
 
 
 class _Doubt(Exception, Generic[T]):  # noqa: N818 — not a failure of its own: it carries one
-    """A COMMIT was sent and its answer did not come; `result` is what the operation would have given."""
+    """A COMMIT was sent and its answer did not come. `result` is the operation's result."""
 
     def __init__(self, result: T) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class _Doubt(Exception, Generic[T]):  # noqa: N818 — not a failure of its own:
 
 
 class Connections:
-    """Belongs to one event loop."""
+    """A pool of connections, which runs operations and repeats them after failures. It belongs to one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -77,7 +80,8 @@ class Connections:
         self._parents = ParentCache[int]()
 
     async def write(self, operation: Operation[T]) -> T:
-        """Run an operation and commit it. Raises what the operation raises, else an error of `lightning.errors`."""
+        """Run an operation, commit it, and return its result. Raises the operation's errors, and errors of
+        `lightning.errors`."""
         run = operation
         patience = Patience(self._settings)
         while True:
@@ -92,8 +96,8 @@ class Connections:
                 await patience.wait(error)
 
     async def read(self, operation: Operation[T], *, whole: bool) -> T:
-        """Run an operation that changes nothing: statement by statement, each sees all that was committed before it, or as a
-        `whole`, on one snapshot."""
+        """Run an operation that changes nothing, and return its result. Each statement sees all that was committed before it;
+        with `whole` all statements see one snapshot."""
         patience = Patience(self._settings)
         while True:
             try:
@@ -104,14 +108,14 @@ class Connections:
                 await patience.wait(error)
 
     async def close(self) -> None:
-        """Say good-bye to the server. Nothing may be running."""
+        """Close all connections. No operation may be running."""
         while self._idle:
             with contextlib.suppress(Exception):  # a server that is gone has noticed
                 await self._idle.pop().close(timeout=2)
 
     @contextlib.asynccontextmanager
     async def _connection(self, patience: Patience) -> AsyncIterator[Any]:
-        """One of the pool's connections for the length of the block. Raises `TimeoutError` when none is to be had in time."""
+        """A context with one of the pool's connections. Raises `TimeoutError` if none is free or can be made in time."""
         patience.anew = patience.answered = False
         async with self._slot(patience.deadline):
             while self._idle and self._idle[-1].is_closed():
@@ -147,7 +151,8 @@ class Connections:
             self._slots.release()
 
     def distrust(self) -> None:
-        """The server went away: so did all connections, and after a failover perhaps some of what they committed."""
+        """Close all idle connections and clear the cache of parents, because the server went away. After a failover it may have
+        lost committed calls."""
         for connection in self._idle:
             connection.terminate()
         self._idle.clear()
@@ -172,7 +177,7 @@ class Connections:
             raise StoreError(
                 f"store {self._settings.place} rolled back what it was to commit ({status}): nothing was changed"
             )
-        parents.publish()
+        parents.keep()
         return result
 
 
@@ -185,7 +190,8 @@ async def _on_snapshot(connection: Any, transaction: PostgresTransaction, operat
 
 @contextlib.asynccontextmanager
 async def _begun(connection: Any, begin: str) -> AsyncIterator[None]:
-    """A transaction that is rolled back when the block fails, where the server is there to do it."""
+    """A context with a transaction that is begun by `begin`. It is rolled back if the block fails and the connection is
+    usable."""
     await connection.execute(begin)
     try:
         yield
@@ -196,7 +202,7 @@ async def _begun(connection: Any, begin: str) -> AsyncIterator[None]:
 
 
 def _is_usable(connection: Any, error: BaseException) -> bool:
-    """Whether the connection may serve the next operation after an operation failed so."""
+    """Return whether a connection may serve the next operation after an operation failed with this error."""
     return (
         not connection.is_closed()
         and isinstance(error, Exception)
@@ -206,9 +212,9 @@ def _is_usable(connection: Any, error: BaseException) -> bool:
 
 
 class Patience:
-    """Waits between the tries of one operation, until they are no longer worth it.
+    """Waits between the tries of one operation, and decides when to give up.
 
-    `anew` says whether the last try was on a new connection, `answered` whether a server was there to make it.
+    `anew` says that the last try was on a new connection, and `answered` that a server accepted that connection.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -221,7 +227,8 @@ class Patience:
         self._clashes = 0
 
     async def wait(self, error: BaseException) -> None:
-        """Return when it is time for the next try; else raise the error, in the words for the caller."""
+        """Return when it is time for the next try. If there is no next try, raise the error as `failures.translate` gives
+        it."""
         what = failures.kind(error)
         now = asyncio.get_running_loop().time()
         if what is Failure.CLASHED and self._clashes < CLASHES:
@@ -233,8 +240,8 @@ class Patience:
                 self._warned = True
                 log.warning("store %s does not answer (%s): waiting for it", self._settings.place, type(error).__name__)
             if not self.anew and not self._prolonged:
-                # A server that is gone without a word, as in a failover, leaves connections on which nothing is ever answered,
-                # and a statement may take all the time on one of them: it says nothing of the server that is there now.
+                # A server that vanishes, as in a failover, leaves connections on which nothing is ever answered. A statement on
+                # one of them may take all of the time, although there is another server now: so the time begins anew, once.
                 self._prolonged = True
                 self.deadline = now + self._settings.timeout
             if now < self.deadline:

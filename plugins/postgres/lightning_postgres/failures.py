@@ -1,6 +1,6 @@
-"""What a failure of PostgreSQL means: try again, wait for the server, or tell the caller, in words that name the cure.
+"""Decides what to do about a failure of PostgreSQL: try again, wait for the server, or raise an error that names the cure.
 
-The invariant: no exception of asyncpg leaves this package, and none of its words hold a password.
+The invariant: no exception of asyncpg leaves this package, and no error contains a password.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ _CAUSES: Final = {
 
 
 def kind(error: BaseException) -> Failure:
-    """What to do about an exception that an operation or a connection attempt raised."""
+    """Return what to do about an exception of an operation or of a try to connect."""
     if isinstance(error, asyncpg.PostgresError):
         state = error.sqlstate or ""
         if state in _CLASHES or isinstance(error, asyncpg.InvalidCachedStatementError):
             return Failure.CLASHED
         return Failure.LOST if state in _AWAY or state.startswith("08") else Failure.FINAL
-    # asyncpg says with an InterfaceError that a connection is closed, and with its DataError that a value has no place.
+    # asyncpg raises an InterfaceError for a closed connection, and its DataError for a value that cannot be stored.
     if isinstance(error, asyncpg.InterfaceError) and not isinstance(error, ValueError):
         return Failure.LOST
-    # Its InternalClientError says that the server spoke out of turn, as one that goes down does.
+    # It raises an InternalClientError for an unexpected message, which a server sends that goes down.
     broken = isinstance(error, OSError | TimeoutError | EOFError | asyncpg.InternalClientError)
     return Failure.LOST if broken else Failure.FINAL
 
 
 def in_doubt(error: BaseException) -> bool:
-    """Whether a COMMIT that failed so may have been done nevertheless: not, when the server lives to say that it was not."""
+    """Return whether a COMMIT that failed with this error may still have been done. It was not done if a working server says
+    so."""
     state = (error.sqlstate or "") if isinstance(error, asyncpg.PostgresError) else ""
     return not state or kind(error) is Failure.LOST or state[:2] in ("57", "58", "XX")
 
 
 def translate(error: BaseException, settings: Settings, *, slow: bool = False) -> BaseException:
-    """The error to give to the caller. `slow` says that the server did answer, but not this statement, in time."""
+    """Return the error to raise to the caller. `slow` says that the server answers, but took too long for this statement."""
     if isinstance(error, LightningError) or not isinstance(error, Exception):
         return error
     where = f"store {settings.place}"

@@ -1,14 +1,14 @@
 """`PostgresKeeper`: looks after one schema of a PostgreSQL database.
 
-The invariant: a copy is one snapshot, and a schema is filled in one transaction: both are whole or not there.
+The invariant: a copy is one snapshot, and a schema is filled in one transaction, so that both are complete or do not exist.
 
-A copy is an SQLite store, since both databases have the same tables: every command reads it, and it can fill either.
+A copy is an SQLite store, since both kinds of databases have the same tables. Every command reads it, and it can fill either
+kind.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
 from lightning.store.pages import batched
-from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables
+from lightning.store.relational.transaction import MADE, Operation, SqlPart, Transaction, make_tables
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
 from lightning.store.sqlite.connection import make_tables as make_sqlite_tables
@@ -36,9 +36,9 @@ from lightning_postgres.store import PostgresStore
 
 T = TypeVar("T")
 BATCH: Final = 500
-"""Rows on their way at once."""
+"""The number of rows that are copied at a time."""
 PATIENCE: Final = 3600.0
-"""Seconds that one statement may take: counting and cleaning up read whole tables."""
+"""The most seconds that a statement may take, because counting and cleaning up read whole tables."""
 _TABLES: Final = "SELECT tablename FROM pg_tables WHERE schemaname = ?"
 _BYTES: Final = (
     "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "
@@ -56,7 +56,7 @@ class PostgresKeeper(RelationalKeeper):
         self._settings = from_url(url)
 
     async def backup(self, target: Path) -> None:
-        """See `Keeper.backup`."""
+        """Write one snapshot of the schema into the new SQLite file `target` (`Keeper.backup`)."""
 
         async def copy(connection: Any, transaction: PostgresTransaction) -> None:
             tables = await self._checked_tables(transaction)
@@ -70,7 +70,7 @@ class PostgresKeeper(RelationalKeeper):
         await self._transact(_SNAPSHOT, copy)
 
     async def restore(self, source: Path) -> None:
-        """See `Keeper.restore`."""
+        """Fill this schema, which must be new or empty, from an SQLite store (`Keeper.restore`)."""
         with _old_sqlite(source) as file:
             store = PostgresStore(self._settings)
             await store.open()
@@ -92,7 +92,8 @@ class PostgresKeeper(RelationalKeeper):
             await self._transact("BEGIN", fill)
 
     async def _give_back(self) -> str:
-        """The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
+        """Make free space usable for later rows, and return an empty text. `VACUUM FULL`, which gives the space back to the
+        file system, would stop every writer."""
         tables = await self._read(self._checked_tables)
         tables += _tables_of(await self._read(self._groups))
         async with self._connected() as connection:
@@ -109,7 +110,7 @@ class PostgresKeeper(RelationalKeeper):
         return int(size)
 
     async def _checked_tables(self, transaction: Transaction) -> list[str]:
-        """The tables to look after. Raises as `_check` does."""
+        """Return the existing tables among `queries.TABLES`. Raises `SchemaError` for a database of another schema."""
         await self._check(transaction)
         there = await self._tables(transaction)
         return [table for table in queries.TABLES if table in there]
@@ -133,7 +134,7 @@ class PostgresKeeper(RelationalKeeper):
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
-        """A connection of one's own. Raises what the server refuses in the words of `failures`."""
+        """A context with a new connection. Errors in it are raised as `failures.translate` gives them."""
         try:
             async with connected(self._settings, PATIENCE) as connection:
                 yield connection
@@ -149,17 +150,15 @@ async def _make_groups(transaction: Transaction, groups: Mapping[str, SqlPart], 
         await make_tables(transaction, name, part.tables, where)
 
 
-_TABLE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+TABLE\s+(\w+)", re.IGNORECASE)
-
-
 def _tables_of(groups: Mapping[str, SqlPart]) -> list[str]:
-    """The tables of each group, those first that were made first."""
+    """Return the tables of the groups, in the order in which they are made."""
     statements = (statement for part in groups.values() for step in part.tables for statement in step)
-    return list(dict.fromkeys(found[1] for each in statements if (found := _TABLE.match(each))))
+    found = filter(None, map(MADE.match, statements))
+    return list(dict.fromkeys(each[2] for each in found if each[1].upper() == "TABLE"))
 
 
 def _new_sqlite(path: Path) -> sqlite3.Connection:
-    """An empty store in a new file, in a transaction."""
+    """Return a connection to an empty store in a new SQLite file."""
     settings = SqliteSettings(str(path))
     connection = connect_sqlite(settings)
     make_sqlite_tables(connection, settings)
@@ -169,7 +168,8 @@ def _new_sqlite(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _old_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
-    """A store to read from. Raises `SchemaError` for what is none, or has another schema."""
+    """A context with a reading transaction on an SQLite store. Raises `SchemaError` for a file that is no store or has another
+    schema."""
     settings = SqliteSettings(str(path))
     try:
         refuse_foreign(settings, make=False)
@@ -207,5 +207,5 @@ async def _copy_in(file: sqlite3.Connection, connection: Any, table: str, schema
 
 
 def _after_the_last(table: str) -> str:
-    """New rows are numbered from the last copied one on."""
+    """Return a statement that lets the numbers of new rows of a table begin behind the last copied row."""
     return f"SELECT setval(pg_get_serial_sequence('{table}', 'n'), coalesce(max(n), 0) + 1, false) FROM {table}"  # noqa: S608

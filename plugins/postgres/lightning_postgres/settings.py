@@ -1,6 +1,6 @@
-"""What a PostgreSQL URL says: where the server is, who asks, which schema holds the tables, and how long to wait for it.
+"""Reads a PostgreSQL URL: the server, the user, the schema that holds the tables, and the timeouts.
 
-The invariant: what cannot be meant is refused before anything is sent, and no error and no `repr` holds a password.
+The invariant: an invalid URL is refused before anything is sent. No error and no `repr` contains a password.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the database is and how it is used.
+    """The address of the database and how to use it.
 
-    `host` may be the folder of a Unix socket. `schema` holds the tables and is created with them. `pool` is how many
-    connections one process has at most, besides one for watching. `timeout` is how many seconds an operation waits for a
-    server that is away or does not answer, and what one of its statements may take; what was lost on an older connection has
-    them again, on a new one. `ssl` is one of libpq's modes; `ca` is a file of certificates to trust instead of the system's,
-    which implies `verify-full`. Without user or password, `PGUSER`, `PGPASSWORD` and `~/.pgpass` say them.
+    `host` may be the folder of a Unix socket. `schema` holds the tables and is created with them. `pool` is the most
+    connections of one process, besides one for watching. `timeout` is the most seconds that an operation waits for a server
+    that is away or does not answer, and that one of its statements may take; an operation whose older connection was lost gets
+    the time once more on a new one. `ssl` is one of libpq's modes. `ca` is a file of certificates to trust instead of the
+    system's, and implies `verify-full`. Without user or password, `PGUSER`, `PGPASSWORD` and `~/.pgpass` give them.
     """
 
     host: str = "localhost"
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def place(self) -> str:
-        """The store as errors name it, without user and password."""
+        """The store's name in errors, without user and password."""
         if self.host.startswith("/"):
             return f"postgresql:///{self.database}?host={self.host}&schema={self.schema}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -65,7 +65,7 @@ class Settings:
 
 
 def from_url(url: str) -> Settings:
-    """Take `postgresql://[user[:password]@]host[:port]/database[?option=value&...]` apart. Raises `ConfigError`."""
+    """Read the settings of `postgresql://[user[:password]@]host[:port]/database[?option=value&...]`. Raises `ConfigError`."""
     userinfo, rest = split_userinfo(url)
     shown, where = redacted(url), parse(rest)
     where.check_options(OPTIONS)
@@ -91,7 +91,7 @@ def from_url(url: str) -> Settings:
 
 
 def _number(where: StoreURL, option: str, default: N, shown: str) -> N:
-    """An option as a number of the kind of its default."""
+    """Return an option as a number of the same type as its default. Raises `ConfigError` for any other text."""
     try:
         return type(default)(where.options.get(option, default))
     except ValueError as error:

@@ -1,7 +1,7 @@
 """`PostgresStore`: the `Store` protocol over one thread that talks to the server.
 
-The invariant: methods may be awaited from any event loop and any thread of the process that opened the store; a write that was
-awaited is committed, and every later read, of any process, sees it.
+The invariant: methods may be awaited from any event loop and any thread of the process that opened the store. A write that was
+awaited is committed, and every later read by any process sees it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lightning_postgres.tables import make_tables
 
 T = TypeVar("T")
 OPENING_SECONDS: Final = 5.0
-"""How long `open` waits for a server: whoever mistyped its name must not wait as long as an operation does."""
+"""The most seconds that `open` waits for a server: less than other operations, because the server's name may be mistyped."""
 
 
 class _Session:
-    """What an open store has: everything but the thread belongs to the thread."""
+    """The thread of an open store, and the objects that belong to that thread."""
 
     def __init__(self, settings: Settings, bell: Bell) -> None:
         self.settings = settings
@@ -44,21 +44,21 @@ class _Session:
         self.opened = False
 
     async def open(self, make: bool) -> None:
-        """Reach the server, and `make` the tables where there are none."""
+        """Connect to the server. With `make`, make the tables if there are none."""
         if self.opened:
             return
         await make_tables(replace(self.settings, timeout=min(self.settings.timeout, OPENING_SECONDS)), make)
         self.opened = True
 
     async def close(self) -> None:
-        """The last thing that the thread does."""
+        """Close the connections, as the last work of the thread."""
         await self.listener.close()
         await self.connections.close()
 
 
 _inherited: Final[list[_Session]] = []
-"""Those of the process that this one was forked from. Their threads are not here, and a connection that nobody held any more
-would close itself and with it what the other process waits on."""
+"""The sessions of the process from which this one was forked. They are kept, because a connection that is dropped would close
+itself, and the other process uses it."""
 
 
 class PostgresStore(RelationalStore):
@@ -73,14 +73,15 @@ class PostgresStore(RelationalStore):
 
     @classmethod
     def from_url(cls, url: str) -> PostgresStore:
-        """`postgresql://user:password@host:5432/database`, with `?schema=`, `pool=`, `timeout=`, `ssl=`, `ca=`, `host=`."""
+        """Make the store of a URL: `postgresql://user:password@host:5432/database`, with the options `?schema=`, `pool=`,
+        `timeout=`, `ssl=`, `ca=` and `host=`. Raises `ConfigError`."""
         return cls(from_url(url))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.place!r})"
 
     async def open(self, *, make: bool = True) -> None:
-        """See `Store.open`."""
+        """Connect, and make the store if there is none (`Store.open`)."""
         with self._lock:
             if self._session is not None and self._session.process != os.getpid():
                 _inherited.append(self._session)
@@ -96,13 +97,13 @@ class PostgresStore(RelationalStore):
             raise
 
     async def close(self) -> None:
-        """See `Store.close`."""
+        """Write everything acknowledged and disconnect (`Store.close`)."""
         if self._session is not None:
             await self._disconnect(self._session)
 
     async def _disconnect(self, session: _Session) -> None:
         with self._lock:
-            if self._session is not session:  # someone else was faster, and may have opened the store again
+            if self._session is not session:  # another call was faster, and may have opened the store again
                 return
             self._session = None
         if session.process == os.getpid():
@@ -112,7 +113,7 @@ class PostgresStore(RelationalStore):
 
     @asynccontextmanager
     async def watch(self, run: str) -> AsyncIterator[EventWatch]:
-        """See `Store.watch`."""
+        """Watch a run for changes (`Store.watch`)."""
         session = self._open_session()
         await self._submit(session, session.listener.begin)
         event = asyncio.Event()
@@ -120,7 +121,8 @@ class PostgresStore(RelationalStore):
             yield EventWatch(event, self._open_session)
 
     async def call(self, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
-        """The answer to a commit may get lost: a call that its caller did not name gets a name. Not so a lease, see `AGAIN`."""
+        """Run the function of an operation in a transaction. A call whose caller gave no `once` gets one, because the answer to
+        a commit may get lost. A lease gets none: `AGAIN` has a function for it."""
         if arguments.get("once") == "" and operation.name != "lease":
             arguments = {**arguments, "once": uuid.uuid4().hex}
         return await super().call(operation, arguments)

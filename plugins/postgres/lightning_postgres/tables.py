@@ -1,7 +1,7 @@
 """The tables of the PostgreSQL store: those of `lightning.store.schema` in PostgreSQL's types.
 
-The invariant: they are made in one transaction and under one lock; another version of them, or another program's tables, are
-refused untouched.
+The invariant: the tables are made in one transaction and under one lock. Tables of another version, or of another program, are
+refused and not touched.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lightning_postgres.settings import Settings
 
 _STORAGE: Final = (
     "ALTER TABLE rollouts SET (fillfactor = 80)",
-    # Tokens are compressed already: EXTERNAL keeps the server from trying, and the target keeps a call in one piece where it
-    # fits on a page.
+    # Tokens are compressed already: EXTERNAL keeps the server from compressing them, and the target keeps a call in one piece
+    # if it fits on a page.
     "ALTER TABLE transitions SET (toast_tuple_target = 8160)",
     "ALTER TABLE transitions ALTER COLUMN tokens SET STORAGE EXTERNAL",
 )
@@ -30,8 +30,8 @@ _TABLES: Final = "SELECT tablename FROM pg_tables WHERE schemaname = $1 ORDER BY
 
 
 async def make_tables(settings: Settings, make: bool) -> None:
-    """Make the tables where there are none. Raises `SchemaError` for those of another version or program, or where there are
-    none and it is not to `make` them; `StoreError` when the server refuses or cannot be reached for `settings.timeout` seconds.
+    """Make the tables if there are none. Raises `SchemaError` for tables of another version or program, and without `make` if
+    there are none; `StoreError` if the server refuses or cannot be reached for `settings.timeout` seconds.
     """
     patience = Patience(settings)
     patience.anew = True

@@ -106,7 +106,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             lua_scripts.of_store("append"), (link.keys("standing"), *batch.places), *head, *batch.arguments
         )
         if word == "ok":
-            parents.publish()
+            parents.keep()
             return int(rest[0])
         at = int(rest[0])
         transition = transitions[at]

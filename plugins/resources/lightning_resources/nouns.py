@@ -106,7 +106,7 @@ def no_version(version: int, name: object, there: Iterable[Resource]) -> StoreEr
 def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     """Return the results under each version of a resource, sorted by version, run and split.
 
-    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions (`versions_of_resources`), the
+    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions by resource as JSON, the
     numbers of all, of scored and of failed rollouts, and the sum of their rewards or None.
     """
     totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}

@@ -30,7 +30,7 @@ from lightning.config.fields import did_you_mean
 from lightning.errors import ConfigError, RunnerError
 from lightning.instrument import ActiveAttempt, ReplacedMethods
 from lightning.instrument.context import calling_attempt
-from lightning.instrument.last_call import starter, starter_here
+from lightning.instrument.last_call import renew_lock_in_forks, starter, starter_here
 from lightning.instrument.tool_slots import set_slots
 from lightning.plugins.importing import on_import
 from lightning.runner.stages import AttemptStage
@@ -151,18 +151,9 @@ UNLIMITED = ToolLimits("", {})
 _limits = UNLIMITED
 _taken: set[tool_slot] = set()
 _held_once: set[str] = set()
-_lock = threading.Lock()
+_lock = threading.RLock()
 _around: ContextVar[tuple[tool_slot, ...]] = ContextVar("lightning_tool_slots", default=())
-
-
-def _unlock() -> None:
-    """Replace the lock in a forked process: the thread that held it does not exist there and would never release it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+renew_lock_in_forks(globals())
 
 
 class _Limited:

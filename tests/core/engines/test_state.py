@@ -173,6 +173,7 @@ def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(
     ("damage", "message"),
     [
         (lambda folder: (folder / "weights.safetensors").write_bytes(b"\x00" * 8), "not a whole training state"),
+        (lambda folder: (folder / "state.json").unlink(), "With a plugin that .*Without one .*: give another `out`"),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "not a whole training state"),
         (lambda folder: (folder / "state.json").write_text("{"), "not a whole training state"),
         (lambda folder: spoil(folder / "weights.safetensors", float("nan")), "not finite.*: remove that folder"),

@@ -150,7 +150,7 @@ async def test_an_expired_key_is_refused_when_the_store_does_not_take_that(house
     with monkeypatch.context() as patched:
         patched.setattr(house.store, "append", away)
         assert (await post(house, json=OK, headers=headers)).status_code == 401
-    assert f"that a call of {lease.rollout.id} was refused (expired_token) was not recorded: away" in caplog.text
+    assert f"could not record the refused call of {lease.rollout.id} (expired_token): away" in caplog.text
     assert (await post(house, json=OK, headers=headers)).status_code == 401
     assert len(await house.transitions()) == 1, "it is tried again with the next call"
 

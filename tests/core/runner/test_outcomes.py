@@ -6,6 +6,7 @@ import json
 import math
 import string
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,8 @@ from lightning.errors import DataError
 from lightning.instrument import ActiveAttempt
 from lightning.instrument.texts import MAX_REWARD
 from lightning.runner import outcomes
-from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
+from lightning.runner.socket_framing import LONGEST_REPLY
+from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, StepState, Task, ToolEvent
 
 SESSION = ActiveAttempt(LLM("http://127.0.0.1:1/v1", "secret-key", "policy"))
 
@@ -94,6 +96,23 @@ def test_text_and_arguments_of_any_kind_become_json() -> None:
     (clean,) = outcomes.decode_outcome(outcomes.encode_outcome(Outcome(reward=1.0, tool_events=(event,)))).tool_events
     assert clean.output == "lone ?"
     assert clean.arguments == {"a": "{1, 2}"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kept"),
+    [
+        (Outcome(reward=1.0), []),
+        (Outcome(reward=1.0, tool_events=(ToolEvent("t", "ok", arguments=threading.Lock()),)), ["tool arguments"]),  # type: ignore[arg-type]
+        (Outcome(reward=1.0, step_states=(StepState(threading.Lock(), "s"),)), ["the reward and"]),  # type: ignore[arg-type]
+        (Outcome(reward=1.0, rewards={"x" * LONGEST_REPLY: 1.0}), ["the reward and"]),
+    ],
+)
+def test_a_report_that_cannot_be_sent_whole_is_told_once(
+    outcome: Outcome, kept: list[str], warnings_of: Callable[[], list[str]]
+) -> None:
+    assert outcomes.sanitized(outcome).reward == 1.0
+    assert [said for said in warnings_of() if not any(each in said for each in kept)] == []
+    assert len(warnings_of()) == len(kept)
 
 
 def test_arguments_that_json_cannot_say_cost_only_themselves() -> None:

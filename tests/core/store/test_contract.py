@@ -890,6 +890,18 @@ async def test_a_step_may_train_what_the_policy_itself_failed(trained: Store, ro
 
 
 @everywhere
+async def test_steps_count_from_1(trained: Store) -> None:
+    for step in (0, -1):
+        with pytest.raises(
+            DataError, match=f"the number of step {step} of run 'run' is {step}: count the steps .*from 1"
+        ):
+            await trained.commit_step(record(step))
+    assert await trained.last_step("run") is None
+    marks = [each.trained_at_step for each in (await trained.list_rollouts("run")).items]
+    assert marks == [None] * 4
+
+
+@everywhere
 async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> None:
     await trained.commit_step(record())
     await trained.commit_step(record())

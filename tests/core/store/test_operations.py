@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 from lightning.store.operation import ANY, HttpLine, Operation, Operations, operations_of
-from lightning.store.relational.store import READS, WRITES, RelationalStore
+from lightning.store.relational.store import OWN, RelationalStore
 
 
 def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
@@ -19,7 +19,7 @@ def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
 
 
 def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
-    functions = {**READS, **WRITES}
+    functions = OWN.functions
     assert set(functions) <= {operation.name for operation in operations_of(Operations)}
     for operation in operations_of(Operations):
         if operation.name in functions:

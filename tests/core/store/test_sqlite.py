@@ -16,14 +16,15 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
-from lightning.store import codec
+from lightning.store import codec, rows
 from lightning.store.codec import Fingerprint, KnownTransition, ParentCache, Prompt, choose
+from lightning.store.operation import Operations
 from lightning.store.relational import operations as rollout_ops
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
@@ -117,6 +118,30 @@ async def test_what_is_done_first_is_done_outside_the_transaction(sqlite: Sqlite
         await refused
     assert open_then == [False]
     assert [await sqlite.get_state("run", name) for name in "abc"] == [1, None, 1]
+
+
+async def test_a_value_of_the_state_becomes_json_outside_the_writing_thread(
+    sqlite: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump, threads = rows.dump, list[str]()
+
+    def watched(value: object, *what: str) -> str:
+        threads.append(threading.current_thread().name)
+        return dump(value, *what)
+
+    monkeypatch.setattr(rows, "dump", watched)
+    await sqlite.put_state("run", "k", {"a": 1})
+    assert await sqlite.keep_state("run", "k", {"a": 2}) == {"a": 1}
+    assert threads == [threading.main_thread().name] * 2
+
+
+async def test_a_named_call_is_one_call_in_whatever_order_its_arguments_come(sqlite: SqliteStore) -> None:
+    named: dict[str, object] = {"run": "run", "step": 1, "values": {"loss": 2.0}, "once": "1"}
+    log_metrics: Any = vars(Operations)["log_metrics"]
+    await sqlite.call(log_metrics, named)
+    await sqlite.log_metrics("run", 1, {"loss": 1.0})
+    await sqlite.call(log_metrics, dict(reversed(named.items())))
+    assert [point.values for point in await sqlite.metrics("run")] == [{"loss": 1.0}]
 
 
 async def test_a_lost_transaction_is_done_again_one_by_one(sqlite: SqliteStore) -> None:

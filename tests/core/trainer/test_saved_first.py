@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import Engine
-from lightning.errors import ConfigError, PluginError
+from lightning.errors import ConfigError, EngineError, PluginError
 from lightning.plugins.stages import NamedStage
 from lightning.trainer.epochs import Epoch
 from lightning.trainer.run_stages import BringForward, RunLine, RunStage, Start
@@ -187,3 +188,32 @@ async def test_a_stage_takes_the_steps_since_the_newest_checkpoint_and_its_failu
     async with bench(tmp_path, **more) as made:
         with pytest.raises(PluginError, match=r"stage 'again' of the plugin 'theirs' failed .*step is not there"):
             await made.loop.restore()
+
+
+class Computes(Again):
+    """Asks the engine for each step, in a thread."""
+
+    async def bring_forward(
+        self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
+    ) -> BringForward:
+        async def bring(engine: Engine, again: Sequence[StepRecord]) -> None:
+            await asyncio.to_thread(engine.forward_backward, [], None)  # type: ignore[arg-type]
+
+        return bring
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal access"), EngineError("out of memory on a row")]
+)
+async def test_an_engine_that_fails_at_a_step_that_is_taken_again_is_blamed_itself(
+    bench: Open, tmp_path: Path, error: Exception
+) -> None:
+    async with bench(tmp_path, trainer__checkpoint_every=1) as made:
+        await made.loop.run({})
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    stages: dict[str, Any] = {"run_stages": lambda config: RunLine([named(Computes())])}
+    async with bench(tmp_path, trainer__checkpoint_every=9, **stages) as made:
+        made.engine.fail_next = error
+        with pytest.raises(EngineError, match=re.escape(str(error))) as failed:
+            await made.loop.restore()
+        assert "theirs" not in str(failed.value)

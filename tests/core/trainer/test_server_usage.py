@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,16 @@ PAIR = [Group("g", cast("Any", ("one", "other")))]
 
 
 class Server:
-    """Says what it is told to."""
+    """Says what it is told to, under names that change with each start."""
 
-    def __init__(self, *answers: Usage | None) -> None:
-        self.answers = list(answers)
+    claim = ""
+
+    def __init__(self, *answers: Usage | None, aliases: Sequence[str] = ()) -> None:
+        self.answers, self.aliases = list(answers), list(aliases)
+
+    @property
+    def alias(self) -> str:
+        return self.aliases.pop(0) if self.aliases else "policy"
 
     async def usage(self) -> Usage | None:
         return self.answers.pop(0)
@@ -34,6 +40,16 @@ async def test_each_step_has_what_came_since_the_last() -> None:
     assert await found.step(PAIR) == {}, "it did not say"
     assert await found.step(PAIR) == {"prefix_hit_share": 0.75, "preemptions": 3.0}
     assert await found.step(PAIR) == {"prefix_hit_share": 0.25, "preemptions": 0.0}, "it was started again"
+
+
+async def test_a_server_that_was_started_again_is_known_also_where_it_has_counted_more() -> None:
+    counted = Usage(2, 100, 50), Usage(6, 300, 90, 3), Usage(8, 400, 90, 3)
+    found = UsageMeter(cast("PolicyServer", Server(*counted, aliases=["policy-a", "policy-b", "policy-b"])))
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.5, "preemptions": 0.0}
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.3, "preemptions": 3.0}, (
+        "all of it was counted since the start"
+    )
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.0, "preemptions": 0.0}
 
 
 async def test_preemptions_are_told_once_with_the_cure(warnings_of: Callable[[], list[str]]) -> None:

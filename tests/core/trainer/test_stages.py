@@ -134,6 +134,17 @@ async def test_what_no_record_takes_is_the_stages_failure(added: Any, why: str) 
         await line.taken(StepTaken(1, [], [1, 2], None, {"rollouts": 0.0}))  # type: ignore[arg-type, list-item]
 
 
+async def test_an_alarm_of_a_step_that_is_taken_again_is_said_again() -> None:
+    fails, steps = Fails(), [StepTaken(step, [], [1, 2], None, {"rollouts": 0.0}) for step in (2, 3)]  # type: ignore[arg-type, list-item]
+    fails.raised = StoreError("the store is away")
+    line = standing(Watch(), fails)(Config())
+    with pytest.raises(StoreError):
+        await line.taken(steps[0])
+    fails.raised = None
+    for step, causes in ((steps[0], ["early", "step 2"]), (steps[1], ["step 3"])):
+        assert [alarm.cause for alarm in (await line.taken(step)).alarms] == causes
+
+
 async def test_a_store_that_fails_a_stage_is_not_the_stages_failure() -> None:
     fails = Fails()
     fails.raised = StoreError("the store is away")

@@ -112,8 +112,9 @@ def load_state(
         if isinstance(error, EngineError):
             raise
         raise EngineError(
-            f"{folder} is not a whole training state ({error}): remove that folder, and a resume continues from the checkpoint "
-            "before it, or from the start, and repeats the steps since then from the store"
+            f"{folder} is not a whole training state ({error}): remove that folder. With a plugin that takes recorded steps "
+            "again, a resume then continues from the checkpoint before it, or from the start, and repeats the steps since then "
+            "from the store. Without one the run cannot go on if these steps changed the weights: give another `out`"
         ) from error
     same_critic(folder, progress.critic, critic)
     _refuse_other_model(folder, parameters, weights)

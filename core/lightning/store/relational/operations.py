@@ -1,17 +1,18 @@
-"""The operations of a store as functions of a transaction: on runs, rollouts, the model calls and the ends of attempts,
-committed steps, metrics and small state.
+"""The operations of a store as functions of a transaction: on runs, rollouts, model calls, ends of attempts, committed steps,
+metrics and small state.
 
-The invariant: of all processes on the database, one holds the running attempt of a rollout; each lease raises the attempt
-number, so whoever held an earlier one is fenced off. Who ends, renews or writes into an attempt locks its rollout first. One
-key of a call has one content for ever, but for an answer that did not arrive, and a call that is read back is checked against
-the digest written with it. Labels are kept with the end of their attempt and name the callers of its calls when these are read.
-A step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once: with its first
-step. It enters another one only where that declares it, and only so often (`rollout_state.Reuse`).
+The invariant: of all processes on the database, one holds the running attempt of a rollout. Each lease raises the attempt
+number, which fences off whoever held an earlier attempt. A transaction that ends, renews or writes into an attempt locks the
+rollout first. The content of a call never changes, except that a call becomes aborted if its answer did not arrive. A call
+that is read is checked against the digest written with it. Labels are kept with the end of their attempt, and name the callers
+of its calls when the calls are read. A step and the marks of the rollouts it trained are written together or not at all. A
+rollout is marked with the first step that trains it; a later step may train it again only if the step declares this, and only
+as often as declared (`rollout_state.Reuse`).
 
-Statements are of the dialect that SQLite and Postgres share, and stand where they are run, but for those that are run in
-several places or have the columns of nouns. Parameters are `?` (a driver that counts them, `$1`, rewrites them: no literal
-contains one); upserts are ON CONFLICT; the clock, the locking of rows (`relational.transaction`) and the types of the schema
-(`schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
+Statements are in the dialect that SQLite and PostgreSQL share. A statement stands where it is run, unless it is run in several
+places or has the columns of a noun. Parameters are `?`; a driver that numbers them (`$1`) rewrites them, so no literal contains
+a question mark. Upserts are ON CONFLICT. The clock, the locking of rows (`relational.transaction`) and the types of the schema
+(`schema`) belong to the store. "group" and "index" are reserved words, hence `group_id` and `idx`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from lightning.store.rows import Row
 from lightning.types import Caller, Json, Lease, Rollout, Run, Status, StepRecord, Transition
 
 IDS_AT_ONCE: Final = 500
-"""Ids in one statement at most."""
+"""The largest number of ids in one statement."""
 ALL: Final = 2**63 - 1
 """The LIMIT of a list without one."""
 
 
 def insert(table: str, columns: str, conflict: str = "") -> str:
-    """A statement that inserts these columns; `conflict` are the columns of the key of rows to leave out that exist."""
+    """Return a statement that inserts a row with these columns. With `conflict`, the columns of a key, the statement leaves out
+    a row whose key exists."""
     places = ", ".join("?" for _ in columns.split(", "))
     left_out = f" ON CONFLICT ({conflict}) DO NOTHING" if conflict else ""
     return f"INSERT INTO {table} ({columns}) VALUES ({places}){left_out}"  # noqa: S608
@@ -55,19 +57,19 @@ INSERT_TRANSITION: Final = insert(
 INSERT_STEP: Final = insert("steps", rows.STEPS.names())
 RUN_COLUMNS: Final = rows.RUNS.names()
 BRIEF_RUN_COLUMNS: Final = rows.RUNS.names(blank={"config": "'{}'"})
-"""Without their configurations."""
+"""The columns of runs, with an empty text in place of the configuration."""
 ROLLOUT_COLUMNS: Final = rows.ROLLOUTS.names()
 STEP_COLUMNS: Final = rows.STEPS.names()
 BRIEF_STEP_COLUMNS: Final = rows.STEPS.names(
     blank={"rollouts": "'[]'", "digests": "'[]'", "groups": "'[]'", "extras": "NULL"}
 )
-"""Without the names of what was trained, and without what plugins keep."""
+"""The columns of steps, without the names of what was trained and without plugins' extras."""
 RENEW_LEASE: Final = "UPDATE rollouts SET lease_until = ? WHERE id = ?"
 GIVE_BACK: Final = (
     "UPDATE rollouts SET status = 'pending', spent = spent - 1, worker = '', lease_until = NULL WHERE n = ?"
 )
 CLOSE_ATTEMPT: Final = "UPDATE attempts SET ended_at = ?, ending = ? WHERE rollout = ? AND attempt = ?"
-"""For attempts that ended without an outcome of their own: `expired` or `released`."""
+"""Ends an attempt that has no outcome, as `expired` or `released`."""
 SELECT_TRANSITIONS: Final = (
     f"SELECT t.n, t.parent, t.digest, t.tokens, {rows.CALLS.names('t.')} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
     "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"
@@ -80,12 +82,12 @@ SELECT_GROUP_ROOTS: Final = (
 
 
 def places(count: int) -> str:
-    """So many parameters in parentheses."""
+    """Return `count` parameters in parentheses."""
     return f"({', '.join('?' * count)})"
 
 
 async def put_run(transaction: Transaction, run: Run) -> Run:
-    """See `Store.put_run`. A run without a time of its own is created now."""
+    """Create a run, or return the stored one (`Store.put_run`). A run without `created_at` gets the present time."""
     created = replace(run, created_at=run.created_at or await transaction.now())
     await transaction.run(INSERT_RUN, rows.RUNS.values(created))
     stored = await get_run(transaction, run.id)
@@ -94,7 +96,7 @@ async def put_run(transaction: Transaction, run: Run) -> Run:
 
 
 async def get_run(transaction: Transaction, run: str) -> Run | None:
-    """See `Store.get_run`."""
+    """Return a run; None if it does not exist (`Store.get_run`)."""
     row = await transaction.one(f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?", (run,))  # noqa: S608
     return None if row is None else rows.RUNS.read(row)
 
@@ -102,7 +104,7 @@ async def get_run(transaction: Transaction, run: str) -> Run | None:
 async def list_runs(
     transaction: Transaction, project: str | None, after: str, limit: int | None, brief: bool
 ) -> list[Run]:
-    """See `Store.list_runs`."""
+    """Return a list of runs, newest first (`Store.list_runs`)."""
     rollout_state.check_page(limit)
     given: dict[str, Row] = {} if project is None else {"project = ?": (project,)}
     if after:
@@ -122,7 +124,8 @@ async def list_runs(
 # rollouts -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The row of a rollout, as far as writers need it. `parent` is the key of the call that it branches, as text, or empty."""
+    """The columns of a rollout that writers need. `parent` is the key, as text, of the call at which the rollout branches;
+    empty for a rollout that is no branch."""
 
     n: int
     run: str
@@ -133,8 +136,8 @@ class Standing:
 
 
 async def standing(transaction: Transaction, rollout: str, *, held: bool = False) -> Standing:
-    """Find a rollout, which is to stand so until the transaction ends if it is `held`. Raises `StoreError` when nobody created
-    it."""
+    """Return the columns of a rollout that writers need. With `held` lock its row until the transaction ends. Raises
+    `StoreError` if the rollout does not exist."""
     find = transaction.locked if held else transaction.all
     found = await find(
         "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker, parent FROM rollouts WHERE id = ?",
@@ -147,10 +150,10 @@ async def standing(transaction: Transaction, rollout: str, *, held: bool = False
 
 
 async def create_rollouts(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
-    """See `Store.create_rollouts`."""
+    """Insert the rollouts whose ids are new and return how many are (`Store.create_rollouts`)."""
     values = [rows.rollout_values(rollout) for rollout in rollouts]
     runs = sorted({rollout.run for rollout in rollouts})
-    # A page ends at an `n`, and what comes after it is read later: nobody may commit a smaller one then.
+    # A page ends at an `n`, and the next page is read later from there: until then no smaller `n` may be committed.
     await transaction.alone(*(f"rollouts {run}" for run in runs))
     new = await transaction.insert_new(INSERT_ROLLOUT, values)
     if new < len(rollouts):
@@ -164,7 +167,7 @@ async def create_rollouts(transaction: Transaction, rollouts: Sequence[Rollout])
 
 
 async def get_rollout(transaction: Transaction, rollout: str) -> Rollout | None:
-    """See `Store.get_rollout`."""
+    """Return a rollout; None if it does not exist (`Store.get_rollout`)."""
     row = await transaction.one(f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE id = ?", (rollout,))  # noqa: S608
     return None if row is None else rows.ROLLOUTS.read(row)
 
@@ -178,7 +181,7 @@ async def list_rollouts(
     cursor: str,
     limit: int,
 ) -> Page[Rollout]:
-    """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
+    """Return a page of rollouts (`Store.list_rollouts`). The cursor is the `n` of the last rollout of the page before."""
     rollout_state.check_page(limit, cursor)
     asked = {"split": split, "step": step, "status": None if status is None else status.value}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -192,7 +195,7 @@ async def list_rollouts(
 
 
 async def count_rollouts(transaction: Transaction, run: str) -> list[RolloutCount]:
-    """See `Store.count_rollouts`."""
+    """Count the rollouts of a run by split and status (`Store.count_rollouts`)."""
     found = await transaction.all(
         "SELECT split, status, count(*) FROM rollouts WHERE run = ? GROUP BY split, status ORDER BY 1, 2", (run,)
     )
@@ -200,7 +203,7 @@ async def count_rollouts(transaction: Transaction, run: str) -> list[RolloutCoun
 
 
 async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:
-    """See `Store.lease`."""
+    """Give a worker up to `limit` rollouts for `ttl` seconds, each as a new attempt (`Store.lease`)."""
     rollout_state.check_lease(worker, limit, ttl)
     known_as = rollout_state.known_as(once, "lease", run, worker, ttl)
     if known_as and (leases := await _leased_before(transaction, known_as, worker, ttl)):
@@ -221,13 +224,13 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
         before = rows.ROLLOUTS.read(tuple(row))
         if before.status is Status.RUNNING:
             expired.append((now, "expired", before.id, before.attempt))
-        begins = replace(  # what is left of a lost attempt is wiped
+        begins = replace(  # without the result of a lost attempt
             before, status=Status.RUNNING, attempt=before.attempt + 1, fault=None, error="", seconds=0.0
         )
         leases.append(Lease(begins, worker, now + ttl))
         taken.append((before.attempt + 1, worker, now + ttl, n))
         begun.append((before.id, before.attempt + 1, worker, now))
-    if len(found) > limit:  # some were held for a moment and left: whoever found nothing meanwhile is to look again
+    if len(found) > limit:  # some rows were locked and not taken: a worker that found nothing meanwhile must look again
         await transaction.changed(run)
     await transaction.many(CLOSE_ATTEMPT, expired)
     await transaction.many(
@@ -243,10 +246,11 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
 
 
 async def _leased_before(transaction: Transaction, known_as: str, worker: str, ttl: float) -> list[Lease]:
-    """What the same call was given before its answer was lost and is still the worker's, for another `ttl` seconds."""
+    """Return the leases that the same call was given before, as far as the worker still holds them, renewed for `ttl` seconds.
+    The list is empty if the call is new."""
     kept = cast("list[list[tuple[str, int]]]", await kept_answers(transaction, known_as))
     given = list(chain(*kept))
-    # In the order of their ids, so that two that share rollouts do not wait for one another.
+    # In the order of their ids, so that two calls that share rollouts do not wait for one another.
     standings = {rollout: await standing(transaction, rollout, held=True) for rollout, _ in sorted(given)}
     mine = [
         rollout
@@ -260,7 +264,8 @@ async def _leased_before(transaction: Transaction, known_as: str, worker: str, t
 
 
 async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
-    """Fail those whose last allowed attempt was lost; return `limit` others whose lease expired."""
+    """Fail the rollouts whose lease expired on the last allowed attempt. Return up to `limit` of the other rollouts whose lease
+    expired."""
     now = await transaction.now()
     for n, rollout, worker, attempt in await transaction.free(
         "SELECT n, id, worker, attempt FROM rollouts "
@@ -282,7 +287,7 @@ async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
 
 
 async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
-    """See `Store.renew`."""
+    """Renew a lease for `ttl` seconds from now (`Store.renew`)."""
     rollout_state.check_ttl(ttl)
     where = await standing(transaction, lease.rollout.id, held=True)
     rollout_state.check_fence(where.position, lease.attempt)
@@ -296,7 +301,7 @@ async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
 async def complete(
     transaction: Transaction, rollout: str, attempt: int, end: rollout_state.Ending, spend: bool
 ) -> Rollout:
-    """See `Store.complete`; `end` is the checked outcome."""
+    """End an attempt and store its outcome (`Store.complete`); `end` is the checked outcome."""
     where = await standing(transaction, rollout, held=True)
     if not rollout_state.may_write(where.position, attempt):
         earlier = await transaction.one(
@@ -314,13 +319,12 @@ async def complete(
         )
         if excused:
             await transaction.run(GIVE_BACK, (where.n,))
-        ending = end.fault or "reward"
         await transaction.run(
             "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ?, "
             "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?",
             (
                 await transaction.now(),
-                ending,
+                end.fault or "reward",
                 end.digest,
                 *end.kept,
                 rollout,
@@ -335,7 +339,7 @@ async def complete(
 
 @once_only
 async def release(transaction: Transaction, worker: str) -> int:
-    """See `Store.release`."""
+    """Make the rollouts that a worker has leased pending again (`Store.release`)."""
     held = await transaction.locked(
         "SELECT n, id, attempt, run FROM rollouts WHERE worker = ? AND status = 'running'", (worker,)
     )
@@ -348,7 +352,7 @@ async def release(transaction: Transaction, worker: str) -> int:
 
 
 async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
-    """The labels an attempt was completed with."""
+    """Return the labels with which an attempt ended, by the ids of the calls; none for an attempt that has not ended."""
     row = await transaction.one("SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?", (rollout, attempt))
     return {} if row is None else rows.labels_from_text(row[0])
 
@@ -358,8 +362,7 @@ async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dic
 
 @dataclass(frozen=True, slots=True)
 class NewCall:
-    """A transition in database form, but for what depends on the calls stored before it. `values` are
-    its described columns and its digest."""
+    """A transition encoded as far as possible without its parent. `values` are the columns of `rows.CALLS` and the digest."""
 
     transition: Transition
     packed: codec.Packed
@@ -368,7 +371,8 @@ class NewCall:
 
 
 def prepare(transition: Transition) -> NewCall:
-    """Everything that can be done before the transaction, which keeps others from writing. Raises `DataError`."""
+    """Encode a transition before the transaction, during which nobody else can write. Raises `DataError` for a transition that
+    cannot be stored."""
     packed = codec.pack_tokens(codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
     tokens = Fingerprint.of(packed.full, len(packed.prompt))
     if transition.seq < 0:
@@ -379,7 +383,7 @@ def prepare(transition: Transition) -> NewCall:
 
 
 async def append(transaction: Transaction, calls: Sequence[NewCall]) -> int:
-    """See `Store.append`."""
+    """Store calls and return how many are new (`Store.append`)."""
     # In the order of their ids, so that two appends that share rollouts do not wait for one another.
     names = sorted({call.transition.rollout for call in calls})
     standings = {name: await standing(transaction, name, held=True) for name in names}
@@ -390,14 +394,13 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     attempt = call.transition.attempt
     key = (where.n, attempt, call.transition.seq)
     if not rollout_state.may_write(where.position, attempt):
-        if not await _is_repeated(transaction, where, key, call):
-            rollout_state.check_fence(where.position, attempt)
+        await _repeat(transaction, where, key, call)
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
     n = await transaction.insert(INSERT_TRANSITION, (*key[:2], parent.key if parent else None, *call.values, blob))
     if n is None:
-        assert await _is_repeated(transaction, where, key, call), "what is in the way of a call has its key"
+        await _repeat(transaction, where, key, call)
         return False
     known = KnownTransition(n, blob[: codec.HEAD_BYTES], call.tokens)
     extended = parent if parent is not None and parent.tokens.length == shared * codec.ITEM else None
@@ -407,19 +410,22 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     return True
 
 
-async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int, int, int], call: NewCall) -> bool:
-    """Whether the call is stored; as one that was answered when it did not arrive, and then no longer."""
+async def _repeat(transaction: Transaction, where: Standing, key: tuple[int, int, int], call: NewCall) -> None:
+    """Check that a call equals the stored call with its key, and mark the stored call as aborted if this one is: its answer did
+    not arrive. Raises `ConflictError` for another content, and `StaleAttemptError` for a call of an attempt that is not the
+    running one if it is not stored, or to mark it."""
     row = await transaction.one(
         "SELECT digest, caller FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?", key
     )
     if row is None:
-        return False
+        rollout_state.check_fence(where.position, call.transition.attempt)
+        raise AssertionError("a call is left out only where another one has its key")
     (stored, caller), transition, content = row, call.transition, call.packed.digest
     labels = await labels_of(transaction, transition.rollout, transition.attempt)
     if labels.get(transition.id) == transition.caller:  # as it was labelled since
         transition = replace(transition, caller=rows.caller_from_text(caller))
     if stored == rollout_state.record_digest(transition, content):
-        return True
+        return
     for answered in rollout_state.answered(transition):
         if stored == rollout_state.record_digest(answered, content):
             rollout_state.check_fence(where.position, transition.attempt)
@@ -427,16 +433,17 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
                 "UPDATE transitions SET status = ?, digest = ? WHERE rollout = ? AND attempt = ? AND seq = ?",
                 (transition.status.value, call.values[-1], *key),
             )
-            return True
+            return
     raise rollout_state.stored_otherwise(transition)
 
 
 async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition[int] | None, int]:
-    """The best of the calls of this attempt, newest first, of the roots of its group and, if it is a branch of a rollout of its
-    group, of the calls up to the one it branches; and how many tokens it shares.
+    """Return the call against which a new call is best stored, and how many tokens they share; None and 0 for no such call.
 
-    The calls of an attempt are as safe as its rollout, which this transaction holds. Another may have been pruned since it was
-    remembered, and its whole group with it; SQLite may have given its number to another call since.
+    Candidates are the calls of this attempt, newest first, the roots of its group and, for a branch of a rollout of its group,
+    the calls up to the one at which it branches. Calls of this attempt exist as long as its rollout, which this transaction has
+    locked. Other calls may have been pruned with their whole group after they were cached, and SQLite may have given the number
+    of one to another call.
     """
     attempt, group = (where.n, call.transition.attempt), (where.run, where.group)
     trunk = (*group, where.parent)
@@ -457,7 +464,7 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
         parent, shared = choose(prompt, chain(reversed(own), roots, branched))
         if parent is None or parent in own:
             return parent, shared
-        # It is there, has the content that is remembered, and is of this group: what is removed together is stored together.
+        # The row exists, has the cached content, and is of this group: rows that are removed together are stored together.
         if await transaction.kept(
             "SELECT n FROM transitions WHERE n = ? AND substr(tokens, 1, ?) = ? "
             "AND rollout IN (SELECT n FROM rollouts WHERE run = ? AND group_id = ?)",
@@ -469,10 +476,11 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
 
 
 async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTransition[int]]:
-    """The calls of an attempt up to the one at which it was branched, if it is of this group."""
+    """Load the calls of the branched attempt up to the call at which a rollout branches; none if that attempt is not of the
+    rollout's group."""
     try:
         key = rows.call_from_text(where.parent, "its parent")
-    except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
+    except (StoreError, ValueError, TypeError):  # damaged: a read of the rollout itself raises the error
         return []
     return await _load(
         transaction,
@@ -483,14 +491,14 @@ async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTr
 
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition[int]]:
-    """The newest calls that the query finds, oldest first, without those that a newer one extends."""
+    """Return the newest calls that the query finds, oldest first, without calls that a newer one extends."""
     decoder = Decoder(lambda n: transaction.one(SELECT_BLOB, (n,)))
     found: list[KnownTransition[int]] = []
     fulls: list[bytes] = []
     for n, parent, blob in await transaction.all(query, values):
         try:
             tokens = await decoder.decode(n, parent, blob)
-        except StoreError:  # a damaged row is no parent for a new call; whoever reads the row itself gets the error
+        except StoreError:  # a damaged row is no parent for a new call; a read of the row itself raises the error
             continue
         full = codec.full_tokens(tokens)
         if not any(newer.startswith(full) for newer in fulls):
@@ -501,20 +509,20 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
 
 
 async def transitions(transaction: Transaction, rollout: str, attempt: int | None) -> list[Transition]:
-    """See `Store.transitions`."""
+    """Return the calls of an attempt in `seq` order (`Store.transitions`)."""
     if attempt is None:
         attempt = (await standing(transaction, rollout)).position.attempt
     return (await transitions_of(transaction, [(rollout, attempt)]))[0]
 
 
 async def transitions_of(transaction: Transaction, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
-    """See `Store.transitions_of`."""
+    """Return the calls of each attempt (`Store.transitions_of`)."""
     decoder = Decoder(lambda n: transaction.one(SELECT_BLOB, (n,)))
     found = []
     for rollout, attempt in attempts:
         stored = await transaction.all(SELECT_TRANSITIONS, (rollout, attempt))
         if not stored:
-            await standing(transaction, rollout)  # raises for a rollout nobody created
+            await standing(transaction, rollout)  # raises for an unknown rollout
         labels = await labels_of(transaction, rollout, attempt)
         calls = [await _decode(decoder, rollout, attempt, row) for row in stored]
         found.append([replace(call, caller=labels[call.id]) if call.id in labels else call for call in calls])
@@ -543,7 +551,7 @@ async def _decode(decoder: Decoder, rollout: str, attempt: int, row: Row) -> Tra
 
 
 async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:
-    """See `Store.next_seq`."""
+    """Return the `seq` behind the last call of an attempt (`Store.next_seq`)."""
     row = await transaction.one(
         "SELECT coalesce(max(t.seq) + 1, 0) FROM transitions t JOIN rollouts r ON r.n = t.rollout "
         "WHERE r.id = ? AND t.attempt = ?",
@@ -553,7 +561,7 @@ async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:
 
 
 async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
-    """See `Store.attempts_of`."""
+    """Return the end of each attempt (`Store.attempts_of`)."""
     found: list[Attempt] = []
     for start in range(0, len(attempts), IDS_AT_ONCE):
         asked = attempts[start : start + IDS_AT_ONCE]
@@ -580,7 +588,7 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
 
 
 async def commit_step(transaction: Transaction, record: StepRecord) -> None:
-    """See `Store.commit_step`. A record without a time of its own is committed now."""
+    """Record a step and mark its rollouts as trained (`Store.commit_step`). A record without `at` gets the present time."""
     await transaction.alone(f"steps {record.run}")
     earlier = await transaction.one("SELECT digest FROM steps WHERE run = ? AND step = ?", (record.run, record.step))
     if earlier is not None:
@@ -619,7 +627,8 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
 def _check_trainable(
     record: StepRecord, rollout: str, attempt: int, found: Row | None, reuse: rollout_state.Reuse
 ) -> int:
-    """The first step that trained it, this one or the one before that a reuse is of."""
+    """Check that a step may train a rollout, whose columns are `found`. Return the first step that trained the rollout: this
+    one, or an earlier one for a declared reuse. Raises `StoreError` if the step may not."""
     if found is None:
         raise rollout_state.unknown_rollout(rollout)
     run, status, fault, current, trained = found
@@ -631,7 +640,8 @@ def _check_trainable(
 
 
 async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollout_state.Reuse, first: int) -> None:
-    """Refuse a reuse beyond its limit. Steps before `first` trained none of what is reused."""
+    """Raise `ConflictError` if a rollout was reused more often than declared. Steps before `first` trained none of the reused
+    rollouts."""
     if not reuse.rollouts:
         return
     uses = Counter[str]()
@@ -643,7 +653,7 @@ async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollo
 
 
 async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
-    """See `Store.steps`."""
+    """Return committed steps in order (`Store.steps`)."""
     rollout_state.check_page(limit)
     columns = BRIEF_STEP_COLUMNS if brief else STEP_COLUMNS
     found = await transaction.all(
@@ -654,7 +664,7 @@ async def steps(transaction: Transaction, run: str, after: int, limit: int | Non
 
 
 async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
-    """See `Store.last_step`."""
+    """Return the newest committed step; None without steps (`Store.last_step`)."""
     row = await transaction.one(
         f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1",  # noqa: S608
         (run,),
@@ -664,7 +674,7 @@ async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
 
 @once_only
 async def log_metrics(transaction: Transaction, run: str, step: int, values: Mapping[str, float]) -> None:
-    """See `Store.log_metrics`."""
+    """Add values to the metrics of a step (`Store.log_metrics`)."""
     now = await transaction.now()
     await transaction.many(
         "INSERT INTO metrics (run, step, name, value, at) VALUES (?, ?, ?, ?, ?) "
@@ -674,7 +684,7 @@ async def log_metrics(transaction: Transaction, run: str, step: int, values: Map
 
 
 async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
-    """See `Store.metrics`."""
+    """Return the metrics of a run, sorted by step (`Store.metrics`)."""
     steps: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
     for step, name, value, at in await transaction.all(
@@ -686,26 +696,26 @@ async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
 
 
 @once_only
-async def put_state(transaction: Transaction, run: str, key: str, value: Json) -> None:
-    """See `Store.put_state`."""
+async def put_state(transaction: Transaction, run: str, key: str, value: str) -> None:
+    """Keep a value under a key of the state (`Store.put_state`); `value` is JSON."""
     await transaction.run(
         "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value",
-        (run, key, rows.dump(value, f"the state {key!r}")),
+        (run, key, value),
     )
     await transaction.changed(run)
 
 
-async def keep_state(transaction: Transaction, run: str, key: str, value: Json) -> Json:
-    """See `Store.keep_state`."""
+async def keep_state(transaction: Transaction, run: str, key: str, value: str) -> Json:
+    """Keep a value if the key has none (`Store.keep_state`); `value` is JSON."""
     if await transaction.run(
         "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING",
-        (run, key, rows.dump(value, f"the state {key!r}")),
+        (run, key, value),
     ):
         await transaction.changed(run)
     return await get_state(transaction, run, key)
 
 
 async def get_state(transaction: Transaction, run: str, key: str) -> Json:
-    """See `Store.get_state`."""
+    """Return the value under a key of the state; None if there is none (`Store.get_state`)."""
     row = await transaction.one("SELECT value FROM state WHERE run = ? AND name = ?", (run, key))
     return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")

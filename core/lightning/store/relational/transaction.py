@@ -1,14 +1,13 @@
-"""What an operation sees of a database while its transaction is open, and operations that are done once however often they are
-asked for, because an answer was lost; and what a plugin brings for its
-operations: functions of a transaction, and tables of its own.
+"""The open transaction that an operation works with; calls that take effect once although they are repeated; and the functions
+and tables that a plugin brings for its own operations.
 
-The invariant: an operation touches the database through these methods only, and it may be run again from its beginning:
-whatever it did before was rolled back with its transaction. What a call changes and what it is answered are committed together;
-whoever makes the same call while the first one is on its way waits for its end.
+The invariant: an operation touches the database through the methods of `Transaction` only. It may be run again from its
+beginning, because a failed run was rolled back. The changes of a named call and its answer are committed together; the same
+call made meanwhile waits until the first one ends.
 
-The names of a plugin's tables begin with that of its group, so that nobody's are another's. They are made when
-the group first writes, in the order of their steps, each step once and with its number in the same transaction; tables
-of a later step than the plugin knows are refused, untouched. Who only looks makes none.
+The names of a plugin's tables begin with the name of its group, so that no two plugins have a table in common. Tables are made
+when the group writes for the first time, step by step, each step in one transaction with its number. Tables of a later step
+than the plugin knows are refused and not touched. A process that only reads makes no tables.
 """
 
 from __future__ import annotations
@@ -36,59 +35,62 @@ class Transaction(Protocol):
 
     @property
     def parents(self) -> ParentCache[int]:
-        """Recently written calls, what a new one may be stored against. Only writing transactions have them."""
+        """The cache of recently written calls, the possible parents of a new call. Only a writing transaction has it."""
 
     async def now(self) -> float:
-        """Unix time by the database's clock, the same for the whole transaction."""
+        """Return the Unix time by the database's clock, which is the same for the whole transaction."""
 
     async def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
-        """The first row, or None."""
+        """Return the first row, or None without rows."""
 
     async def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """Every row."""
+        """Return all rows."""
 
     async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """Every row as it stands, which nobody else changes before this transaction ends; waits for those who do now."""
+        """Return all rows, locked: no other transaction changes them before this one ends. Wait for transactions that hold a
+        lock."""
 
     async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """As `locked`, without waiting: rows that another transaction holds are left out."""
+        """Return and lock the rows that no other transaction has locked, without waiting."""
 
     async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
-        """Whether there is such a row, which nobody removes before this transaction ends; waits for those who do now."""
+        """Return whether there is a row, and keep other transactions from removing it before this one ends. Wait for
+        transactions that are removing it."""
 
     async def alone(self, *names: str) -> None:
-        """Wait until no other transaction has asked for these names, and keep them until this one ends."""
+        """Lock these names until this transaction ends. Wait for transactions that have locked one of them."""
 
     async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
-        """Execute; return how many rows changed."""
+        """Execute a statement and return how many rows it changed."""
 
     async def define(self, sql: str) -> None:
-        """Execute what makes or changes a table, in SQLite's types."""
+        """Execute a statement, written in SQLite's types, that makes or changes a table."""
 
     async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        """Execute for each row."""
+        """Execute a statement once for each row of values."""
 
     async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
-        """Insert one row; return its `n`, None when the statement leaves it out because it exists."""
+        """Insert one row and return its `n`; return None if the row exists and the statement leaves out existing rows."""
 
     async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
-        """Insert rows by a statement that leaves out those that exist; return how many were new."""
+        """Insert rows with a statement that leaves out existing rows, and return how many were new."""
 
     async def changed(self, run: str) -> None:
-        """Whoever watches the run is to hear of this transaction when it is committed."""
+        """Tell the watches of a run about this transaction when it is committed."""
 
 
 Operation: TypeAlias = Callable[[Transaction], Coroutine[Any, Any, T]]
-"""One unit of work."""
+"""A coroutine function that does one unit of work in the transaction it is given."""
 
 FORGOTTEN_AT_ONCE: Final = 8
-"""Old answers that go whenever one is added: they never become many, and nobody waits for their removal."""
+"""How many expired answers are deleted when one is added, so that they stay few and no call takes long to delete them."""
 
 
 async def done_once(transaction: Transaction, known_as: str, run: str, work: Callable[[], Awaitable[Json]]) -> Json:
-    """What `work` is answered, which is done once for each `rules.known_as`; each time for a call without a name.
+    """Do `work` once for all calls with the name `known_as` (`rollout_state.known_as`), and return the answer of that one time.
+    Do it each time if the name is empty.
 
-    `run` is the one that the answer goes with, empty for none.
+    `run` is the run with which the kept answer is deleted; empty for no run.
     """
     if not known_as:
         return await work()
@@ -100,11 +102,12 @@ async def done_once(transaction: Transaction, known_as: str, run: str, work: Cal
 
 
 def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..., Coroutine[Any, Any, Json]]:
-    """What does an operation with the argument `once`: the function, done once for each call that has a name."""
+    """Give a function of a transaction the argument `once`: calls with the same `once` and the same arguments are done once.
+    The function is done at each call if `once` is empty or None."""
 
     @wraps(function)
     async def done(transaction: Transaction, *, once: str | None, **arguments: Any) -> Json:
-        known_as = rollout_state.known_as(once or "", function.__name__, repr(arguments))
+        known_as = rollout_state.known_as(once or "", function.__name__, arguments)
         return await done_once(
             transaction, known_as, arguments.get("run", ""), lambda: function(transaction, **arguments)
         )
@@ -116,8 +119,8 @@ def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..
 
 
 async def kept_answers(transaction: Transaction, known_as: str) -> list[Json]:
-    """What a call of this name was answered; nothing when nobody made it, or too long ago. Keeps others out who make the same
-    call, until the transaction ends."""
+    """Return the kept answer of the call with this name, in a list; an empty list if no answer is kept, or no longer. Keep
+    other transactions from making the same call until this one ends."""
     await transaction.alone(f"call {known_as}")
     found = await transaction.all(
         "SELECT answer FROM answers WHERE id = ? AND until >= ?", (known_as, await transaction.now())
@@ -126,7 +129,7 @@ async def kept_answers(transaction: Transaction, known_as: str) -> list[Json]:
 
 
 async def keep_answer(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> None:
-    """Keep for `seconds` what the call of this name is answered, in place of what it was answered before."""
+    """Keep the answer of the call with this name for `seconds`, in place of an earlier answer."""
     now = await transaction.now()
     for (old,) in await transaction.free(
         "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?", (now, FORGOTTEN_AT_ONCE)
@@ -143,16 +146,17 @@ KEEP_VERSION: Final = (
     "INSERT INTO operation_groups (name, version) VALUES (?, ?) "
     "ON CONFLICT (name) DO UPDATE SET version = excluded.version"
 )
-_MADE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+(?:UNIQUE\s+)?(TABLE|INDEX)\s+(\w+)", re.IGNORECASE)
+MADE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+(?:UNIQUE\s+)?(TABLE|INDEX)\s+(\w+)", re.IGNORECASE)
+"""Matches a statement that makes, changes or drops a table or an index: which of the two, and its name."""
 
 
 @dataclass(frozen=True)
 class SqlPart:
-    """A plugin's part for SQL databases. Functions stand by the names of the operations, and get a transaction and the
-    operation's arguments by name; one that takes `once` is given a name where an answer may get lost (`once_only`).
+    """The functions and tables of some operations in SQL databases. `reads` and `writes` give the function of each operation by
+    its name. A function gets a transaction and the operation's arguments by name; `once_only` gives it the argument `once`.
 
-    `tables` are steps of statements, in SQLite's types. What a release adds or changes is one more step: a database
-    that has the earlier ones gets that one alone. `whole` are the `reads` whose statements must see one moment.
+    `tables` are steps, each a sequence of statements in SQLite's types. A release that changes tables adds a step, and a
+    database that has the earlier steps gets the new one. `whole` names the `reads` whose statements must see one snapshot.
     """
 
     reads: Mapping[str, Callable[..., Coroutine[Any, Any, Any]]] = field(default_factory=dict)
@@ -162,19 +166,20 @@ class SqlPart:
 
     @cached_property
     def functions(self) -> Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]:
-        """Those that read and those that write."""
+        """The functions of both kinds, by the names of the operations."""
         return {**self.reads, **self.writes}
 
 
 async def version_of(transaction: Transaction, group: str) -> int:
-    """How many steps of a group's tables a database has."""
+    """Return how many steps of a group's tables the database has."""
     row = await transaction.one("SELECT version FROM operation_groups WHERE name = ?", (group,))
     return 0 if row is None else int(row[0])
 
 
 async def make_tables(transaction: Transaction, group: str, tables: Sequence[Sequence[str]], where: object) -> None:
-    """Make those of a group's tables that are not there. Raises `SchemaError` for those of a later step, `StoreError` for what
-    is not the group's by its name."""
+    """Take the steps of a group's tables that the database does not have. `where` names the database in errors. Raises
+    `SchemaError` if it has more steps than `tables`, and `StoreError` for a table whose name does not begin with the
+    group's."""
     await transaction.alone(f"tables of {group}")
     there = await version_of(transaction, group)
     if there > len(tables):
@@ -183,7 +188,7 @@ async def make_tables(transaction: Transaction, group: str, tables: Sequence[Seq
             "install the newer release of the plugin, with which they were made"
         )
     for statement in (statement for step in tables[there:] for statement in step):
-        found = _MADE.match(statement)
+        found = MADE.match(statement)
         if found and found[2] != group and not found[2].startswith(f"{group}_"):
             raise StoreError(
                 f"the plugin that brings {group!r} would make {found[2]!r} in {where!r}: its tables and indexes are called "

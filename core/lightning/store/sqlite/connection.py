@@ -1,7 +1,7 @@
-"""Connections to one SQLite file of this schema, and the words for what SQLite refuses.
+"""Opens connections to an SQLite file, makes the tables in it, and turns SQLite's errors into those of stores.
 
 The invariant: no `sqlite3` exception leaves this package; each becomes an error that names the file and the cure. All tables
-are made in one transaction; a file of another schema, or of another program, is refused untouched.
+are made in one transaction. A file of another schema, or of another program, is refused and not touched.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lightning.store.schema import STATEMENTS, VERSION, check_version
 
 MEMORY: Final = ":memory:"
 PAGE_BYTES: Final = 16384
-"""A transition is about 2 KB: pages this large waste little behind the last one that fits."""
+"""The page size: a transition is about 2 KB, so that pages of this size waste little space at their ends."""
 WAL_LIMIT_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the file is and how hard it is held.
+    """The path of the file, and how durable its writes are.
 
-    `sync="normal"`: what was acknowledged survives the death of any process; a power cut may lose the last moments but
-    never corrupts. `sync="full"`: it survives a power cut too, at an fsync per group commit. `busy_timeout`: seconds
-    that an operation waits while another process writes, counted from when it was asked for.
+    With `sync="normal"` acknowledged writes survive the death of any process; a power cut may lose the last moments but never
+    corrupts the file. With `sync="full"` they survive a power cut too, at the cost of an fsync for each group commit.
+    `busy_timeout` is the seconds from its call on for which an operation waits while another process writes.
     """
 
     path: str
@@ -47,12 +47,12 @@ class Settings:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the database is private to its one connection."""
+        """Whether the database is in memory, private to its one connection."""
         return self.path == MEMORY
 
 
 def moved(settings: Settings) -> StoreError:
-    """The error for a file that is not at its path any more."""
+    """Return the error for a file that is no longer at its path."""
     return StoreError(
         f"store {settings.path} was moved, removed or replaced while it was open, and nothing is written to it any more: put "
         "the file back together with the one that ends in -wal, or start again where they are now"
@@ -60,8 +60,8 @@ def moved(settings: Settings) -> StoreError:
 
 
 def connect(settings: Settings, *, read_only: bool = False, again: bool = False) -> sqlite3.Connection:
-    """Open the file in WAL mode, creating it and its folder. One that the store opens `again` is not created: it must still be
-    there. Raises `StoreError` or `SchemaError`."""
+    """Open the file in WAL mode; create it and its folder if they are missing. A file that the store opens `again` must still
+    exist. Raises `StoreError` or `SchemaError`."""
     if not again and not settings.in_memory:
         try:
             Path(settings.path).parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
         if not settings.in_memory and not read_only and not again:
             with contextlib.suppress(
                 FileExistsError
-            ):  # for its owner alone: it holds the secret that signs agents' keys
+            ):  # readable by its owner alone, because it holds the secret that signs agents' keys
                 os.close(os.open(settings.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             f"{Path(settings.path).as_uri()}?mode=rw" if again else settings.path,
@@ -110,7 +110,8 @@ def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only:
 
 
 def _enter_wal(connection: sqlite3.Connection, settings: Settings) -> str:
-    """Switch to WAL; two processes that create the file at once make SQLite answer busy without waiting, so wait here."""
+    """Switch to WAL mode and return the mode. If two processes create the file at the same time, SQLite reports busy without
+    waiting, so this function waits."""
     deadline = time.monotonic() + settings.busy_timeout
     while True:
         try:
@@ -122,7 +123,7 @@ def _enter_wal(connection: sqlite3.Connection, settings: Settings) -> str:
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Whether SQLite says that another connection is in the way."""
+    """Return whether SQLite's error says that another connection holds a lock."""
     return _primary_code(error) == sqlite3.SQLITE_BUSY
 
 
@@ -131,7 +132,8 @@ def _primary_code(error: sqlite3.Error) -> int:
 
 
 def translate(error: Exception, settings: Settings) -> Exception:
-    """The error to give to the caller for whatever an operation raised."""
+    """Return the error to raise to the caller for an exception of an operation: for SQLite's errors a `StoreError` with the
+    cause and the cure."""
     if isinstance(error, LightningError):
         return error
     if isinstance(error, UnicodeEncodeError | OverflowError | sqlite3.InterfaceError | sqlite3.ProgrammingError):
@@ -161,14 +163,14 @@ def translate(error: Exception, settings: Settings) -> Exception:
 
 
 APPLICATION_ID: Final = 0x4C524C53
-"""Lets `file` and this program tell a store from any other SQLite database ("LRLS")."""
+"""The application id of a store ("LRLS"), which tells it from other SQLite databases."""
 
 
 def refuse_foreign(settings: Settings, *, make: bool) -> None:
-    """Raise `SchemaError` for a foreign database, or one of another schema, and leave it as it is: `connect` would change its
-    journal mode. Unless a store is to be made, raise `ConfigError` where there is no file, and `SchemaError` for an empty one.
+    """Raise `SchemaError` for a database of another program or another schema, and leave it untouched: `connect` would change
+    its journal mode. Without `make` raise `ConfigError` for a missing file, and `SchemaError` for an empty one.
 
-    A file that cannot be opened is not refused: `connect` says why.
+    A file that cannot be opened is left to `connect`, which raises the reason.
     """
     if settings.in_memory:
         return
@@ -177,7 +179,8 @@ def refuse_foreign(settings: Settings, *, make: bool) -> None:
             f"there is no database at {settings.path!r}: give the folder of a run, a database file or a store's URL"
         )
     try:
-        # A reader that may write folds a log that lies beside the file into it; one that may not would create a log.
+        # With a log beside the file, a connection that may write would fold it into the file; without one, a connection that
+        # may not write would create one.
         mode = "ro" if Path(f"{settings.path}-wal").exists() else "rw"
         connection = sqlite3.connect(
             f"{Path(settings.path).absolute().as_uri()}?mode={mode}",
@@ -193,11 +196,11 @@ def refuse_foreign(settings: Settings, *, make: bool) -> None:
 
 
 def make_tables(connection: sqlite3.Connection, settings: Settings) -> None:
-    """Make the tables where there are none. Raises `SchemaError` for a foreign database, or one of another schema."""
+    """Make the tables if there are none. Raises `SchemaError` for a database of another program or another schema."""
     if _is_made(connection, settings):
         return
     with connection:
-        connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
+        connection.execute("BEGIN IMMEDIATE")  # another process may be making them: look again with the lock
         if not _is_made(connection, settings):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             for statement in STATEMENTS:
@@ -225,12 +228,12 @@ SHARED: Final = frozenset(
         "virtiofs", "gfs2", "ocfs2", "vboxsf", "prl_fs", "wekafs", "panfs", "orangefs", "pvfs2",
     }
 )  # fmt: skip
-"""Types of file systems that several machines may have mounted, of `fuse.sshfs` and its like the first word."""
+"""Types of file systems that several machines may have mounted; for a type such as `fuse.sshfs` the part before the point."""
 LOCAL: Final = frozenset({"fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.mergerfs"})
 
 
 def shared_file_system(path: str) -> str:
-    """The type of the file system that has this path, where other machines may have it too; empty otherwise."""
+    """Return the type of the file system of a path if other machines may have mounted it, too; empty otherwise."""
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         place = Path(path).resolve()
@@ -240,18 +243,18 @@ def shared_file_system(path: str) -> str:
     for line in lines:
         about, _, source = line.partition(" - ")
         fields = about.split(" ")
-        if len(fields) < 5:  # it is not as the kernel's documentation has it
+        if len(fields) < 5:  # not a line as the kernel documents it
             continue
         point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
         if (
             place.is_relative_to(point) and len(point.parts) >= depth
-        ):  # of two at one point the later one covers the other
+        ):  # of two mounts at one point, the later covers the earlier
             found, depth = source.split(" ")[0], len(point.parts)
     return found if found not in LOCAL and found.partition(".")[0] in SHARED else ""
 
 
 def warn_of_shared(path: str) -> None:
-    """Say what comes of a database on a file system that other machines may have."""
+    """Log a warning if the database is on a file system that other machines may have mounted."""
     if kind := shared_file_system(path):
         logger.warning(
             "store %s is on a file system of the type %s: if processes of two machines open it, SQLite destroys it without "

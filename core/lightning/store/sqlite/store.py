@@ -1,10 +1,10 @@
-"""`SqliteStore`: the `Store` protocol over one writer thread and a few readers beside it, the transaction object that
-operations get, and the watch of changes.
+"""`SqliteStore`: the `Store` protocol over one writing thread and a few reading threads, with the transaction object that
+operations get and the watch of changes.
 
-The invariant: methods may be awaited from any event loop and any thread of the process that opened the store; a write that was
-awaited is committed, and every later read sees it. Operations that wait together are committed together: a future is resolved
-only after the transaction that holds its operation is committed, and an operation that fails takes none of its neighbours with
-it.
+The invariant: methods may be awaited from any event loop and any thread of the process that opened the store. A write that was
+awaited is committed, and every later read sees it. Operations that wait at the same time are committed in one transaction. A
+future is resolved only after the transaction with its operation is committed. An operation that fails does not undo the others
+of its transaction.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from lightning.store.url import StoreURL, parse
 
 T = TypeVar("T")
 LOOK: Final = 0.05
-"""Seconds between looks for what another process changed; a look is one indexed read."""
+"""Seconds between looks for changes by another process; a look is one indexed read."""
 
 
 async def revision(transaction: Transaction, run: str) -> int:
-    """How often the run has changed."""
+    """Return how often the run has changed."""
     row = await transaction.one("SELECT n FROM revisions WHERE run = ?", (run,))
     return int(row[0]) if row else 0
 
 
 class SqliteTransaction:
-    """A `Transaction` whose coroutines never suspend, see `drive`. Belongs to one thread.
+    """A `Transaction` whose coroutines never suspend, so that `drive` can run them. It belongs to one thread.
 
-    A write begins with the one lock that SQLite has, so whatever it finds stays as it is.
+    A write transaction holds SQLite's only write lock from its beginning, so nothing that it reads changes until its end.
     """
 
     def __init__(self, connection: sqlite3.Connection, parents: ParentCache[int] | None = None) -> None:
@@ -65,64 +65,65 @@ class SqliteTransaction:
         self.changed_runs: set[str] = set()
 
     async def changed(self, run: str) -> None:
-        """See `Transaction.changed`. Who commits marks them, also those of a part that was undone: a watch may be mistaken."""
+        """Tell the watches of a run (`Transaction.changed`). The writer counts the changes at the commit, also those of
+        operations that were rolled back: a watch may wake without a change."""
         self.changed_runs.add(run)
 
     async def now(self) -> float:
-        """See `Transaction.now`."""
+        """Return the Unix time by the database's clock (`Transaction.now`)."""
         if self._now is None:
             self._now = float(self._connection.execute("SELECT (julianday('now') - 2440587.5) * 86400.0").fetchone()[0])
         return self._now
 
     @property
     def parents(self) -> ParentCache[int]:
-        """See `Transaction.parents`."""
+        """The cache of possible parents of a new call (`Transaction.parents`)."""
         assert self._parents is not None, "a reading transaction does not append"
         return self._parents
 
     async def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
-        """See `Transaction.one`."""
+        """Return the first row, or None without rows (`Transaction.one`)."""
         rows = self._connection.execute(sql, values).fetchall()
         return rows[0] if rows else None
 
     async def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.all`."""
+        """Return all rows (`Transaction.all`)."""
         return self._connection.execute(sql, values).fetchall()
 
     locked = free = all  # noqa: A003 — the method
 
     async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
-        """See `Transaction.kept`."""
+        """Return whether there is a row, and keep it from being removed (`Transaction.kept`)."""
         return await self.one(sql, values) is not None
 
     async def alone(self, *names: str) -> None:
-        """See `Transaction.alone`: every write is."""
+        """Do nothing: every write of SQLite is alone (`Transaction.alone`)."""
 
     async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
-        """See `Transaction.run`."""
+        """Execute a statement and return how many rows it changed (`Transaction.run`)."""
         return self._connection.execute(sql, values).rowcount
 
     async def define(self, sql: str) -> None:
-        """See `Transaction.define`."""
+        """Execute a statement that makes or changes a table (`Transaction.define`)."""
         self._connection.execute(sql)
 
     async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        """See `Transaction.many`."""
+        """Execute a statement once for each row of values (`Transaction.many`)."""
         if rows:
             self._connection.executemany(sql, rows)
 
     async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
-        """See `Transaction.insert`."""
+        """Insert one row and return its `n`; None if it exists (`Transaction.insert`)."""
         done = self._connection.execute(sql, values)
         return done.lastrowid if done.rowcount else None
 
     async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
-        """See `Transaction.insert_new`."""
+        """Insert the rows that do not exist and return how many they are (`Transaction.insert_new`)."""
         return max(self._connection.executemany(sql, rows).rowcount, 0)
 
 
 def drive(operation: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine over a `SqliteTransaction` to its end, here and now."""
+    """Run a coroutine over a `SqliteTransaction` to its end, without an event loop, and return its result."""
     try:
         operation.send(None)
     except StopIteration as end:
@@ -132,7 +133,8 @@ def drive(operation: Coroutine[Any, Any, T]) -> T:
 
 
 def identity(settings: Settings) -> tuple[int, int]:
-    """What tells the store's file from another at the same path: device and inode. Raises `StoreError` where there is none."""
+    """Return the device and the inode of the store's file, which tell it from another file at the same path. Raises
+    `StoreError` if there is no file."""
     try:
         found = os.stat(settings.path)  # noqa: PTH116 — at each commit
     except OSError as error:
@@ -141,33 +143,35 @@ def identity(settings: Settings) -> tuple[int, int]:
 
 
 def check_identity(settings: Settings, opened: tuple[int, int] | None) -> None:
-    """Raise `StoreError` where another file than the one that was opened is at the path, or none: a write would be lost."""
+    """Raise `StoreError` if the file that was `opened` is no longer at the path: a write would be lost. None, for a database in
+    memory, is not checked."""
     if opened is not None and identity(settings) != opened:
         raise moved(settings)
 
 
 def connect_again(settings: Settings, opened: tuple[int, int] | None, *, read_only: bool = False) -> sqlite3.Connection:
-    """Another connection to what the store has `opened`. Raises `StoreError` where another file is in its place, or none."""
+    """Return another connection to the file that was `opened`. Raises `StoreError` if the file is no longer at its path."""
     check_identity(settings, opened)
     return connect(settings, read_only=read_only, again=opened is not None)
 
 
 MAX_GROUP: Final = 512
-"""Operations in one transaction at most: bounds how long the first of them waits."""
+"""The most operations in one transaction, which bounds how long the first of them waits."""
 GROUP_SECONDS: Final = 0.03
-"""After so long a transaction takes in no more operations: other processes wait for its end."""
+"""Seconds after which a transaction takes no more operations, because other processes wait for its end."""
 POLL: Final = 0.0005
-"""Seconds between two tries to begin while another process writes. SQLite has no queue of those who wait: its own busy handler
-sleeps for up to 0.1 s, and a process that writes all the time takes the lock again within a millisecond."""
+"""Seconds between two tries to begin a transaction while another process writes. SQLite has no queue of waiting processes. Its
+own busy handler sleeps for up to 0.1 s, and a process that writes all the time takes the lock again within a millisecond."""
 
 NEVER_WAIT: Final = "PRAGMA busy_timeout = 0"
-"""For the writing connection: the writer itself waits for other processes, and knows for how long."""
+"""Set for the writing connection, because the writer itself waits for other processes, up to each operation's deadline."""
 
 
 class _Job(WorkItem[T]):
-    """An operation. It may run twice, but it is committed once.
+    """An operation for the writing thread. It may run twice, but it is committed once.
 
-    It does `first` before the transaction. One that could not begin before its `deadline`, by the monotonic clock, fails.
+    The thread calls `first` before the transaction. The operation fails if its transaction cannot begin before the `deadline`,
+    in seconds of the monotonic clock.
     """
 
     def __init__(self, operation: Operation[T], first: Callable[[], object] | None, deadline: float) -> None:
@@ -177,13 +181,14 @@ class _Job(WorkItem[T]):
         self.deadline = deadline
 
     def run(self, transaction: SqliteTransaction) -> None:
-        """Run the operation; raise what it raises."""
+        """Run the operation and keep its result. Raises the operation's error."""
         self.error = None
         self.result = drive(self._operation(transaction))
 
 
 class Writer:
-    """Owns the writing connection. `ready` resolves when the file is open and has its tables, or fails with the reason."""
+    """The writing thread and its connection. `ready` is resolved when the file is open and has its tables; it fails with the
+    reason if that fails."""
 
     def __init__(self, settings: Settings, bell: Bell, make: bool) -> None:
         self._settings = settings
@@ -196,7 +201,7 @@ class Writer:
         self._stop = False
         self._broken = False
         self.identity: tuple[int, int] | None = None
-        """Of the file that was opened; None for one in memory."""
+        """The device and inode of the opened file; None for a database in memory."""
         self._parents = ParentCache[int]()
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait
@@ -204,7 +209,8 @@ class Writer:
         self._thread.start()
 
     def submit(self, operation: Operation[T], first: Callable[[], object] | None = None) -> asyncio.Future[T]:
-        """Queue an operation for the running loop to wait for, and what it does `first`. Raises `StoreError` after `close`."""
+        """Queue an operation, with the function to call `first`, and return a future of the running loop. Raises `StoreError`
+        after `close`."""
         job = _Job(operation, first, time.monotonic() + self._settings.busy_timeout)
         with self._lock:
             if self._closed:
@@ -213,7 +219,7 @@ class Writer:
         return job.waiter
 
     def close(self) -> None:
-        """Commit what is queued, then close the file. Blocks; idempotent."""
+        """Commit the queued operations, then close the file. Blocks until that is done; idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -224,14 +230,14 @@ class Writer:
         try:
             refuse_foreign(self._settings, make=self._make)
             self._connection = connect(self._settings)
-        except Exception as error:  # noqa: BLE001 — whatever it is, it belongs to whoever opens the store
+        except Exception as error:  # noqa: BLE001 — `open` raises it
             self._refuse(translate(error, self._settings))
             return
         try:
             make_tables(self._connection, self._settings)
             self._connection.execute(NEVER_WAIT)
             self.identity = None if self._settings.in_memory else identity(self._settings)
-        except Exception as error:  # noqa: BLE001 — likewise
+        except Exception as error:  # noqa: BLE001 — `open` raises it
             self._connection.close()
             self._refuse(translate(error, self._settings))
             return
@@ -248,8 +254,9 @@ class Writer:
         self.ready.set_exception(error)
 
     def _receive(self, *, wait: bool) -> bool:
-        """Move what was queued to those that wait for a transaction, without those whose caller has gone away, and do what they
-        do before it. `wait` for one if there is none. False when there is none, as when the writer stops."""
+        """Move queued operations to those that wait for a transaction, after calling their `first`; operations whose caller was
+        cancelled are left out. With `wait` block until there is one. Return False if none waits; with `wait` the writer then
+        stops."""
         while not self._stop and len(self._waiting) < MAX_GROUP:
             try:
                 job = self._jobs.get(block=wait and not self._waiting)
@@ -265,14 +272,14 @@ class Writer:
         try:
             if job.first is not None:
                 job.first()
-        except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
+        except Exception as error:  # noqa: BLE001 — it is raised to the caller
             job.error = error
             deliver([job])
             return False
         return True
 
     def _commit_group(self) -> None:
-        """Run what waits in one transaction; if that transaction is lost, each in its own."""
+        """Run the waiting operations in one transaction. If that transaction is lost, run each of them in its own."""
         group: list[_Job[object]] = []
         try:
             if not self._begin_for_waiting():
@@ -284,9 +291,9 @@ class Writer:
                     group.append(job)
                     self._run_in_savepoint(job)
             self._commit()
-        except Exception as error:  # noqa: BLE001 — the thread must outlive it: every caller waits on this thread
+        except Exception as error:  # noqa: BLE001 — the thread must go on: every caller waits for it
             self._roll_back()
-            if not group and self._waiting:  # it could not even begin
+            if not group and self._waiting:  # the transaction could not begin
                 group.append(self._waiting.popleft())
             if len(group) == 1:
                 group[0].error = translate(error, self._settings)
@@ -317,7 +324,8 @@ class Writer:
             job.error = translate(error, self._settings)
 
     def _begin_for_waiting(self) -> bool:
-        """Begin a transaction for those that wait. Each fails at its own deadline; False when none is left."""
+        """Begin a transaction for the waiting operations. Each operation whose deadline passes meanwhile fails. Return False if
+        none is left."""
         while self._waiting:
             try:
                 self._begin(self._waiting[0].deadline)
@@ -333,7 +341,7 @@ class Writer:
         return False
 
     def _begin(self, deadline: float) -> None:
-        """Begin a transaction. Raises SQLite's `busy` when others write until the deadline."""
+        """Begin a transaction. Raises `sqlite3.OperationalError` (busy) if other processes write until the deadline."""
         if self._broken:
             self._connection.close()
             self._connection = connect_again(self._settings, self.identity)
@@ -366,15 +374,15 @@ class Writer:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            self._broken = True  # the connection is of no more use: the next transaction gets a new one
+            self._broken = True  # the next transaction gets a new connection
 
 
 READERS: Final = 8
-"""A scan of a large run takes seconds: that many at once do not keep a short read waiting."""
+"""The number of reading threads, so that a few scans of large runs, which take seconds, do not keep a short read waiting."""
 
 
 class _Readers:
-    """A few threads, each with its own connection, that read committed snapshots while the writer writes."""
+    """The reading threads, each with its own connection. They read committed snapshots while the writer writes."""
 
     def __init__(self, settings: Settings, writer: Writer) -> None:
         self._settings, self._writer = settings, writer
@@ -414,8 +422,8 @@ class _Readers:
 class SqliteStore(RelationalStore):
     """A store in the SQLite file `path`, which is created with its folder if it is missing.
 
-    `sync="full"` makes acknowledged writes survive a power cut as well as the death of every process; `busy_timeout` is how
-    many seconds to wait for another process that writes. Raises `ConfigError` for settings that cannot be meant.
+    With `sync="full"` acknowledged writes survive a power cut as well as the death of every process. `busy_timeout` is the
+    seconds to wait for another process that writes. Raises `ConfigError` for invalid settings.
     """
 
     def __init__(self, path: str | Path, *, sync: str = "normal", busy_timeout: float = 30.0) -> None:
@@ -430,7 +438,8 @@ class SqliteStore(RelationalStore):
 
     @classmethod
     def from_url(cls, url: str | StoreURL) -> SqliteStore:
-        """`sqlite:///relative.db`, `sqlite:////absolute.db`, with `?sync=full` and `?busy_timeout=SECONDS`."""
+        """Make the store of a URL: `sqlite:///relative.db` or `sqlite:////absolute.db`, with the options `?sync=full` and
+        `?busy_timeout=SECONDS`. Raises `ConfigError` for any other URL."""
         where = parse(url) if isinstance(url, str) else url
         where.check_options(("sync", "busy_timeout"))
         if where.host or where.path in ("", MEMORY):
@@ -448,7 +457,7 @@ class SqliteStore(RelationalStore):
         return f"{type(self).__name__}({self._settings.path!r})"
 
     async def open(self, *, make: bool = True) -> None:
-        """See `Store.open`."""
+        """Connect, and make the store if there is none (`Store.open`)."""
         with self._lock:
             if self._writer is not None and self._process != os.getpid():
                 _inherited.append((self._writer, self._readers))
@@ -466,14 +475,14 @@ class SqliteStore(RelationalStore):
             raise
 
     async def close(self) -> None:
-        """See `Store.close`."""
+        """Write everything acknowledged and disconnect (`Store.close`)."""
         await self._disconnect(self._writer)
 
     async def _disconnect(self, writer: Writer | None) -> None:
         with self._lock:
             if (
                 writer is None or self._writer is not writer
-            ):  # someone else was faster, and may have opened the store again
+            ):  # another call was faster, and may have opened the store again
                 return
             readers = self._readers
             self._writer = self._readers = None
@@ -503,7 +512,7 @@ class SqliteStore(RelationalStore):
 
     @asynccontextmanager
     async def watch(self, run: str) -> AsyncIterator[LookingWatch[int]]:
-        """See `Store.watch`. Compares how often the run has changed."""
+        """Watch a run for changes (`Store.watch`), by comparing how often it has changed."""
 
         def look() -> Awaitable[int]:
             return self._read(lambda tx: revision(tx, run))
@@ -514,7 +523,8 @@ class SqliteStore(RelationalStore):
 
 
 _inherited: list[tuple[Writer, _Readers | None]] = []
-"""Of the process that this one was forked from, kept unused: closing its connections could take the log from under it."""
+"""The writers and readers of the process from which this one was forked. They are kept unused, because closing their
+connections could remove the log that the other process uses."""
 
 
 def _close(writer: Writer, readers: _Readers | None) -> None:
