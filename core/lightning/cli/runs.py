@@ -22,10 +22,9 @@ from lightning.store.pages import each_rollout
 from lightning.store.places import DATABASE, run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.epochs import Epoch, read_epochs
-from lightning.trainer.reasons import Reason, grouped, reason
+from lightning.trainer.context import Epoch, read_epochs
 from lightning.trainer.runs import differences
-from lightning.trainer.summary import Summary, said, said_parts, said_reward, summarize
+from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
 from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
 T = TypeVar("T")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
-    from lightning.trainer.run_server import RunServer
+    from lightning.trainer.agents import RunServer
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""

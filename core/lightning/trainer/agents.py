@@ -1,30 +1,118 @@
-"""Runs a run's rollouts to their end: by the trainer's own runner, by clients elsewhere, or by both at once.
+"""Runs a run's rollouts to their end: by the trainer's own runner, by clients elsewhere, or by both at once. Whatever lets
+others in than the agents of this process is a plugin's (`RunServer`).
 
 The invariant: each rollout that ends for good while this process waits for it is told once (to the caller and to the hook
-`rollout_finished`), wherever its agent ran; what was lost on its last attempt ends although nobody leases any more.
+`rollout_finished`), wherever its agent ran; what was lost on its last attempt ends although nobody leases any more. A setting
+that needs a `RunServer` is refused by its name where no plugin brings one, before anything is started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, cast
 
+from lightning.addresses import is_loopback
 from lightning.config import Config, RunnerConfig
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError, StoreError
+from lightning.gateway import Gateway
+from lightning.gateway.connections import guard_of
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
-from lightning.runner.protocol import Agent, Runner
-from lightning.store.protocol import Store
+from lightning.runner.protocol import Agent, Runner, Site
+from lightning.store.protocol import ShowsProject, Store
 from lightning.store.url import parse
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import LLM, Lease, Rollout, Status
+from lightning.types import DEFAULT_PROJECT, LLM, Lease, Rollout, Run, Status
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a client needs to work for a run, and the command that starts one, for a person to type."""
+
+    site: Site
+    command: str
+
+
+class ClientDoor(Protocol):
+    """Answers clients on the port of one gateway, until it is closed, which is before the gateway is."""
+
+    async def invite(self, run: Run, folder: Path) -> Invitation:
+        """Let clients work for a run; files that they need are written into `folder`, which is the run's."""
+
+    async def close(self) -> None:
+        """Let everybody go who waits."""
+
+
+class RunServer(Protocol):
+    """What a plugin registers with `register_servers`. It keeps nothing between two calls."""
+
+    def on_port(self, config: Config) -> Config:
+        """The settings of a trainer, with the gateway on the port that clients know."""
+
+    async def check_exposure(self, store: Store, host: str) -> None:
+        """Raise `ConfigError` unless what serves this store may listen on `host`, which is beyond this machine."""
+
+    def open(self, store: Store, gateway: Gateway, config: Config) -> ClientDoor:
+        """Answer clients on a gateway that has not started. The store is that of all projects."""
+
+    def check_project(self, project: str) -> None:
+        """Raise `DataError` for what cannot name a project."""
+
+    def of_project(self, store: Store, project: str) -> Store:
+        """A store of all projects as one of them sees it, with its own names for resources."""
+
+
+def run_server(wanted: str) -> RunServer:
+    """The one that is registered. Raises `PluginError`, which says what `wanted` it, where there is none or several."""
+    return plugins().server(wanted)()
+
+
+def check_server_settings(config: Config) -> None:
+    """Raise `PluginError` for settings that open a port to others, or guard it, and cannot be met."""
+    if config.server.port:
+        run_server(f"server.port = {config.server.port}")
+    for setting, host in (("gateway.host", config.gateway.host), ("server.host", config.server.host)):
+        if not is_loopback(host):
+            run_server(f"{setting} = {host!r}, beyond this machine,")
+    guard_of(config.gateway.limits, "localhost")
+
+
+async def check_exposure(store: Store, host: str) -> None:
+    """Return when a gateway of this store may listen on `host`; raises `ConfigError` or `PluginError` otherwise."""
+    if not is_loopback(host):
+        await run_server(f"to listen on {host!r}, beyond this machine,").check_exposure(store, host)
+
+
+def project_of(config: Config) -> str:
+    """The setting `trainer.project`. Raises `ConfigError` for what cannot name one."""
+    project = config.trainer.project
+    if project != DEFAULT_PROJECT:
+        server = run_server(f"trainer.project = {project!r}")
+        try:
+            server.check_project(project)
+        except DataError as error:
+            raise ConfigError(f"trainer.project: {error}") from error
+    return project
+
+
+def of_project(store: Store, project: str) -> Store:
+    """A store as `project` sees it, where it shows names as they are stored or is such a view already. The default project's
+    is the store itself: its names are stored as they are."""
+    if project == DEFAULT_PROJECT or (isinstance(store, ShowsProject) and store.project is not None):
+        return store
+    return run_server(f"the project {project!r}").of_project(store, project)
+
 
 LOOK_SECONDS = 5.0
 """How often the store is asked without news: an expired lease is none."""
@@ -201,3 +289,58 @@ async def _first(*things: Coroutine[object, object, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+STATE = "how_to_call"
+
+
+@dataclass(frozen=True, slots=True)
+class HowToCall:
+    """`own` are prompt templates by component, `bound` the resources of the other components, `versions` what a rollout runs
+    with unless it says otherwise, by resource. `eval_temperature` is that of evaluations, None for the agent's own.
+    `seed` is the run's, from which those of its agents follow; None where they get none.
+    """
+
+    own: Mapping[str, str] = field(default_factory=dict)
+    bound: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    eval_temperature: float | None = None
+    seed: int | None = None
+
+    def agent_seed(self, rollout: Rollout) -> int | None:
+        """63 bits for the agent's process: the same for the same rollout of a repeated run, whatever that is called, and others
+        for every other rollout and attempt, also of the same task in a later pass. A branch has that of its parent."""
+        if self.seed is None:
+            return None
+        where, attempt = rollout.id.removeprefix(rollout.run), rollout.attempt
+        if rollout.parent is not None:
+            parent, attempt, _ = rollout.parent
+            mine = parent.startswith(f"{rollout.run}/")
+            where = parent.removeprefix(rollout.run) if mine else f"/{parent.partition('/')[2]}"
+        place = json.dumps([self.seed, where, rollout.task.id, attempt])
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
+
+    async def prompts(self, rollout: Rollout, text: Callable[[str, int], Awaitable[str]]) -> dict[str, str]:
+        """The prompt of each component in a rollout as its project sees it. `text` gives that of a resource's version."""
+        found = dict(self.own)
+        chosen = {**self.versions, **rollout.resources}
+        for component, name in self.bound.items():
+            if name in chosen:
+                found[component] = await text(name, chosen[name])
+        return found
+
+    @classmethod
+    async def of_run(cls, store: Store, run: str) -> HowToCall:
+        """What the run's trainer has kept; of a run without one, nothing."""
+        kept = await store.get_state(run, STATE)
+        try:
+            return cls(**cast("Any", kept)) if isinstance(kept, Mapping) else cls()
+        except TypeError as error:
+            raise StoreError(
+                f"what the trainer of run {run!r} keeps for servers is not of this version of lightning ({error}): "
+                "use the trainer's version, or begin a new run"
+            ) from error
+
+    async def keep(self, store: Store, run: str) -> None:
+        """Tell every server."""
+        await store.put_state(run, STATE, asdict(self))

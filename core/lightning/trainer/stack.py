@@ -35,10 +35,8 @@ from lightning.runner.protocol import ClientRunner, Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
-from lightning.trainer.agents import Agents
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import Agents, ClientDoor, HowToCall, RunServer, check_exposure, of_project, run_server
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.run_server import ClientDoor, RunServer, check_exposure, of_project, run_server
 from lightning.trainer.run_stages import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 

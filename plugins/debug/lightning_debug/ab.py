@@ -17,7 +17,7 @@ from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.run_server import of_project
+from lightning.trainer.agents import of_project
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Rollout, Task, by_key
 from lightning_branching.divergence import first_difference

@@ -32,8 +32,8 @@ from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
+from lightning.trainer.agents import project_of
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.run_server import project_of
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
 from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Task, new_id

@@ -13,7 +13,7 @@ from lightning.cli.locate import with_store
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.epochs import Epoch, keep_epochs, read_epochs
+from lightning.trainer.context import Epoch, keep_epochs, read_epochs
 from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, StepReward, Task
 
 

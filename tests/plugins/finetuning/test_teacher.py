@@ -24,8 +24,7 @@ from lightning.store.sqlite.store import SqliteStore
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import opening
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.context import base_digest
-from lightning.trainer.teacher import Teacher, reference_of
+from lightning.trainer.context import Teacher, base_digest, reference_of
 from lightning.types import StepRecord
 from lightning_branching.retrain import retrain
 from lightning_finetuning.teacher import check_same_tokens, check_teacher, teacher_named
