@@ -15,8 +15,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, fail, local_time, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, fail, local_time, print_json, print_table, say, with_store
 from lightning.errors import ConfigError, LightningError
 from lightning.store.pages import each_rollout
 from lightning.store.places import DATABASE, run_id_of, store_in

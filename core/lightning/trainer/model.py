@@ -18,10 +18,8 @@ from lightning.config import Config
 from lightning.config.load import with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
-from lightning.policy_server.auto_settings import choose_dtype, this_machine
-from lightning.policy_server.model_facts import read_facts
-from lightning.policy_server.model_folder import folder_tensors
-from lightning.policy_server.profiles import pick_device
+from lightning.policy_server.model_folder import folder_tensors, read_facts
+from lightning.policy_server.profiles import choose_dtype, pick_device, this_machine
 from lightning.types import Json
 
 NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}

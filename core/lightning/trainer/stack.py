@@ -25,8 +25,7 @@ from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN, owner_of
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
-from lightning.policy_server.auto_settings import Demand
-from lightning.policy_server.profiles import shares_gpu
+from lightning.policy_server.profiles import Demand, shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
 from lightning.policy_server.weights import WeightsFolder

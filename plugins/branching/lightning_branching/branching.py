@@ -19,7 +19,7 @@ from statistics import stdev
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
-from lightning.cli.locate import load_agent, name_of, with_store
+from lightning.cli.output import load_agent, name_of, with_store
 from lightning.config import Config, load_config, recorded_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins

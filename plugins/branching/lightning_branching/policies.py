@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import ConfigError

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted

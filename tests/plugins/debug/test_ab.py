@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.store.places import existing_store

@@ -15,7 +15,7 @@ import pytest
 from lightning import Distill, LightningRL, Trainer
 from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.batch import Group
-from lightning.cli.locate import locate, with_store
+from lightning.cli.output import locate, with_store
 from lightning.config import Config, with_settings
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import AuditError, ConfigError
