@@ -51,7 +51,7 @@ class ClientDoor(Protocol):
         """Let clients work for a run; files that they need are written into `folder`, which is the run's."""
 
     async def close(self) -> None:
-        """Let everybody go who waits."""
+        """Stop answering; requests that wait are ended."""
 
 
 class RunServer(Protocol):
@@ -74,7 +74,7 @@ class RunServer(Protocol):
 
 
 def run_server(wanted: str) -> RunServer:
-    """The one that is registered. Raises `PluginError`, which says what `wanted` it, where there is none or several."""
+    """Return the registered server. Raises `PluginError`, which says what `wanted` it, if none or several are registered."""
     return plugins().server(wanted)()
 
 
@@ -115,18 +115,18 @@ def of_project(store: Store, project: str) -> Store:
 
 
 LOOK_SECONDS = 5.0
-"""How often the store is asked without news: an expired lease is none."""
+"""How often the store is asked without news of a change: a lease that expires is no change."""
 SETTLE_SECONDS = 0.2
-"""News of so long are looked at together: with a hundred clients there is always some."""
+"""How long news are gathered before the store is asked: with a hundred clients there is always some."""
 ROOM_SECONDS = 0.25
 """How often to see whether clients have taken what waits, while more groups may begin."""
 SILENCE_SECONDS = 30.0
-"""How long rollouts wait for a client until that is said, and then again and again."""
+"""How long rollouts wait for a client until a warning says so, and between two warnings."""
 
 
 def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
-    """The settings, where agents in a sandbox see neither the run's folder nor that of its SQLite store. It may be the
-    runner's sandbox, or one that an agent makes for its program."""
+    """Return the settings with the run's folder, and that of its SQLite store, hidden from agents in a sandbox. The sandbox may
+    be the runner's, or one that an agent makes for its program."""
     runner = config.runner
     secret = [out.resolve()]
     where = parse(url)
@@ -137,8 +137,8 @@ def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
 
 
 def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
-    """The runner of a name, which runs the agent on this machine and hides the run's folder and store from it. Raises
-    `ConfigError` for one whose agents run elsewhere."""
+    """Make the runner of this name, which runs the agent on this machine and hides the run's folder and store from it. Raises
+    `ConfigError` for a runner whose agents run elsewhere."""
     runner = plugins().runner(name)(agent, hidden_from_agents(config, out, url))
     if runner.concurrency == 0:
         raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
@@ -170,11 +170,11 @@ class Agents:
         return self._runner.concurrency == 0
 
     def expect(self, rollouts: Iterable[Rollout]) -> None:
-        """Tell of the end of these, which have not ended as far as is known."""
+        """Wait for these rollouts, too, and tell of the end of each. As far as is known none has ended."""
         self._open |= {rollout.id: rollout for rollout in rollouts}
 
     async def forget_ended(self, among: Sequence[Rollout]) -> None:
-        """Do not tell of those among these that have ended already: they did before this process."""
+        """Stop waiting for those of these rollouts that have ended already, before this process; their ends are not told."""
         for rollout in await self._ended(among):
             self._open.pop(rollout.id, None)
 
@@ -204,7 +204,7 @@ class Agents:
         await self._look()
 
     async def _look_beside(self) -> None:
-        """Clients may end rollouts, too: of this run's server, or of any other over the store."""
+        """Look for rollouts that clients have ended, of this run's server or of another one over the store, until cancelled."""
         if not self.shared:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
@@ -216,7 +216,7 @@ class Agents:
                 await asyncio.sleep(SETTLE_SECONDS)
 
     async def _attend(self, source: Source | None) -> None:
-        """Wait for what clients do."""
+        """Wait until clients have ended every expected rollout; with a source let groups begin, until cancelled."""
         self._silent_since = time.monotonic()
         async with self._store.watch(self._run) as watch:
             while True:
@@ -235,7 +235,7 @@ class Agents:
                 await asyncio.sleep(SETTLE_SECONDS)
 
     async def _refill(self, source: Source) -> bool:
-        """Let a group begin when none waits to be leased; whether another one may follow soon.
+        """Let a group begin when no rollout waits to be leased. Return whether another group may begin soon.
 
         Where agents run is not known here, so one group is ahead of them: it begins when the one before was taken.
         """
@@ -248,7 +248,7 @@ class Agents:
             self._tell(rollout)
 
     async def _ended(self, among: Sequence[Rollout]) -> list[Rollout]:
-        """Those of these rollouts that have ended."""
+        """Return those of these rollouts that have ended, as the store says."""
         found, ids = [], {rollout.id for rollout in among}
         for split, step in {(rollout.split, rollout.step) for rollout in among}:
             found += await all_rollouts(self._store, self._run, split=split, step=step)
@@ -261,7 +261,7 @@ class Agents:
             self._told(rollout)
 
     async def _check_silence(self) -> None:
-        """Say it when rollouts wait and nobody runs any."""
+        """Log a warning when rollouts have waited for `SILENCE_SECONDS` and nobody runs any."""
         if not self._open or time.monotonic() - self._silent_since < SILENCE_SECONDS:
             return
         self._silent_since = time.monotonic()
@@ -279,7 +279,7 @@ class Agents:
 
 
 async def _first(*things: Coroutine[object, object, object]) -> None:
-    """Return when one of them has come; errors come through, the others are cancelled."""
+    """Return when one of these coroutines has returned, and cancel the others. An error of the first is raised."""
     tasks = [asyncio.create_task(thing) for thing in things]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -291,7 +291,7 @@ async def _first(*things: Coroutine[object, object, object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-STATE = "how_to_call"
+HOW_TO_CALL = "how_to_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +331,8 @@ class HowToCall:
 
     @classmethod
     async def of_run(cls, store: Store, run: str) -> HowToCall:
-        """What the run's trainer has kept; of a run without one, nothing."""
-        kept = await store.get_state(run, STATE)
+        """Read what the run's trainer has kept; an empty `HowToCall` if nothing was kept."""
+        kept = await store.get_state(run, HOW_TO_CALL)
         try:
             return cls(**cast("Any", kept)) if isinstance(kept, Mapping) else cls()
         except TypeError as error:
@@ -342,5 +342,5 @@ class HowToCall:
             ) from error
 
     async def keep(self, store: Store, run: str) -> None:
-        """Tell every server."""
-        await store.put_state(run, STATE, asdict(self))
+        """Keep this in the state of the run, where every server over the store finds it."""
+        await store.put_state(run, HOW_TO_CALL, asdict(self))

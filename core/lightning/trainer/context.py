@@ -49,12 +49,12 @@ _FLAGS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd"
 
 
 def named_stages(stages: Mapping[str, Mapping[str, str]]) -> dict[str, Json]:
-    """Stages as a step's context says them."""
+    """Return stages in the form in which a step's context has them, as pairs of name and version by line."""
     return {of: [[name, version] for name, version in each.items()] for of, each in stages.items()}
 
 
 def stages_of(context: Mapping[str, Json]) -> dict[str, dict[str, str]]:
-    """The stages that a step's context says, with their versions, by what goes through their line."""
+    """Read from a step's context the versions of the stages by name, by what goes through their line."""
     said = context.get(STAGES)
     lines = said.items() if isinstance(said, Mapping) else ()
     return {
@@ -69,8 +69,8 @@ def _is_pair(said: Json) -> TypeGuard[Sequence[Json]]:
 
 
 def other_stages(context: Mapping[str, Json], now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """How the stages of a later time differ from those that a step's context says, by what goes through their line: nothing
-    for those that are the same, or that one of both does not say."""
+    """Say in words how the stages of now differ from those in a step's context, by what goes through their line. Lines with
+    the same stages are left out, and so are lines that only one of the two has."""
     then = stages_of(context)
     differ = {of: _other(then[of], now[of]) for of in then if of in now}
     return {of: other for of, other in differ.items() if other}
@@ -156,7 +156,7 @@ def base_digest(model: Path, cache: Path | None = None) -> str:
 PolicyFault: TypeAlias = float | Literal["mask", "exclude"]
 """See `trainer.policy_fault`."""
 
-STATE: Final = "epochs"
+EPOCHS: Final = "epochs"
 """The key of a run's state that lists its epochs from 1 on: `first`, `at` and what in `config` is not as in the run's."""
 
 
@@ -211,7 +211,7 @@ OVER: Final = "over"
 
 
 async def mark_over(store: Store, run: str, over: bool) -> None:
-    """Say that a run has come to its end, or that it goes on."""
+    """Write into the run's state that its training is over, or that it goes on."""
     if over or await is_over(store, run):
         await store.put_state(run, OVER, over, once=None)
 
@@ -223,7 +223,7 @@ async def is_over(store: Store, run: str) -> bool:
 
 async def read_epochs(store: Store, run: Run) -> list[Epoch]:
     """The epochs of a run, in order; at least one."""
-    kept = await store.get_state(run.id, STATE)
+    kept = await store.get_state(run.id, EPOCHS)
     epochs = [Epoch(0, 1, run.config, run.created_at)]
     for item in kept if isinstance(kept, list) else ():
         first, at, changed = item["first"], item["at"], item["config"]
@@ -232,8 +232,8 @@ async def read_epochs(store: Store, run: Run) -> list[Epoch]:
 
 
 async def keep_epochs(store: Store, run: Run, epochs: Sequence[Epoch]) -> None:
-    """Make these the run's epochs. The first of them is the run's own configuration."""
-    if len(epochs) == 1 and await store.get_state(run.id, STATE) is None:
+    """Write these epochs into the run's state. The first of them is the run's own configuration, which is not written again."""
+    if len(epochs) == 1 and await store.get_state(run.id, EPOCHS) is None:
         return
     listed: list[Json] = [
         {
@@ -243,7 +243,7 @@ async def keep_epochs(store: Store, run: Run, epochs: Sequence[Epoch]) -> None:
         }
         for epoch in epochs[1:]
     ]
-    await store.put_state(run.id, STATE, listed)
+    await store.put_state(run.id, EPOCHS, listed)
 
 
 def epoch_at(epochs: Sequence[Epoch], step: int) -> Epoch:
@@ -257,19 +257,20 @@ TEACHER: Final = "teacher"
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The model of a `folder`, as it was asked for (`name`), and `base_digest` of it."""
+    """A teacher: the `folder` of its model, the `name` by which the user asked for it, and the `base_digest` of the folder."""
 
     name: str
     folder: Path
     digest: str
 
     def described(self) -> dict[str, Json]:
-        """For the context of a step."""
+        """Return the teacher in JSON, for the context of a step."""
         return {"name": self.name, "model": str(self.folder), "sha256": self.digest}
 
 
 def reference_of(engine: Engine, teacher: Teacher | None) -> dict[str, Path]:
-    """What the engine's `open` is told of a teacher. Raises `ConfigError` for an engine that knows of none."""
+    """Return the arguments for the engine's `open` that give it a teacher; none without a teacher. Raises `ConfigError` for an
+    engine whose `open` takes no teacher."""
     if teacher is None:
         return {}
     known = inspect.signature(engine.open).parameters.values()
@@ -307,12 +308,13 @@ class OwnStep:
         return digest.hexdigest()
 
     def to_json(self) -> dict[str, Json]:
-        """What the step's context says under `OWN_LOOP`."""
+        """Return this in JSON, as the step's context has it under `OWN_LOOP`."""
         return {"batch": self.batch, "updates": [{"lr": rate, "rows": rows} for rate, rows in self.updates]}
 
 
 def own_step(context: Mapping[str, Json]) -> OwnStep | None:
-    """What a step's context says of such a loop; None where none took it. Raises `DataError` for what cannot be read."""
+    """Read from a step's context how a loop of somebody's own took the step; None if the trainer's loop took it. Raises
+    `DataError` for a context that cannot be read."""
     found = context.get(OWN_LOOP)
     if not found:
         return None
@@ -328,6 +330,6 @@ def own_step(context: Mapping[str, Json]) -> OwnStep | None:
 
 
 def changed_by_loop(record: StepRecord) -> bool:
-    """Whether a loop of somebody's own computed a step on other rows than the algorithm's."""
+    """Whether a loop of somebody's own took this step and computed an update on other rows than the algorithm's."""
     own = own_step(record.context)
     return own is not None and own.changed

@@ -22,7 +22,7 @@ from lightning.policy_server.model_folder import folder_tensors, read_facts
 from lightning.policy_server.profiles import choose_dtype, pick_device, this_machine
 from lightning.types import Json
 
-NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
+DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 """vLLM's names of dtypes that the torch engine has too, and what that calls them."""
 
 
@@ -37,7 +37,7 @@ def with_dtypes(config: Config, model: Path, engine: str) -> Config:
     if ours != "auto":
         return with_settings(config, {"policy_server.dtype": ours})
     if theirs != "auto":
-        known = NAMES.get(theirs) if engine == "torch" else None
+        known = DTYPE_NAMES.get(theirs) if engine == "torch" else None
         return with_settings(config, {"engine.dtype": known}) if known else config
     device = pick_device(config.policy_server)
     if engine != "torch":
