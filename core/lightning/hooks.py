@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
-    from lightning.trainer.run_server import RunServer
+    from lightning.trainer.agents import RunServer
     from lightning.trainer.run_stages import RunStage
     from lightning.trainer.samplers import Asked, Sampler, TaskOrder
     from lightning.trainer.stages import StepStage
@@ -175,7 +175,7 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
 @hookspec
 def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
     """Register the server by which others than the agents of a trainer's process get in: a function that makes a
-    `lightning.trainer.run_server.RunServer`.
+    `lightning.trainer.agents.RunServer`.
 
     Called if clients are to run agents (`runner="remote"`, `server.port`), for a project other than the default one, and for a
     port beyond this machine. At most one plugin may register one; a training that needs none of this calls none.

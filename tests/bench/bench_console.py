@@ -24,7 +24,7 @@ from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
 from lightning.store.url import sqlite_url
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.types import Json, Run
 from lightning_console.places import Places
 from lightning_console.router import show

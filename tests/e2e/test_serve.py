@@ -16,7 +16,6 @@ from pathlib import Path
 
 import openai
 import pytest
-from lightning.algorithms.chat_model import ChatClient
 from lightning.config import load_config
 from lightning.errors import ConfigError, OptimizerError
 from lightning.plugins import plugins
@@ -26,6 +25,7 @@ from lightning.types import LLM
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.agent import agent
 from lightning_examples.word_problems import val_tasks
+from lightning_prompts.chat_model import ChatClient
 from lightning_prompts.loop import optimizer_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

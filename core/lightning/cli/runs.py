@@ -15,17 +15,15 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, fail, local_time, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, fail, local_time, print_json, print_table, say, with_store
 from lightning.errors import ConfigError, LightningError
 from lightning.store.pages import each_rollout
 from lightning.store.places import DATABASE, run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.epochs import Epoch, read_epochs
-from lightning.trainer.reasons import Reason, grouped, reason
+from lightning.trainer.context import Epoch, read_epochs
 from lightning.trainer.runs import differences
-from lightning.trainer.summary import Summary, said, said_parts, said_reward, summarize
+from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
 from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from lightning.cli.locate import load_agent
-from lightning.cli.output import Overrides, SettingsFile, stoppable
+from lightning.cli.output import Overrides, SettingsFile, load_agent, stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins

@@ -1,24 +1,43 @@
-"""Export of a model: as a folder that `transformers` and vLLM load, or as one file with all weights or adapters.
+"""Export of a model, with the tensors of its folder (trained, or carried over untouched): as a folder that `transformers` and
+vLLM load, or as one file with all weights or adapters.
 
 The invariant: the exported weights are those that the engine computes with, adapters merged, as safetensors under the names of
 the folder that the model was loaded from; a tied output layer is written once, as the embedding. All else is copied from that
-folder.
+folder. Trained weights are stored with the folder's own names, shapes and FP8 blocks; a folder where this is impossible is
+refused before anything is started. Tensors that `transformers` does not load (vision towers, MTP heads, old buffers) stay as
+they are in the folder.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
-from lightning.engines.adapters import ADAPTER, WRAPPER, adapted_layers, delta_of, factors, is_transposed
 from lightning.engines.files import whole_file, whole_folder
-from lightning.engines.loading import beside_text, original_names, unwrapped
-from lightning.engines.model_contents import as_stored, tensors_of, tied_heads
+from lightning.engines.loading import (
+    ADAPTER,
+    WRAPPER,
+    adapted_layers,
+    add_adapters,
+    beside_text,
+    delta_of,
+    factors,
+    fix_positions,
+    is_transposed,
+    names_and_shapes,
+    original_names,
+    quantisation,
+    read_model,
+    unwrapped,
+)
+from lightning.errors import ConfigError, EngineError
 from lightning.policy_server.model_folder import (
     ADAPTERS,
     CASTABLE,
@@ -26,12 +45,188 @@ from lightning.policy_server.model_folder import (
     LEFT_OUT,
     LORA_A,
     LORA_B,
+    TensorSpec,
+    check_model_folder,
+    checkpoint_files,
     folder_tensors,
 )
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from lightning.config import LoraConfig
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+SCALE = "_scale_inv"
+"""The suffix that fine-grained FP8 adds to a tensor's name for the scales of its blocks: value = stored value times scale."""
+_FP8_MAX = 448.0
+"""The largest finite value of float8_e4m3fn (arXiv 2209.05433)."""
+_BITS = {"F32": 32, "F64": 64, "BF16": 16, "F16": 16}
+UNTRAINABLE = "train the checkpoint in bfloat16 or float32, which publishers offer beside it"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The names of a model folder's tensors: `trained` are replaced by training, `carried` are not. `fp8` says whether some of
+    the trained ones are stored in FP8."""
+
+    trained: tuple[str, ...]
+    carried: tuple[str, ...]
+    fp8: bool
+
+    def remark(self) -> str:
+        """Return the limits of training this folder, in words for the user; empty if there are none."""
+        said = []
+        if self.carried:
+            said.append(
+                f"{len(self.carried)} tensors are not trained and are carried over untouched: {_kinds(self.carried)}."
+            )
+        if self.fp8:
+            said.append(
+                "The weights are FP8: they are trained in the engine's dtype and rounded into the folder's blocks for every "
+                "update. A change of less than 3 % of a weight does not reach the policy server; in bfloat16 it is 0.2 %."
+            )
+        return " ".join(said)
+
+
+def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int | None = None) -> Contents:
+    """Compare a folder's model, loaded by `transformers` on the device `meta`, with the headers of the folder's files, and try
+    the adapters `lora` and the policy server's `max_model_len` (`engines.loading`) on it; None leaves out the adapters.
+
+    Raises `ConfigError`, naming the first tensors, for a layout that weights cannot be written back into, and for a
+    quantisation that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
+    """
+    check_model_folder(folder)
+    stored = folder_tensors(folder)
+    _refuse_quantised(folder)
+    _refuse_scales(folder, stored)
+    model = read_model(folder, device_map="meta")
+    trained = as_named(stored, names_and_shapes(model))
+    unknown = sorted(name for name, shape in trained.items() if name not in stored or stored[name].shape != shape)
+    if unknown:
+        raise ConfigError(
+            f"{folder} stores its weights in a layout that they cannot be written back into: of {len(unknown)} tensors that "
+            f"would be trained as {_some(unknown)} it has none of that name and shape. Load and save it once with transformers "
+            "(AutoModelForCausalLM.from_pretrained, save_pretrained; the tokenizer alike), and train the new folder"
+        )
+    fix_positions(model, folder, max_model_len)
+    if lora is not None:
+        add_adapters(model, lora)
+    written = with_scales(trained, stored)
+    carried = stored.keys() - set(written) - tied_heads(written, stored).keys()
+    return Contents(written, tuple(sorted(carried)), any(stored[name].dtype in FP8 for name in trained))
+
+
+def as_named(stored: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return weights by the names in the folder: GPT-2's checkpoints lack the prefix of the trunk that `transformers`
+    writes."""
+    known = set(stored)
+    named = {}
+    for name, value in weights.items():
+        bare = name.partition(".")[2]
+        named[bare if name not in known and bare in known else name] = value
+    return named
+
+
+def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the trained weights as the folder stores them: under its names and in `dtype`. A tensor that the folder stores
+    wider than its others keeps its dtype; a tensor in FP8 is put into the folder's blocks, together with their scales.
+
+    Raises `EngineError` for a name that the folder lacks, except that of a tied output layer, which is left out.
+    """
+    stored = folder_tensors(folder)
+    main = min((_BITS[spec.dtype] for spec in stored.values() if spec.dtype in _BITS), default=0)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in as_named(stored, weights).items():
+        spec = stored.get(name)
+        if spec is None and name.endswith("lm_head.weight"):
+            continue
+        if spec is None:
+            raise EngineError(
+                f"{name!r} was trained, but {folder} has no tensor of that name to replace: please report this"
+            )
+        if spec.dtype in FP8:
+            scale = dict(tensors_of(folder, [name + SCALE]))[name + SCALE]
+            found[name], found[name + SCALE] = in_blocks(tensor, scale)
+        elif not tensor.is_floating_point() or _BITS.get(spec.dtype, 0) > main > 0:
+            found[name] = tensor
+        else:
+            found[name] = tensor.to(dtype)
+    return found
+
+
+def in_blocks(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix (R, C) in FP8 and the scales (r, c) of its blocks. A block keeps its old scale from `scale` if its values
+    fit, so that a weight that did not change is stored as before."""
+    import torch
+
+    rows, columns = scale.shape
+    blocks = tensor.float().reshape(rows, tensor.shape[0] // rows, columns, -1)
+    old, least = scale.float(), blocks.abs().amax((1, 3)) / _FP8_MAX
+    new = torch.where(least > old * (1 + 1e-5), least, old).to(scale.dtype)
+    values = (blocks / new.float()[:, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return values.reshape(tensor.shape), new
+
+
+def with_scales(trained: Iterable[str], stored: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """Return the trained names, and the names of their scales that the folder stores."""
+    return tuple(sorted(key for name in trained for key in (name, name + SCALE) if key == name or key in stored))
+
+
+def tied_heads(trained: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Return the output layer that the folder stores although it is tied to the embedding: its name, with the embedding's
+    name."""
+    known = set(trained)
+    embedding = next((name for name in sorted(known) if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
+    return {name: embedding for name in stored if embedding and name not in known and name.endswith("lm_head.weight")}
+
+
+def tensors_of(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the named tensors of a folder as they are stored, each with its name."""
+    from safetensors import safe_open
+
+    wanted = set(names)
+    for file in checkpoint_files(folder):
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            for name in sorted(wanted.intersection(handle.keys())):
+                yield name, handle.get_tensor(name)
+
+
+def _refuse_quantised(folder: Path) -> None:
+    method = quantisation(folder)
+    if method not in ("", "fp8"):
+        raise ConfigError(f"the weights in {folder} are quantised ({method}), and cannot be trained: {UNTRAINABLE}")
+
+
+def _refuse_scales(folder: Path, stored: Mapping[str, TensorSpec]) -> None:
+    """Raise `ConfigError` for a matrix in FP8 without scales of whole blocks, because it could not be stored again."""
+    for name, spec in stored.items():
+        scale = stored.get(name + SCALE)
+        if spec.dtype not in FP8 or (
+            spec.dtype == FP8[0]
+            and scale is not None
+            and scale.dtype in _BITS
+            and len(spec.shape) == len(scale.shape) == 2
+            and all(size % blocks == 0 for size, blocks in zip(spec.shape, scale.shape, strict=True))
+        ):
+            continue
+        raise ConfigError(
+            f"{name!r} in {folder} is {spec.dtype} without scales of whole blocks ({name + SCALE!r}), and could not be stored "
+            f"again after training: {UNTRAINABLE}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3])
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """Return, for messages, the four most frequent two-part prefixes of the names, each with its count."""
+    counts = Counter(".".join(name.split(".")[:2]) for name in names)
+    shown = [f"{kind}.* ({count})" for kind, count in counts.most_common(4)]
+    return ", ".join(shown) + (", ..." if len(counts) > len(shown) else "")
+
 
 WEIGHTS = "model.safetensors"
 TEMPLATES = "additional_chat_templates"

@@ -25,9 +25,8 @@ import numpy.typing as npt
 import torch
 
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.rows import Numbers, Tokens, is_trained, name
+from lightning.engines.rows import Numbers, Tally, Tokens, is_trained, name
 from lightning.errors import DataError, EngineError
 from lightning.losses.protocol import (
     Loss,

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from types import FrameType, TracebackType
@@ -21,7 +21,6 @@ from typing import ParamSpec, Self, TypeVar, cast, overload
 from lightning.errors import DataError
 from lightning.instrument.context import calling_attempt, current_attempt, log_once
 from lightning.instrument.last_call import flow_ident, starter_here
-from lightning.instrument.recorded_tools import recorded_run, replayed
 from lightning.instrument.texts import MAX_TEXT, error_text, named_arguments, result_of, signature_of, text_of
 from lightning.instrument.tool_slots import tool_slot
 from lightning.types import Caller, Json, ToolEvent
@@ -213,6 +212,24 @@ class _Scope:
         """Note the end of the call: it returned `output`, or raised `error`."""
 
 
+StandIn = Callable[[str, Json, object], Callable[[], object] | None]
+"""A function from a tool's name, arguments and function to a function that is called in place of the tool; None lets the tool
+run. An exception that it raises is raised by the tool."""
+
+_stand_ins: dict[str, StandIn] = {}
+
+
+@contextmanager
+def replace_tools(api_key: str, stand_in: StandIn) -> Iterator[None]:
+    """Inside the block, each run of a `lightning.tool` in the rollout with this key is replaced by what `stand_in` returns for
+    it, in every thread and task of this process that the rollout's code runs in."""
+    _stand_ins[api_key] = stand_in
+    try:
+        yield
+    finally:
+        del _stand_ins[api_key]
+
+
 class _ToolScope(_Scope):
     def __init__(self, name: str, caller: Caller | None, arguments: Json) -> None:
         path = _path.get()
@@ -232,9 +249,9 @@ class _ToolScope(_Scope):
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         kind = _target(function)
-        key = self._session.llm.api_key if self._session else ""
-        found = recorded_run(key, self.name, self.arguments, kind)
-        return function(*args, **kwargs) if found is None else cast("R", replayed(found, kind))
+        ask = _stand_ins.get(self._session.llm.api_key) if _stand_ins and self._session else None
+        stand_in = None if ask is None else ask(self.name, self.arguments, kind)
+        return function(*args, **kwargs) if stand_in is None else cast("R", stand_in())
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
         self._slot.__exit__(None, None, None)

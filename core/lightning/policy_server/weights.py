@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server.auto_settings import Device, free_memory
 from lightning.policy_server.model_folder import folder_tensors
-from lightning.policy_server.profiles import EXTENSION
+from lightning.policy_server.profiles import EXTENSION, Device, free_memory
 
 if TYPE_CHECKING:
     from lightning.policy_server.control import VLLMControl

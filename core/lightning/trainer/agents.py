@@ -1,44 +1,132 @@
-"""Runs a run's rollouts to their end: by the trainer's own runner, by clients elsewhere, or by both at once.
+"""Runs a run's rollouts to their end: by the trainer's own runner, by clients elsewhere, or by both at once. Whatever lets
+others in than the agents of this process is a plugin's (`RunServer`).
 
 The invariant: each rollout that ends for good while this process waits for it is told once (to the caller and to the hook
-`rollout_finished`), wherever its agent ran; what was lost on its last attempt ends although nobody leases any more.
+`rollout_finished`), wherever its agent ran; what was lost on its last attempt ends although nobody leases any more. A setting
+that needs a `RunServer` is refused by its name where no plugin brings one, before anything is started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, cast
 
+from lightning.addresses import is_loopback
 from lightning.config import Config, RunnerConfig
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError, StoreError
+from lightning.gateway import Gateway
+from lightning.gateway.connections import guard_of
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
-from lightning.runner.protocol import Agent, Runner
-from lightning.store.protocol import Store
+from lightning.runner.protocol import Agent, Runner, Site
+from lightning.store.protocol import ShowsProject, Store
 from lightning.store.url import parse
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import LLM, Lease, Rollout, Status
+from lightning.types import DEFAULT_PROJECT, LLM, Lease, Rollout, Run, Status
 
 logger = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a client needs to work for a run, and the command that starts one, for a person to type."""
+
+    site: Site
+    command: str
+
+
+class ClientDoor(Protocol):
+    """Answers clients on the port of one gateway, until it is closed, which is before the gateway is."""
+
+    async def invite(self, run: Run, folder: Path) -> Invitation:
+        """Let clients work for a run; files that they need are written into `folder`, which is the run's."""
+
+    async def close(self) -> None:
+        """Stop answering; requests that wait are ended."""
+
+
+class RunServer(Protocol):
+    """What a plugin registers with `register_servers`. It keeps nothing between two calls."""
+
+    def on_port(self, config: Config) -> Config:
+        """The settings of a trainer, with the gateway on the port that clients know."""
+
+    async def check_exposure(self, store: Store, host: str) -> None:
+        """Raise `ConfigError` unless what serves this store may listen on `host`, which is beyond this machine."""
+
+    def open(self, store: Store, gateway: Gateway, config: Config) -> ClientDoor:
+        """Answer clients on a gateway that has not started. The store is that of all projects."""
+
+    def check_project(self, project: str) -> None:
+        """Raise `DataError` for what cannot name a project."""
+
+    def of_project(self, store: Store, project: str) -> Store:
+        """A store of all projects as one of them sees it, with its own names for resources."""
+
+
+def run_server(wanted: str) -> RunServer:
+    """Return the registered server. Raises `PluginError`, which says what `wanted` it, if none or several are registered."""
+    return cast("Callable[[], RunServer]", plugins().sole("servers", wanted))()
+
+
+def check_server_settings(config: Config) -> None:
+    """Raise `PluginError` for settings that open a port to others, or guard it, and cannot be met."""
+    if config.server.port:
+        run_server(f"server.port = {config.server.port}")
+    for setting, host in (("gateway.host", config.gateway.host), ("server.host", config.server.host)):
+        if not is_loopback(host):
+            run_server(f"{setting} = {host!r}, beyond this machine,")
+    guard_of(config.gateway.limits, "localhost")
+
+
+async def check_exposure(store: Store, host: str) -> None:
+    """Return when a gateway of this store may listen on `host`; raises `ConfigError` or `PluginError` otherwise."""
+    if not is_loopback(host):
+        await run_server(f"to listen on {host!r}, beyond this machine,").check_exposure(store, host)
+
+
+def project_of(config: Config) -> str:
+    """The setting `trainer.project`. Raises `ConfigError` for what cannot name one."""
+    project = config.trainer.project
+    if project != DEFAULT_PROJECT:
+        server = run_server(f"trainer.project = {project!r}")
+        try:
+            server.check_project(project)
+        except DataError as error:
+            raise ConfigError(f"trainer.project: {error}") from error
+    return project
+
+
+def of_project(store: Store, project: str) -> Store:
+    """A store as `project` sees it, where it shows names as they are stored or is such a view already. The default project's
+    is the store itself: its names are stored as they are."""
+    if project == DEFAULT_PROJECT or (isinstance(store, ShowsProject) and store.project is not None):
+        return store
+    return run_server(f"the project {project!r}").of_project(store, project)
+
+
 LOOK_SECONDS = 5.0
-"""How often the store is asked without news: an expired lease is none."""
+"""How often the store is asked without news of a change: a lease that expires is no change."""
 SETTLE_SECONDS = 0.2
-"""News of so long are looked at together: with a hundred clients there is always some."""
+"""How long news are gathered before the store is asked: with a hundred clients there is always some."""
 ROOM_SECONDS = 0.25
 """How often to see whether clients have taken what waits, while more groups may begin."""
 SILENCE_SECONDS = 30.0
-"""How long rollouts wait for a client until that is said, and then again and again."""
+"""How long rollouts wait for a client until a warning says so, and between two warnings."""
 
 
 def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
-    """The settings, where agents in a sandbox see neither the run's folder nor that of its SQLite store. It may be the
-    runner's sandbox, or one that an agent makes for its program."""
+    """Return the settings with the run's folder, and that of its SQLite store, hidden from agents in a sandbox. The sandbox may
+    be the runner's, or one that an agent makes for its program."""
     runner = config.runner
     secret = [out.resolve()]
     where = parse(url)
@@ -49,8 +137,8 @@ def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
 
 
 def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
-    """The runner of a name, which runs the agent on this machine and hides the run's folder and store from it. Raises
-    `ConfigError` for one whose agents run elsewhere."""
+    """Make the runner of this name, which runs the agent on this machine and hides the run's folder and store from it. Raises
+    `ConfigError` for a runner whose agents run elsewhere."""
     runner = plugins().runner(name)(agent, hidden_from_agents(config, out, url))
     if runner.concurrency == 0:
         raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
@@ -82,11 +170,11 @@ class Agents:
         return self._runner.concurrency == 0
 
     def expect(self, rollouts: Iterable[Rollout]) -> None:
-        """Tell of the end of these, which have not ended as far as is known."""
+        """Wait for these rollouts, too, and tell of the end of each. As far as is known none has ended."""
         self._open |= {rollout.id: rollout for rollout in rollouts}
 
     async def forget_ended(self, among: Sequence[Rollout]) -> None:
-        """Do not tell of those among these that have ended already: they did before this process."""
+        """Stop waiting for those of these rollouts that have ended already, before this process; their ends are not told."""
         for rollout in await self._ended(among):
             self._open.pop(rollout.id, None)
 
@@ -116,7 +204,7 @@ class Agents:
         await self._look()
 
     async def _look_beside(self) -> None:
-        """Clients may end rollouts, too: of this run's server, or of any other over the store."""
+        """Look for rollouts that clients have ended, of this run's server or of another one over the store, until cancelled."""
         if not self.shared:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
@@ -128,7 +216,7 @@ class Agents:
                 await asyncio.sleep(SETTLE_SECONDS)
 
     async def _attend(self, source: Source | None) -> None:
-        """Wait for what clients do."""
+        """Wait until clients have ended every expected rollout; with a source let groups begin, until cancelled."""
         self._silent_since = time.monotonic()
         async with self._store.watch(self._run) as watch:
             while True:
@@ -147,7 +235,7 @@ class Agents:
                 await asyncio.sleep(SETTLE_SECONDS)
 
     async def _refill(self, source: Source) -> bool:
-        """Let a group begin when none waits to be leased; whether another one may follow soon.
+        """Let a group begin when no rollout waits to be leased. Return whether another group may begin soon.
 
         Where agents run is not known here, so one group is ahead of them: it begins when the one before was taken.
         """
@@ -160,7 +248,7 @@ class Agents:
             self._tell(rollout)
 
     async def _ended(self, among: Sequence[Rollout]) -> list[Rollout]:
-        """Those of these rollouts that have ended."""
+        """Return those of these rollouts that have ended, as the store says."""
         found, ids = [], {rollout.id for rollout in among}
         for split, step in {(rollout.split, rollout.step) for rollout in among}:
             found += await all_rollouts(self._store, self._run, split=split, step=step)
@@ -173,7 +261,7 @@ class Agents:
             self._told(rollout)
 
     async def _check_silence(self) -> None:
-        """Say it when rollouts wait and nobody runs any."""
+        """Log a warning when rollouts have waited for `SILENCE_SECONDS` and nobody runs any."""
         if not self._open or time.monotonic() - self._silent_since < SILENCE_SECONDS:
             return
         self._silent_since = time.monotonic()
@@ -191,7 +279,7 @@ class Agents:
 
 
 async def _first(*things: Coroutine[object, object, object]) -> None:
-    """Return when one of them has come; errors come through, the others are cancelled."""
+    """Return when one of these coroutines has returned, and cancel the others. An error of the first is raised."""
     tasks = [asyncio.create_task(thing) for thing in things]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -201,3 +289,58 @@ async def _first(*things: Coroutine[object, object, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+HOW_TO_CALL = "how_to_call"
+
+
+@dataclass(frozen=True, slots=True)
+class HowToCall:
+    """`own` are prompt templates by component, `bound` the resources of the other components, `versions` what a rollout runs
+    with unless it says otherwise, by resource. `eval_temperature` is that of evaluations, None for the agent's own.
+    `seed` is the run's, from which those of its agents follow; None where they get none.
+    """
+
+    own: Mapping[str, str] = field(default_factory=dict)
+    bound: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    eval_temperature: float | None = None
+    seed: int | None = None
+
+    def agent_seed(self, rollout: Rollout) -> int | None:
+        """63 bits for the agent's process: the same for the same rollout of a repeated run, whatever that is called, and others
+        for every other rollout and attempt, also of the same task in a later pass. A branch has that of its parent."""
+        if self.seed is None:
+            return None
+        where, attempt = rollout.id.removeprefix(rollout.run), rollout.attempt
+        if rollout.parent is not None:
+            parent, attempt, _ = rollout.parent
+            mine = parent.startswith(f"{rollout.run}/")
+            where = parent.removeprefix(rollout.run) if mine else f"/{parent.partition('/')[2]}"
+        place = json.dumps([self.seed, where, rollout.task.id, attempt])
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
+
+    async def prompts(self, rollout: Rollout, text: Callable[[str, int], Awaitable[str]]) -> dict[str, str]:
+        """The prompt of each component in a rollout as its project sees it. `text` gives that of a resource's version."""
+        found = dict(self.own)
+        chosen = {**self.versions, **rollout.resources}
+        for component, name in self.bound.items():
+            if name in chosen:
+                found[component] = await text(name, chosen[name])
+        return found
+
+    @classmethod
+    async def of_run(cls, store: Store, run: str) -> HowToCall:
+        """Read what the run's trainer has kept; an empty `HowToCall` if nothing was kept."""
+        kept = await store.get_state(run, HOW_TO_CALL)
+        try:
+            return cls(**cast("Any", kept)) if isinstance(kept, Mapping) else cls()
+        except TypeError as error:
+            raise StoreError(
+                f"what the trainer of run {run!r} keeps for servers is not of this version of lightning ({error}): "
+                "use the trainer's version, or begin a new run"
+            ) from error
+
+    async def keep(self, store: Store, run: str) -> None:
+        """Keep this in the state of the run, where every server over the store finds it."""
+        await store.put_state(run, HOW_TO_CALL, asdict(self))

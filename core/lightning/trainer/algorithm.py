@@ -80,7 +80,7 @@ def resolve_algorithm(algorithm: Algorithm | SearchAlgorithm | str) -> Algorithm
         if callable(getattr(made, "tune", None)):
             raise ConfigError(
                 f"{made!r:.200} has tune(), and no loop that calls it: derive its class from "
-                "lightning.algorithms.prompts.PromptAlgorithm"
+                "lightning_prompts.PromptAlgorithm"
             )
         cure = "give a registered name, lightning.LightningRL(...), or an object with name, group_size, batch and loss"
         if inspect.isroutine(made):

@@ -1,13 +1,15 @@
-"""How a step was computed: what its record says besides what was trained (`StepRecord.context`).
+"""How a run's steps were computed: under which settings (config epochs), with which teacher, and what each step's record says
+of that (`StepRecord.context`).
 
-The invariant: two steps of one config epoch with the same numeric context, from the same weights and batch, give the same
-weights bit for bit on a CPU; where the numeric context differs they are the same but for rounding.
+The invariant: the settings of a committed step never change; what a resume changes begins a new epoch behind the last committed
+step. Two steps of one config epoch with the same numeric context, from the same weights and batch, give the same weights bit
+for bit on a CPU; where the numeric context differs they are the same but for rounding.
 
 Keys: `epoch`, the number of the config epoch · `weights`, SHA-256 (hex) of the weights that were served when the step was
 taken, which are those of version `step` (of the adapters, where these were handed over alone; `base` for the model's own) ·
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
 (`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
-(`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in a line: by what goes through it (`calls` of the
+(`OwnStep`) · `stages`, the plugins' stages that stood in a line: by what goes through it (`calls` of the
 trainer's gateway; `attempts`, where they are made beside it; `steps`; `groups`, of which they are the sampler and the order of
 tasks; `runs`, at whose beginning and end they stand), in their order, each with the version of its distribution · `added`,
 what stages add to the step, by their names · and the numeric context, `NUMERIC`.
@@ -17,15 +19,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import platform
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Protocol, TypeGuard, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
-from lightning.types import Json
+from lightning.engines.protocol import Engine
+from lightning.errors import ConfigError, DataError
+from lightning.store.protocol import Store
+from lightning.types import Json, Run, StepRecord
 
 NUMERIC: Final = ("dtype", "device", "threads", "tokens_per_microbatch", "path", "cpu", "versions")
 """Keys of the numeric context: the dtype that is computed in, where, by how many threads, trained tokens of a micro-batch, the
@@ -41,12 +49,12 @@ _FLAGS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd"
 
 
 def named_stages(stages: Mapping[str, Mapping[str, str]]) -> dict[str, Json]:
-    """Stages as a step's context says them."""
+    """Return stages in the form in which a step's context has them, as pairs of name and version by line."""
     return {of: [[name, version] for name, version in each.items()] for of, each in stages.items()}
 
 
 def stages_of(context: Mapping[str, Json]) -> dict[str, dict[str, str]]:
-    """The stages that a step's context says, with their versions, by what goes through their line."""
+    """Read from a step's context the versions of the stages by name, by what goes through their line."""
     said = context.get(STAGES)
     lines = said.items() if isinstance(said, Mapping) else ()
     return {
@@ -61,8 +69,8 @@ def _is_pair(said: Json) -> TypeGuard[Sequence[Json]]:
 
 
 def other_stages(context: Mapping[str, Json], now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """How the stages of a later time differ from those that a step's context says, by what goes through their line: nothing
-    for those that are the same, or that one of both does not say."""
+    """Say in words how the stages of now differ from those in a step's context, by what goes through their line. Lines with
+    the same stages are left out, and so are lines that only one of the two has."""
     then = stages_of(context)
     differ = {of: _other(then[of], now[of]) for of in then if of in now}
     return {of: other for of, other in differ.items() if other}
@@ -143,3 +151,185 @@ def base_digest(model: Path, cache: Path | None = None) -> str:
     if cache is not None:
         cache.write_text(json.dumps({"files": stamp, "sha256": found}) + "\n")
     return found
+
+
+PolicyFault: TypeAlias = float | Literal["mask", "exclude"]
+"""See `trainer.policy_fault`."""
+
+EPOCHS: Final = "epochs"
+"""The key of a run's state that lists its epochs from 1 on: `first`, `at` and what in `config` is not as in the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Settings from a step on. `config` has the keys of `Run.config`, `at` is Unix time; `first` may be a step that is yet
+    to come, where a schedule of algorithms says so."""
+
+    number: int
+    first: int
+    config: Mapping[str, Json]
+    at: float = 0.0
+
+    def setting(self, section: str, name: str) -> Json:
+        """A setting of a section; None where the run has none, as one that no trainer began."""
+        config = self.config.get("config")
+        found = config.get(section) if isinstance(config, Mapping) else None
+        return found.get(name) if isinstance(found, Mapping) else None
+
+    @property
+    def max_staleness(self) -> int | None:
+        """`trainer.max_staleness`; None where there is none, and in a run that is trained on a record, whose versions are
+        others."""
+        if self.config.get("recorded"):
+            return None
+        bound = self.setting("trainer", "max_staleness")
+        return bound if isinstance(bound, int) else None
+
+    @property
+    def max_reuse(self) -> int:
+        """`trainer.max_reuse`; 0 where there is none."""
+        limit = self.setting("trainer", "max_reuse")
+        return limit if isinstance(limit, int) else 0
+
+    @property
+    def train_agents(self) -> tuple[str, ...]:
+        """The globs of the agents that are trained; none trains all."""
+        agents = self.config.get("train_agents", [])
+        return tuple(map(str, agents)) if isinstance(agents, (list, tuple)) else ()
+
+    @property
+    def policy_fault(self) -> PolicyFault:
+        """`trainer.policy_fault`: the reward of rollouts that the policy failed; "exclude" where there is none."""
+        found = self.setting("trainer", "policy_fault")
+        if found == "mask":
+            return "mask"
+        return float(found) if isinstance(found, (int, float)) else "exclude"
+
+
+OVER: Final = "over"
+"""The key of a run's state that is true from the end of its training until it is resumed."""
+
+
+async def mark_over(store: Store, run: str, over: bool) -> None:
+    """Write into the run's state that its training is over, or that it goes on."""
+    if over or await is_over(store, run):
+        await store.put_state(run, OVER, over, once=None)
+
+
+async def is_over(store: Store, run: str) -> bool:
+    """Whether a run has come to its end and no trainer has resumed it since."""
+    return await store.get_state(run, OVER) is True
+
+
+async def read_epochs(store: Store, run: Run) -> list[Epoch]:
+    """The epochs of a run, in order; at least one."""
+    kept = await store.get_state(run.id, EPOCHS)
+    epochs = [Epoch(0, 1, run.config, run.created_at)]
+    for item in kept if isinstance(kept, list) else ():
+        first, at, changed = item["first"], item["at"], item["config"]
+        epochs.append(Epoch(len(epochs), int(first), {**run.config, **changed}, float(at)))
+    return epochs
+
+
+async def keep_epochs(store: Store, run: Run, epochs: Sequence[Epoch]) -> None:
+    """Write these epochs into the run's state. The first of them is the run's own configuration, which is not written again."""
+    if len(epochs) == 1 and await store.get_state(run.id, EPOCHS) is None:
+        return
+    listed: list[Json] = [
+        {
+            "first": epoch.first,
+            "at": epoch.at,
+            "config": {key: value for key, value in epoch.config.items() if value != run.config.get(key)},
+        }
+        for epoch in epochs[1:]
+    ]
+    await store.put_state(run.id, EPOCHS, listed)
+
+
+def epoch_at(epochs: Sequence[Epoch], step: int) -> Epoch:
+    """The epoch that a step belongs to."""
+    return [epoch for epoch in epochs if epoch.first <= step][-1]
+
+
+TEACHER: Final = "teacher"
+"""The key of a step's context that names the teacher, and the folder in a run's own of teachers that were a run's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A teacher: the `folder` of its model, the `name` by which the user asked for it, and the `base_digest` of the folder."""
+
+    name: str
+    folder: Path
+    digest: str
+
+    def described(self) -> dict[str, Json]:
+        """Return the teacher in JSON, for the context of a step."""
+        return {"name": self.name, "model": str(self.folder), "sha256": self.digest}
+
+
+def reference_of(engine: Engine, teacher: Teacher | None) -> dict[str, Path]:
+    """Return the arguments for the engine's `open` that give it a teacher; none without a teacher. Raises `ConfigError` for an
+    engine whose `open` takes no teacher."""
+    if teacher is None:
+        return {}
+    known = inspect.signature(engine.open).parameters.values()
+    if not any(one.name == "reference" or one.kind is one.VAR_KEYWORD for one in known):
+        raise ConfigError(
+            f"the engine {type(engine).__name__} takes no teacher (its `open` has no `reference`), and the algorithm learns "
+            f"from {teacher.name}: take another engine (the torch engine takes one), or another algorithm"
+        )
+    return {"reference": teacher.folder}
+
+
+OWN_LOOP: Final = "own_loop"
+"""The key in a step's context that says it was taken by a loop of somebody's own (`lightning.trainer.session`), and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStep:
+    """A step of such a loop. `batch` is the digest of the rows as the run's algorithm made them; `updates` has for each update
+    its learning rate and the digest of the rows that its gradient was computed on (`rows_digest`)."""
+
+    batch: str
+    updates: tuple[tuple[float, str], ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether an update was computed on other rows than the batch's: some of them, or with other weights or advantages."""
+        return any(rows != self.batch for _, rows in self.updates)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of all of it."""
+        digest = hashlib.sha256(self.batch.encode())
+        for rate, rows in self.updates:
+            digest.update(struct.pack("<d", rate) + rows.encode())
+        return digest.hexdigest()
+
+    def to_json(self) -> dict[str, Json]:
+        """Return this in JSON, as the step's context has it under `OWN_LOOP`."""
+        return {"batch": self.batch, "updates": [{"lr": rate, "rows": rows} for rate, rows in self.updates]}
+
+
+def own_step(context: Mapping[str, Json]) -> OwnStep | None:
+    """Read from a step's context how a loop of somebody's own took the step; None if the trainer's loop took it. Raises
+    `DataError` for a context that cannot be read."""
+    found = context.get(OWN_LOOP)
+    if not found:
+        return None
+    try:
+        if not isinstance(found, Mapping) or not isinstance(updates := found["updates"], (list, tuple)):
+            raise TypeError("no list of updates")
+        return OwnStep(str(found["batch"]), tuple((float(each["lr"]), str(each["rows"])) for each in updates))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the step's record does not say which updates its own loop took: {found!r:.200}. Restore the database from a "
+            "backup"
+        ) from error
+
+
+def changed_by_loop(record: StepRecord) -> bool:
+    """Whether a loop of somebody's own took this step and computed an update on other rows than the algorithm's."""
+    own = own_step(record.context)
+    return own is not None and own.changed

@@ -24,19 +24,35 @@ from lightning.store.rollout_state import REUSE
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
-from lightning.trainer.context import ADDED, STAGES, named_stages, numeric_context, other_stages
-from lightning.trainer.epochs import Epoch, epoch_at
-from lightning.trainer.held_out import HeldOut, compared_since
-from lightning.trainer.lr_schedule import earlier_steps, rate_of
+from lightning.trainer.context import (
+    ADDED,
+    OWN_LOOP,
+    STAGES,
+    TEACHER,
+    Epoch,
+    OwnStep,
+    Teacher,
+    epoch_at,
+    named_stages,
+    numeric_context,
+    other_stages,
+)
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
-from lightning.trainer.own_loop import OWN_LOOP, OwnStep
+from lightning.trainer.model import earlier_steps, rate_of
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.run_stages import BringForward, RunLine
 from lightning.trainer.samplers import Ground, Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import Alarm, StepLine, StepTaken
-from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
-from lightning.trainer.teacher import TEACHER, Teacher
+from lightning.trainer.summary import (
+    NAMED,
+    Evaluation,
+    HeldOut,
+    Reporter,
+    compared_since,
+    evaluate_rollouts,
+    evaluations,
+)
 from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
 from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of
 from lightning.types import Json, Rollout, Task

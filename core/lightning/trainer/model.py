@@ -1,22 +1,28 @@
-"""Where a model lies, and the dtype that trainer and sampler compute it in.
+"""The model of a run: where it lies, the dtype that trainer and sampler compute it in, its optimizer and the learning rate of
+each step.
 
 The invariant: where both `engine.dtype` and `policy_server.dtype` are left to lightning, or one of them, they agree, since each
-logprob gap between trainer and sampler is a ratio that is not the policy's; one that was named is never changed.
+logprob gap between trainer and sampler is a ratio that is not the policy's; a dtype that was named is never changed. A step's
+rate depends on the settings and on the number of committed steps before alone, so that a resumed run goes on where it was.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from lightning.config import Config
 from lightning.config.load import with_settings
-from lightning.errors import ConfigError, MissingExtraError
-from lightning.policy_server.auto_settings import choose_dtype, this_machine
-from lightning.policy_server.model_facts import read_facts
-from lightning.policy_server.profiles import pick_device
+from lightning.engines.protocol import OptimizerConfig
+from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
+from lightning.policy_server.model_folder import folder_tensors, read_facts
+from lightning.policy_server.profiles import choose_dtype, pick_device, this_machine
+from lightning.types import Json
 
-NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
+DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 """vLLM's names of dtypes that the torch engine has too, and what that calls them."""
 
 
@@ -31,7 +37,7 @@ def with_dtypes(config: Config, model: Path, engine: str) -> Config:
     if ours != "auto":
         return with_settings(config, {"policy_server.dtype": ours})
     if theirs != "auto":
-        known = NAMES.get(theirs) if engine == "torch" else None
+        known = DTYPE_NAMES.get(theirs) if engine == "torch" else None
         return with_settings(config, {"engine.dtype": known}) if known else config
     device = pick_device(config.policy_server)
     if engine != "torch":
@@ -67,3 +73,76 @@ def resolve_model(model: str | Path) -> Path:
         raise ConfigError(
             f"no model {model!r}: there is no such folder here, and the hub did not give it ({type(error).__name__}: {error})"
         ) from error
+
+
+RATES: Final = ((3e6, 2e-3), (60e6, 8e-5), (400e6, 1e-5), (2e9, 5e-6), (10e9, 2e-6), (math.inf, 1e-6))
+"""Up to how many parameters which rate, with all weights trained; docs/configuration.md names the source of each."""
+ADAPTER_RATE_FACTOR: Final = 10.0
+"""How many times as fast adapters learn best (Schulman et al., LoRA Without Regret, 2025)."""
+
+
+def default_rate(config: Config, model: Path) -> tuple[float, str]:
+    """The rate for the model in a folder, and why it is that. One whose size cannot be read gets that of the largest."""
+    try:
+        size = float(sum(math.prod(spec.shape) for spec in folder_tensors(model).values())) or math.inf
+    except PolicyServerError:  # whoever loads it says what is wrong
+        size = math.inf
+    rate = next(rate for most, rate in RATES if size <= most)
+    trained = "all weights"
+    if config.engine.lora is not None:
+        rate, trained = rate * ADAPTER_RATE_FACTOR, "adapters"
+    of = f"with {size / 1e6:,.3g} M parameters" if math.isfinite(size) else "whose size cannot be read"
+    return rate, f"the default for training {trained} of a model {of}"
+
+
+EARLIER_STEPS: Final = "earlier_steps"
+"""The key of a forked run's configuration that says how many steps led to the training state that it began with, in all the
+runs before it. Absent where it began with weights alone: the optimizer is then a fresh one."""
+
+
+def lr_share(config: Config, step: int, earlier: int = 0) -> float:
+    """The share of `engine.lr` that a step of the run has.
+
+    It rises linearly over `warmup_steps`. Then it stays, or falls to `min_lr_ratio` at the end of the run's own
+    `trainer.steps`: in a line, or by half a cosine (SGDR, arXiv 1608.03983, without restarts). Steps after the last planned
+    one have the lowest share. The `earlier` steps of the runs that this one was forked from count for the warm-up alone.
+    """
+    engine = config.engine
+    if earlier + step <= engine.warmup_steps:
+        return (earlier + step) / engine.warmup_steps
+    if engine.lr_schedule == "constant":
+        return 1.0
+    risen = max(0, engine.warmup_steps - earlier)
+    progress = min(1.0, (step - 1 - risen) / max(1, config.trainer.steps - risen))
+    share = 1.0 - progress if engine.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return engine.min_lr_ratio + (1.0 - engine.min_lr_ratio) * share
+
+
+def rate_of(config: Config, run: Mapping[str, Json], step: int) -> float:
+    """The learning rate of a step; `run` is the run's recorded configuration."""
+    return full_rate(config) * lr_share(config, step, earlier_steps(run))
+
+
+def full_rate(config: Config) -> float:
+    """`engine.lr`, or the default of an optimizer."""
+    return config.engine.lr or OptimizerConfig().lr
+
+
+def optimizer_of(config: Config) -> OptimizerConfig:
+    """The optimizer of the settings."""
+    engine = config.engine
+    return OptimizerConfig(
+        full_rate(config),
+        engine.betas,
+        engine.weight_decay,
+        engine.eps,
+        engine.max_grad_norm,
+        engine.critic_lr,
+        engine.minibatches,
+        engine.epochs,
+    )
+
+
+def earlier_steps(run: Mapping[str, Json]) -> int:
+    """How many steps led to the training state that a run began with; `run` is its recorded configuration."""
+    return int(str(run.get(EARLIER_STEPS, 0)))

@@ -1,15 +1,18 @@
-"""What a run needs, opened in order: its folder, store and record, then what samples and what trains.
+"""What a run needs, opened in order: its folder, store and record, then what samples and what trains, with the training state
+that its engine loads.
 
-The invariant: a start that fails leaves no run that a corrected one would stumble over, and nothing open.
+The invariant: a start that fails leaves no run that a corrected one would stumble over, and nothing open. The state on disk is
+the one that the run's committed steps lead to, each under its own settings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -27,21 +30,28 @@ from lightning.store.url import parse, sqlite_url
 from lightning.tracking.trackers import Trackers, names_of
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.beginning import prepare
 from lightning.trainer.checkpoints import Checkpoints, check_disk
-from lightning.trainer.context import base_digest
-from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
+from lightning.trainer.context import Epoch, Teacher, base_digest, keep_epochs, mark_over, reference_of
 from lightning.trainer.loop import Loop
-from lightning.trainer.lr_schedule import optimizer_of
-from lightning.trainer.model import with_dtypes
+from lightning.trainer.model import optimizer_of, with_dtypes
+from lightning.trainer.plan import task_ids
 from lightning.trainer.run_stages import PROBE, BringForward, Prompts, RunLine, Start, run_line
-from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
+from lightning.trainer.runs import (
+    AGENT,
+    changes_of,
+    check_run,
+    claim_folder,
+    describe_algorithm,
+    name_folder,
+    plan_epochs,
+)
 from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.stages import step_line
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
-from lightning.trainer.teacher import Teacher, reference_of
 from lightning.types import Json, Run, Task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,3 +366,51 @@ def say_how_to_join(stack: Stack, reporter: Reporter) -> None:
     """Tell how agents join a run that starts none itself."""
     if stack.agents.elsewhere and stack.agents.how_to_join:
         reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
+
+
+async def prepare(
+    start: Start, line: RunLine, parent: str | None, teacher: Teacher | None = None
+) -> tuple[Start, list[Epoch], BringForward | None]:
+    """What the run begins with: its start, with the model; its epochs; and what takes its recorded steps again, if anything
+    does. `parent` is the run to fork, if any.
+
+    Raises `ConfigError` for a parent that a run cannot have, and what `RunLine.bring_forward` does.
+    """
+    run, model, described, store = start.run, start.model, dict(start.described), start.store
+    records = await store.steps(run.id)
+    if (begun := await line.begun(start, parent)) is not None:
+        run, model = replace(run, config={**run.config, **begun.described}), begun.model
+        described |= begun.described
+    else:
+        Checkpoints(start.folder / "checkpoints", keep=1).discard(0)  # of a fork that did not begin
+    described["critic"] = described["critic"] or run.config.get("critic", "")
+    algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in start.phases]
+    epochs = await plan_epochs(store, run, described, algorithms)
+    for epoch in epochs[1:]:
+        if records and epoch.first == len(records) + 1:
+            changed = "\n  ".join(changes_of(epochs, epoch.number))
+            start.reporter.say(f"config epoch {epoch.number} begins with step {epoch.first}:\n  {changed}")
+            warn_of_tasks(epochs[epoch.number - 1], epoch)
+    start = replace(start, run=run, model=model)
+    return start, epochs, await line.bring_forward(start, records, epochs, teacher)
+
+
+def warn_of_tasks(before: Epoch, after: Epoch) -> None:
+    """Say that a run goes on with other training tasks."""
+    old, new = task_ids(before), task_ids(after)
+    given = after.setting("trainer", "order") == "given"
+    if not old or old == new or (not given and set(old) == set(new)):
+        return
+    moved = "" if set(old) != set(new) else ", and they stand in another order"
+    rule = (
+        "trainer.order = given goes on at its place in the list, so tasks that moved may come twice in a pass or not at all"
+        if given
+        else "what a pass has taken comes no second time in it, and new ones join it where their turn is still to come"
+    )
+    logger.warning(
+        "the training tasks changed: %d added, %d removed%s; %s",
+        len(set(new) - set(old)),
+        len(set(old) - set(new)),
+        moved,
+        rule,
+    )

@@ -21,7 +21,7 @@ from lightning.types import Fault, Json, Rollout, Status, Task, Transition
 if TYPE_CHECKING:
     from lightning.batch.trajectory import Trajectory
     from lightning.config.sections import FixedOrder
-    from lightning.trainer.epochs import Epoch
+    from lightning.trainer.context import Epoch
 
 TRAIN, VAL = "train", "val"
 T = TypeVar("T")

@@ -28,10 +28,9 @@ from lightning.errors import ConfigError, EngineError, LightningError, PluginErr
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
 from lightning.store.protocol import Store
+from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.epochs import Epoch
-from lightning.trainer.run_server import of_project
-from lightning.trainer.teacher import Teacher
+from lightning.trainer.context import Epoch, Teacher
 from lightning.types import Json, Rollout, Run, StepRecord
 
 if TYPE_CHECKING:

@@ -1,19 +1,30 @@
 """A run's folder and identity: one trainer at a time, and what a resume changes is recorded.
 
-The invariant: the settings of each committed step can be told, and its algorithm made again where JSON has words for it.
+The invariant: the settings of each committed step can be told, and its algorithm made again where JSON has words for it. Of a
+function or object that JSON has no word for, the record says which it is and the digest of its source: of the function itself,
+not of what it calls, closes over or reads from its module.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import fcntl
+import hashlib
+import inspect
 import json
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tokenize import TokenError
+from types import CodeType
 from typing import Any
+
+import numpy as np
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.errors import ConfigError
@@ -22,9 +33,7 @@ from lightning.plugins import plugins
 from lightning.store.places import RUN_FILE
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
-from lightning.trainer.context import base_digest
-from lightning.trainer.epochs import Epoch, read_epochs
-from lightning.trainer.function_fingerprint import holds_code, recorded, type_name
+from lightning.trainer.context import Epoch, base_digest, read_epochs
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
 AGENT = "agent"
@@ -69,7 +78,7 @@ def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json
     """An algorithm in JSON: its plugin name and, for a dataclass, its arguments.
 
     An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields, and one that is a
-    function, or another object, what it is and whether it was edited (`lightning.trainer.function_fingerprint`): then only
+    function, or another object, what it is and whether it was edited (`recorded`): then only
     Python code that has the object can derive its batches again. So do the `functions` of what `from_loss` and `from_batch`
     made. `arguments` is null for an algorithm that is no dataclass.
     """
@@ -270,3 +279,96 @@ def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
         else:
             flat[prefix + key] = item
     return flat
+
+
+def type_name(value: object) -> str:
+    """The type of an argument as a run's record says it."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def recorded(value: object) -> object:
+    """What stands for a value in JSON, as the `default` of `json.dumps`.
+
+    A function: `{"function": its name, "sha256": of its source}` · a `functools.partial`: its parts · a dataclass: its `type`
+    and fields · a scalar of numpy: its value · any other object: its type as `object`, and its `repr` unless that holds an
+    address. An object that is called has the `sha256` of its class in its place, unless that is ours: it changes with a
+    release, and what it did is found by the digests of the steps.
+    """
+    if isinstance(value, partial):
+        return {"partial": value.func, "args": list(value.args), "keywords": value.keywords}
+    if isinstance(value, type) or inspect.isroutine(value):
+        name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', repr(type(value)))}"
+        return {"function": name} | _edition(value)
+    edition = _edition(type(value)) if callable(value) and not type_name(value).startswith("lightning.") else {}
+    if dataclasses.is_dataclass(value):
+        fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
+        return {"type": type_name(value)} | fields | edition
+    if isinstance(value, np.generic) and not isinstance(plain := value.item(), np.generic):
+        return plain
+    return {"object": type_name(value)} | (edition if callable(value) else _repr(value))
+
+
+def _repr(value: object) -> dict[str, object]:
+    """The `repr` of an object, of a set in an order that does not differ between processes; nothing where it has an address."""
+    text = f"{{{', '.join(sorted(map(repr, value)))}}}" if isinstance(value, (set, frozenset)) else repr(value)
+    return {} if " at 0x" in text else {"repr": text}
+
+
+def holds_code(value: Json) -> bool:
+    """Whether something of a record stands for a function or an object, which only the user's code can make again."""
+    if isinstance(value, Mapping):
+        named = isinstance(value.get("function"), str) or isinstance(value.get("object"), str)
+        return named or any(map(holds_code, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(holds_code, value))
+
+
+def _edition(function: object) -> dict[str, object]:
+    """The SHA-256 of a function's or a class's source, of its bytecode where there is none; nothing where it is built in."""
+    text = _source(function)
+    if text is None:
+        code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+        if not isinstance(code, CodeType):
+            return {}
+        text = _compiled(code)
+    return {"sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()}
+
+
+def _source(function: object) -> str | None:
+    try:
+        if getattr(function, "__name__", "") == "<lambda>":
+            return _lambda_source(function)
+        return textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError, TokenError):  # typed in, made by exec, built in, or its file is gone
+        return None
+
+
+def _lambda_source(function: object) -> str | None:
+    """The lambda alone: what else stands on its lines (`resume=True`) is no part of it."""
+    code: CodeType = function.__code__  # type: ignore[attr-defined]
+    lines, _ = inspect.findsource(code)
+    text = "".join(lines)
+    places = [place for place in code.co_positions() if None not in place and place[0::2] != place[1::2]]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
+            continue
+        body = node.body
+        first, last = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+        if all(first <= (line, column) and (end, stop) <= last for line, end, column, stop in places):
+            segment = ast.get_source_segment(text, node) or ""
+            found.append((len(segment), segment))
+    return min(found)[1] if found else None
+
+
+def _compiled(code: CodeType) -> str:
+    """The bytecode with its names and constants. It is another in the next Python, but not in the next process."""
+    constants = [_constant(value) for value in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+
+
+def _constant(value: object) -> str:
+    if isinstance(value, CodeType):
+        return _compiled(value)
+    if isinstance(value, frozenset):  # in an order that differs between processes
+        return str(sorted(map(_constant, value)))
+    return str([_constant(item) for item in value]) if isinstance(value, tuple) else repr(value)

@@ -28,11 +28,10 @@ from lightning.plugins.stages import Contract, NamedStage, Stage
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
-from lightning.trainer.epochs import Epoch, epoch_at
+from lightning.trainer.context import Epoch, epoch_at
 from lightning.trainer.plan import TRAIN, fixed_order, generation, is_lost, place_after, tasks_of_wave, train_rollouts
-from lightning.trainer.reasons import grouped
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Reporter
+from lightning.trainer.summary import Reporter, grouped
 from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
 from lightning.types import Json, Rollout, Run, Status, Task
 

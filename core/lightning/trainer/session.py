@@ -34,8 +34,8 @@ from lightning.errors import DataError
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
 from lightning.trainer.algorithm import warn_of_credit
+from lightning.trainer.context import OwnStep
 from lightning.trainer.loop import Loop
-from lightning.trainer.own_loop import OwnStep
 from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
 from lightning.trainer.samplers import Sampled
 from lightning.trainer.summary import Evaluation

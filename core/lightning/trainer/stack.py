@@ -25,8 +25,7 @@ from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN, owner_of
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
-from lightning.policy_server.auto_settings import Demand
-from lightning.policy_server.profiles import shares_gpu
+from lightning.policy_server.profiles import Demand, shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
 from lightning.policy_server.weights import WeightsFolder
@@ -35,10 +34,8 @@ from lightning.runner.protocol import ClientRunner, Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
-from lightning.trainer.agents import Agents
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import Agents, ClientDoor, HowToCall, RunServer, check_exposure, of_project, run_server
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.run_server import ClientDoor, RunServer, check_exposure, of_project, run_server
 from lightning.trainer.run_stages import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 

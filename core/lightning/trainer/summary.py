@@ -1,25 +1,41 @@
-"""Tells people about a run: its progress while it goes on, and its results.
+"""Tells people about a run: its progress while it goes on, why attempts failed, its results, and which held-out evaluation was
+the best.
 
-The invariant: a summary is read from the store alone, so that it can be made of any run at any time.
+The invariant: a summary is read from the store alone, so that it can be made of any run at any time. The best evaluation
+follows from the run's evaluations and from the files on disk, so that a resumed run keeps the same model and ends after the
+same step.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import shutil
+import sysconfig
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+import lightning
+from lightning.config import Config
+from lightning.errors import ConfigError
+from lightning.runner.outcomes import CAUSES, read_cause
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.terminal import Terminal
+from lightning.trainer.context import Epoch
 from lightning.trainer.plan import TRAIN, VAL, newest_generation
 from lightning.types import Json, Rollout, Status, StepReward
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -383,3 +399,203 @@ async def evaluations(store: Store, run: str) -> tuple[Evaluation, ...]:
     async for rollout in each_rollout(store, run, split=VAL):
         found.add(rollout)
     return found.evaluations()
+
+
+BEST = "best"
+"""The folder, in the run's own, with the model of the best evaluation so far, in a folder of its step."""
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def check_held_out(config: Config, val: object) -> None:
+    """Raise `ConfigError` if settings need held-out rewards and there are none, or only those of the first and the last
+    step."""
+    trainer = config.trainer
+    asked = [
+        name
+        for name, wanted in (("keep = 'best'", trainer.keep == "best"), ("patience", trainer.patience > 0))
+        if wanted
+    ]
+    if asked and not val:
+        raise ConfigError(
+            f"trainer.{asked[0]} looks at held-out rewards: give held-out tasks (fit(val=...), --val FILE)"
+        )
+    if trainer.patience and not trainer.eval_every:
+        raise ConfigError(
+            "trainer.patience counts evaluations: set trainer.eval_every to the steps between two of them"
+        )
+
+
+class HeldOut:
+    """The evaluations so far, in order, that can be compared (`Evaluation.score`). `folder` is the run's; `since` is the step
+    after which held-out tasks or their sampling changed last (`compared_since`)."""
+
+    def __init__(self, folder: Path, since: int = 0) -> None:
+        self._folder, self.since = folder / BEST, since
+        self._results: dict[int, Evaluation] = {}
+
+    def add(self, results: Iterable[Evaluation], *, fresh: bool = False) -> None:
+        """More of them; that of a step takes the place of an earlier one of the same step. What was evaluated before a change
+        is left out, also with the step at which it came, unless it is `fresh`; and what says nothing (`Evaluation.known`)."""
+        least = self.since if fresh or not self.since else self.since + 1
+        self._results |= {result.step: result for result in results if result.known and result.step >= least}
+
+    @property
+    def results(self) -> tuple[Evaluation, ...]:
+        """All evaluations, sorted by step."""
+        return tuple(self._results[step] for step in sorted(self._results))
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The best evaluation; None without any."""
+        return max(self.results, key=_score, default=None)
+
+    def is_over(self, patience: int) -> bool:
+        """Whether the last `patience` evaluations were no better than one before them; never with 0."""
+        best = self.best
+        return bool(patience) and best is not None and sum(step > best.step for step in self._results) >= patience
+
+    @property
+    def kept(self) -> Evaluation | None:
+        """The evaluation whose model is on disk; None if there is none."""
+        names = (_STEP.fullmatch(entry.name) for entry in self._folder.glob("step-*"))
+        steps = [int(name.group(1)) for name in names if name]
+        return max((self._results[step] for step in steps if step in self._results), key=_score, default=None)
+
+    def keep(self, result: Evaluation, export: Callable[[Path], object]) -> None:
+        """Write the engine's model, which `result` evaluates, if it is better than the one on disk, and remove that one. Raises
+        `EngineError`."""
+        kept = self.kept
+        if kept is not None and (kept.step == result.step or _score(result) <= _score(kept)):
+            return
+        if (best := self.best) is not None and _score(best) > _score(result):
+            logger.warning(
+                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), but that model was not kept, because "
+                "trainer.keep was not 'best' yet. To get it, start a new run with --from %s@%d",
+                best.step,
+                _score(best),
+                _score(result),
+                self._folder.parent,
+                best.step,
+            )
+        mine = self._path(result.step)
+        export(mine)
+        for other in self._folder.glob("step-*"):
+            if other != mine:
+                shutil.rmtree(other)
+
+    def deliver(self, model: Path) -> Evaluation | None:
+        """Replace the run's exported model by the kept one, wholly or not at all. Return its evaluation; None if no model was
+        kept. Raises `EngineError`."""
+        from lightning.engines.files import whole_folder  # safetensors: only where something is trained
+
+        kept = self.kept
+        if kept is not None:
+            with whole_folder(model) as fresh:
+                shutil.copytree(self._path(kept.step), fresh, dirs_exist_ok=True)
+        return kept
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+
+def _score(result: Evaluation) -> float:
+    return result.score
+
+
+def compared_since(epochs: Sequence[Epoch]) -> int:
+    """The first step whose evaluation is made as the newest ones are: on the same held-out tasks, sampled alike. A resume may
+    change both."""
+    first = 0
+    for before, after in pairwise(epochs):
+        if _measure(before) != _measure(after):
+            first = after.first - 1
+    return first
+
+
+def _measure(epoch: Epoch) -> tuple[Json, ...]:
+    tasks = epoch.config.get("tasks")
+    held_out = tasks.get("val") if isinstance(tasks, Mapping) else None
+    return held_out, epoch.setting("trainer", "eval_temperature"), epoch.setting("gateway", "override_sampling")
+
+
+FRAME: Final = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>.+)$')
+GROUP: Final = re.compile(r"^(?: +\+ (?=Exception Group)|(?: *\| ?)+)")
+"""Before the lines of a group of exceptions."""
+EXCEPTION: Final = re.compile(r"[^\W\d][\w.<>]*(?:: |$)")
+"""How the line of an exception begins."""
+LIBRARIES: Final = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(lightning.__file__).parent),
+    }
+)
+"""Folders of code that is not the user's; `site-packages` of other machines as well."""
+LONGEST: Final = 300
+"""Characters of a reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an attempt failed; as a text it is a line: `KeyError: 'answer' at my_agent.py:12 in solve`.
+
+    `cause` is one of `runner.outcomes.CAUSES`, empty unless the policy is at fault. `exception` is the class as a
+    traceback names it, `place` the innermost frame in the user's code; both are empty where the error is no traceback. `cure`
+    is what can be done, where that is known.
+    """
+
+    cause: str = ""
+    exception: str = ""
+    message: str = ""
+    place: str = ""
+    cure: str = ""
+
+    def __str__(self) -> str:
+        said = ": ".join(part for part in (self.cause, self.exception, self.message) if part)
+        return f"{said}{f' at {self.place}' if self.place else ''}{f' ({self.cure})' if self.cure else ''}"
+
+
+def reason(error: str) -> Reason:
+    """What a stored error says: of a traceback the last exception, of any other text the first line."""
+    lines = [GROUP.sub("", line) for line in error.strip().splitlines()]
+    frames = [(number, found) for number, line in enumerate(lines) if (found := FRAME.match(line))]
+    if not frames:
+        return Reason(message=_cut(lines[0]) if lines else "no reason was given", cure=_cure(lines[0] if lines else ""))
+    said = next(
+        (line for line in lines[frames[-1][0] + 1 :] if line[:1].strip() and not set(line) <= set("~^ |+-")), ""
+    )
+    own = [found for _, found in frames if is_own(found["file"])]
+    exception, _, message = said.partition(": ") if EXCEPTION.match(said) else ("", "", said)
+    return Reason(
+        cause=cause if (cause := read_cause(lines[0])) in CAUSES else "",
+        exception=exception,
+        message=_cut(message),
+        place=f"{Path(own[-1]['file']).name}:{own[-1]['line']} in {own[-1]['name']}" if own else "",
+        cure=_cure(said),
+    )
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of a traceback is the user's."""
+    return not (file.startswith((*LIBRARIES, "<frozen")) or "site-packages" in file)
+
+
+def grouped(errors: Iterable[str]) -> list[tuple[int, Reason]]:
+    """How many failed for each reason, with the first one's words, the commonest first. Numbers make no other reason."""
+    found: dict[str, tuple[int, Reason]] = {}
+    for error in errors:
+        said = reason(error)
+        kind = re.sub(r"\d+", "N", str(said))
+        count, first = found.get(kind, (0, said))
+        found[kind] = (count + 1, first)
+    return sorted(found.values(), key=lambda each: -each[0])
+
+
+def _cure(error: str) -> str:
+    """What helps where the error is vLLM's refusal of a prompt that is too long."""
+    if "maximum context length" not in error or "policy_server.max_model_len" in error:
+        return ""
+    return "here that length is policy_server.max_model_len"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

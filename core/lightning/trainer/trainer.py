@@ -23,21 +23,19 @@ from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url
 from lightning.tracking.trackers import names_of
+from lightning.trainer.agents import check_server_settings, project_of
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.epochs import mark_over
-from lightning.trainer.held_out import check_held_out
-from lightning.trainer.learning_rate import default_rate
-from lightning.trainer.model import resolve_model
+from lightning.trainer.context import mark_over
+from lightning.trainer.model import default_rate, resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
 from lightning.trainer.plan import as_tasks, fixed_order
-from lightning.trainer.run_server import check_server_settings, project_of
 from lightning.trainer.run_stages import run_line
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
 from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import DryRun, step_line
-from lightning.trainer.summary import Reporter, Summary, summarize
+from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
 from lightning.types import Json, Run, Task, as_texts
 
 logger = logging.getLogger(__name__)

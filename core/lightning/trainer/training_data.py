@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.trainer.own_loop import own_step
+from lightning.trainer.context import PolicyFault, own_step
 from lightning.trainer.plan import TRAIN
 from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
 
@@ -122,10 +121,6 @@ def _matches(caller: Caller, model: str, glob: str) -> bool:
     if glob.startswith(OF_MODEL):
         return fnmatchcase(model, glob[len(OF_MODEL) :])
     return fnmatchcase(caller.name, glob) or fnmatchcase(caller.agent, glob)
-
-
-PolicyFault: TypeAlias = float | Literal["mask", "exclude"]
-"""See `trainer.policy_fault`."""
 
 
 async def load_groups(

@@ -16,12 +16,11 @@ from typing import cast
 from lightning.asyncio_utils import end
 from lightning.config import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.policy_server.auto_settings import parsers_for
 from lightning.policy_server.control import HEALTH_SECONDS, NoRoutesError, NotOursError, VLLMControl
-from lightning.policy_server.model_facts import read_facts
-from lightning.policy_server.model_folder import check_model_folder
+from lightning.policy_server.model_folder import check_model_folder, read_facts
 from lightning.policy_server.owner_secret import SECRET
 from lightning.policy_server.profiles import EXTENSION as CORE_EXTENSION
+from lightning.policy_server.profiles import parsers_for
 from lightning.policy_server.vllm_server import LOOK_SECONDS, VLLMServer
 from lightning.policy_server.weights import FromDisk, WeightTransfer
 

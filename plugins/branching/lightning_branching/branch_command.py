@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, SettingsFile, escape, fail, print_json, print_table, say, warn
+from lightning.cli.output import AsJson, SettingsFile, escape, fail, load_agent, print_json, print_table, say, warn
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted

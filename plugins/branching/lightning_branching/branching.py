@@ -19,7 +19,7 @@ from statistics import stdev
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
-from lightning.cli.locate import load_agent, name_of, with_store
+from lightning.cli.output import load_agent, name_of, with_store
 from lightning.config import Config, load_config, recorded_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -27,11 +27,9 @@ from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
-from lightning.trainer.agents import Agents, runner_here
-from lightning.trainer.epochs import mark_over
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import Agents, HowToCall, of_project, runner_here
+from lightning.trainer.context import mark_over
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.run_server import of_project
 from lightning.trainer.run_stages import Prompts
 from lightning.trainer.runs import claim_folder, is_claimed
 from lightning.trainer.stack import Stack, join_gateway, open_stack, why_not_served

@@ -15,19 +15,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.store.places import existing_store, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
+from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.epochs import Epoch, is_over, read_epochs
-from lightning.trainer.held_out import BEST
+from lightning.trainer.context import Epoch, is_over, read_epochs
 from lightning.trainer.model import resolve_model
-from lightning.trainer.run_server import of_project
 from lightning.trainer.run_stages import FORKED, MODEL
+from lightning.trainer.summary import BEST
 from lightning.types import Run
 from lightning_proof.fork import RunAt, model_of
 from lightning_resources.nouns import ResourceKind

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from lightning.asyncio_utils import outside_of_loops
 from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
-from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.plugins import plugins
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
@@ -25,6 +24,7 @@ from lightning.types import Fault, Json, Outcome, ToolEvent
 
 from lightning_branching.divergence import Divergence
 from lightning_branching.recorded import RecordedRollout
+from lightning_branching.recorded_tools import RecordedRuns, answer_tools
 from lightning_branching.replay_server import ReplayServer
 
 

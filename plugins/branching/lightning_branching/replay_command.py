@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.cli.locate import load_agent, locate, with_store
-from lightning.cli.output import escape, say
+from lightning.cli.output import escape, load_agent, locate, say, with_store
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import epoch_at, read_epochs
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall, of_project
+from lightning.trainer.context import epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 from lightning_resources.operations import get_resource
 

@@ -21,9 +21,7 @@ from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weights import FILES
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
-from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.own_loop import OWN_LOOP
+from lightning.trainer.context import NUMERIC, OWN_LOOP, Epoch, Numeric, base_digest, epoch_at, machine, read_epochs
 from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.types import Json, Run, StepRecord
 from lightning_proof.bring_forward import Rewinder

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
-from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.runner.outcomes import read_tool_event
 from lightning.runner.stages import AttemptRefusedError, AttemptStage
 from lightning.types import LLM, Fault, Task, ToolEvent
+
+from lightning_branching.recorded_tools import RecordedRuns, answer_tools
 
 BRANCHES: Final = "branches"
 """The name of the stages of this plugin, in the line of calls and around attempts."""

@@ -241,7 +241,7 @@ class _Options(argparse.ArgumentParser):
 
 def from_text(text: str) -> Command:
     """Make the agent of `command:TEXT`. Options may come before the program: `--grader my_app:grade claude -p {task.input}`."""
-    from lightning.cli.locate import import_named
+    from lightning.cli.output import import_named
 
     parser = _Options(prog="command:", add_help=False, allow_abbrev=False)
     parser.add_argument("--grader", metavar="MODULE:FUNCTION")

@@ -24,7 +24,7 @@ from lightning.store.pages import each_rollout
 from lightning.store.places import DATABASE, run_id_of
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.url import parse, redacted
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 from lightning.types import Rollout, Run, StepRecord
 
 T = TypeVar("T")

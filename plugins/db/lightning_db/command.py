@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, with_store
 from lightning.errors import ConfigError, StoreError
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store

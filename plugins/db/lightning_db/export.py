@@ -19,7 +19,7 @@ from lightning.errors import ParentGoneError, StoreError
 from lightning.store import rows
 from lightning.store.pages import batched, each_rollout, each_step
 from lightning.store.protocol import Attempt, Store
-from lightning.trainer.epochs import read_epochs
+from lightning.trainer.context import read_epochs
 from lightning.types import (
     Caller,
     Conversation,

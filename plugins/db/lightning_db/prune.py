@@ -17,7 +17,7 @@ from typing import Final
 
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.epochs import Epoch, read_epochs
+from lightning.trainer.context import Epoch, read_epochs
 from lightning.types import Json, Rollout, Run, StepRecord
 
 from lightning_db.export import chosen_runs

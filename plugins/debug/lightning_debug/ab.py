@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.run_server import of_project
+from lightning.trainer.agents import of_project
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Rollout, Task, by_key
 from lightning_branching.divergence import first_difference

@@ -18,14 +18,12 @@ import numpy as np
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.held_out import compared_since
+from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
-from lightning.trainer.summary import Evaluation, evaluations
+from lightning.trainer.summary import Evaluation, compared_since, evaluations
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
-from lightning_proof.bring_forward import policy_fault_of, train_agents_of
 
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
 from lightning_debug.rules import diagnose
@@ -238,8 +236,8 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
     for step in range(max(0, steps - READ_STEPS) + 1, steps + 1):
         epoch = epoch_at(recorded.epochs, step)
         rollouts = await all_rollouts(store, run.id, split=TRAIN, step=step)
-        agents = train_agents_of(epoch)
-        groups = await load_groups(store, rollouts, agents, policy_fault_of(epoch))
+        agents = epoch.train_agents
+        groups = await load_groups(store, rollouts, agents, epoch.policy_fault)
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
         errors = [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
         for each in diagnose(attempts, agents, errors):

@@ -26,7 +26,7 @@ from lightning.gateway.http import Body
 from lightning.gateway.identity import ALIAS, MODEL
 from lightning.gateway.policy import Policy
 from lightning.gateway.stages import CallStage
-from lightning.policy_server.model_facts import CURE_OF_TEMPLATE
+from lightning.policy_server.model_folder import CURE_OF_TEMPLATE
 from lightning.store.protocol import Store
 from lightning.types import Transition
 from lightning_dialects.chat_template import prompt_of

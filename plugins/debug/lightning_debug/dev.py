@@ -34,9 +34,8 @@ from lightning.trainer.metrics import (
     nothing_trained,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
-from lightning.trainer.reasons import grouped, reason
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Reporter, said_parts
+from lightning.trainer.summary import Reporter, grouped, reason, said_parts
 from lightning.trainer.training_data import all_rollouts, is_trainable, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
 from rich.markup import escape

@@ -16,12 +16,12 @@ from typing import Annotated, Final
 
 import typer
 from lightning.asyncio_utils import run_to_end
-from lightning.cli.locate import load_agent
 from lightning.cli.output import (
     AsJson,
     Overrides,
     SettingsFile,
     escape,
+    load_agent,
     print_json,
     print_table,
     say,

@@ -24,16 +24,14 @@ from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.agents import runner_here
-from lightning.trainer.epochs import is_over, mark_over
+from lightning.trainer.agents import of_project, runner_here
+from lightning.trainer.context import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
-from lightning.trainer.reasons import grouped
-from lightning.trainer.run_server import of_project
 from lightning.trainer.run_stages import Prompts, run_line
 from lightning.trainer.runs import claim_folder, differences
 from lightning.trainer.stack import Stack, open_gateway, open_stack
-from lightning.trainer.summary import Reporter
+from lightning.trainer.summary import Reporter, grouped
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Run, Status, Task, by_key
 from lightning_branching.policies import EvaluatedModel

@@ -24,13 +24,13 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
-from lightning.algorithms.chat_model import ChatClient, ChatModel
 from lightning.asyncio_utils import outside_of_loops, while_wanted
 from lightning.batch import Group, Trajectory
 from lightning.credit import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError, JudgeError, LightningError
 from lightning.plugins import plugins
 from lightning.types import Status
+from lightning_prompts.chat_model import ChatClient, ChatModel
 from lightning_record.exchanges import parent_of
 
 from lightning_debug.judge_prompt import (

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from lightning.algorithms.chat_model import Messages
+from lightning_prompts.chat_model import Messages
 
 from lightning_debug.transcript import IDS, Transcript, TranscriptCall, is_call, said_in, with_numbered_ids
 

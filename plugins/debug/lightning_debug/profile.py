@@ -21,8 +21,9 @@ import numpy as np
 from lightning.batch import is_trained
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import MetricPoint, Store
+from lightning.trainer.context import PolicyFault
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.training_data import PolicyFault, all_rollouts, is_trainable
+from lightning.trainer.training_data import all_rollouts, is_trainable
 from lightning.types import Fault, Rollout, Status, StepRecord, by_key
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts

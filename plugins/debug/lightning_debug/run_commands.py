@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from lightning.cli.locate import import_named, locate, with_store
-from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, fail, import_named, locate, print_json, print_table, say, with_store
 from lightning.cli.runs import answers, databases
 from lightning.config import load_config
 from lightning.errors import ConfigError, LightningError

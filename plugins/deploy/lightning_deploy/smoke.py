@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.errors import DataError
 from lightning.store.places import run_id_of
 from lightning.store.url import sqlite_url

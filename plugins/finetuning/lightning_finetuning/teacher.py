@@ -19,10 +19,9 @@ from lightning.engines.protocol import ChecksTeacher, Engine
 from lightning.errors import ConfigError, EngineError, MissingExtraError
 from lightning.losses.protocol import needs_reference
 from lightning.store.places import split_reference, store_in
-from lightning.trainer.context import base_digest, weight_files
+from lightning.trainer.context import TEACHER, Teacher, base_digest, reference_of, weight_files
 from lightning.trainer.model import resolve_model
 from lightning.trainer.run_stages import API, RunStage, Start
-from lightning.trainer.teacher import TEACHER, Teacher, reference_of
 from lightning_proof.bring_forward import recorded_teacher
 from lightning_proof.fork import export_step
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.locate import locate, with_store
-from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, locate, print_json, print_table, say, with_store
 from lightning.config import load_config
 from lightning.errors import ConfigError
 

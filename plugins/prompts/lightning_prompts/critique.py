@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from lightning.algorithms.chat_model import Messages
 from lightning.types import Json, Rollout
 
+from lightning_prompts.chat_model import Messages
 from lightning_prompts.templates import fields
 
 LONGEST_VALUE = 1000

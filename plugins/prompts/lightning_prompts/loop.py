@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning.algorithms.chat_model import ChatClient, Messages
 from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.plan import VAL
-from lightning.trainer.reasons import reason
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Reporter
+from lightning.trainer.summary import Reporter, reason
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Task
 from lightning_resources.nouns import Resource
@@ -30,6 +28,7 @@ from lightning_resources.operations import put_resource, set_alias
 from lightning_resources.prompts import bindable
 from lightning_resources.reference import find, parse_reference
 
+from lightning_prompts.chat_model import ChatClient, Messages
 from lightning_prompts.protocol import (
     BudgetSpentError,
     OptimizerModel,

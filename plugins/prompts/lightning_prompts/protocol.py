@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from lightning.algorithms.chat_model import ChatModel, Messages
 from lightning.errors import LightningError, OptimizerError
 from lightning.types import Json, Rollout, Task
+
+from lightning_prompts.chat_model import ChatModel, Messages
 
 if TYPE_CHECKING:
     from lightning_resources.nouns import Resource

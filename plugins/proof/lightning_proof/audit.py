@@ -17,15 +17,13 @@ from lightning.batch import Group, begins_at
 from lightning.errors import DataError, StoreError
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.rollout_state import Reuse, reuse_of
-from lightning.trainer.context import NUMERIC, other_stages, stages_of
-from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.own_loop import own_step
+from lightning.trainer.context import NUMERIC, Epoch, epoch_at, other_stages, own_step, read_epochs, stages_of
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import all_rollouts, is_batch_of, load_groups, recorded_values, rollout_digest
 from lightning.types import Rollout, StepRecord
 
-from lightning_proof.bring_forward import policy_fault_of, recorded_teacher, train_agents_of
+from lightning_proof.bring_forward import recorded_teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ async def _step(
 ) -> tuple[list[Finding], dict[str, int]]:
     """What is wrong with a step, and how much of it was looked at."""
     try:
-        groups = await load_groups(store, members, train_agents_of(epoch), policy_fault_of(epoch))
+        groups = await load_groups(store, members, epoch.train_agents, epoch.policy_fault)
         if algorithm is not None and needs_critic(algorithm):
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:

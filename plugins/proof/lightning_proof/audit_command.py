@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.locate import locate, with_store
-from lightning.cli.output import escape, print_json, say
+from lightning.cli.output import escape, locate, print_json, say, with_store
 
 from lightning_proof.audit import AuditReport
 

@@ -20,14 +20,21 @@ from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.context import Numeric, base_digest, machine
-from lightning.trainer.epochs import Epoch, epoch_at
-from lightning.trainer.lr_schedule import optimizer_of, rate_of
-from lightning.trainer.own_loop import OWN_LOOP
+from lightning.trainer.context import (
+    OWN_LOOP,
+    TEACHER,
+    Epoch,
+    Numeric,
+    Teacher,
+    base_digest,
+    epoch_at,
+    machine,
+    reference_of,
+)
+from lightning.trainer.model import optimizer_of, rate_of
 from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
-from lightning.trainer.teacher import TEACHER, Teacher, reference_of
-from lightning.trainer.training_data import PolicyFault, is_batch_of, load_groups, recorded_values, rollouts_of
+from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
 from pydantic import ValidationError
 
@@ -57,7 +64,7 @@ def algorithm_of(epoch: Epoch, given: Sequence[Algorithm]) -> Algorithm:
 async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Algorithm) -> Batch:
     """The batch of a committed step, made again from the store. Raises `AuditError` when it is not the one that was trained."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
-    groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
+    groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
     if needs_critic(algorithm):
         groups = await recorded_values(store, record.run, record.step, groups)
     batch = algorithm.batch(groups)
@@ -67,20 +74,6 @@ async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Al
             f"(another release, or a function that was edited?): run `lightning audit {record.run}`"
         )
     return batch
-
-
-def train_agents_of(epoch: Epoch) -> tuple[str, ...]:
-    """The globs of the agents that were trained."""
-    agents = epoch.config.get("train_agents", [])
-    return tuple(map(str, agents)) if isinstance(agents, (list, tuple)) else ()
-
-
-def policy_fault_of(epoch: Epoch) -> PolicyFault:
-    """What was made of rollouts that the policy failed."""
-    found = epoch.setting("trainer", "policy_fault")
-    if found == "mask":
-        return "mask"
-    return float(found) if isinstance(found, (int, float)) else "exclude"
 
 
 def recorded_teacher(record: StepRecord) -> Teacher | None:

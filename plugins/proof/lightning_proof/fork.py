@@ -22,8 +22,8 @@ from lightning.store.places import run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.lr_schedule import EARLIER_STEPS, earlier_steps
+from lightning.trainer.context import Epoch, epoch_at, read_epochs
+from lightning.trainer.model import EARLIER_STEPS, earlier_steps
 from lightning.trainer.run_stages import API, FORKED, MODEL, Begun, RunStage, Start
 from lightning.trainer.runs import not_loadable
 from lightning.types import Json, Run, StepRecord

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, with_store
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
 from lightning.printable import printable

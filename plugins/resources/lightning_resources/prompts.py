@@ -16,7 +16,7 @@ from lightning.plugins import plugins
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.run_server import of_project
+from lightning.trainer.agents import of_project
 from lightning.trainer.run_stages import API, PREFIX, Prompts, RunStage
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 

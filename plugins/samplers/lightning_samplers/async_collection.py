@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from lightning.asyncio_utils import cancel
 from lightning.trainer.algorithm import samples_dynamically
-from lightning.trainer.epochs import epoch_at
+from lightning.trainer.context import epoch_at
 from lightning.trainer.plan import (
     START,
     TRAIN,

@@ -24,9 +24,10 @@ from lightning.store.places import existing_store, split_reference
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
+from lightning.trainer.context import PolicyFault
 from lightning.trainer.plan import TRAIN, fixed_order, units_from
 from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampled, TurnSampler
-from lightning.trainer.training_data import PolicyFault, all_rollouts, load_groups, of_groups
+from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
 from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Task, by_key
 
 LEASE_SECONDS = 600.0

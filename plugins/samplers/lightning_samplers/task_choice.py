@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 from lightning.store.pages import batched, each_rollout, each_step
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import PolicyFault, is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.samplers import TaskOrder
-from lightning.trainer.training_data import PolicyFault
 from lightning.types import Fault, Json, Rollout, Run, Status, Task
 
 HALF_LIFE = 10.0

@@ -26,9 +26,8 @@ from lightning.runner.attempt_completion import report
 from lightning.runner.protocol import Site
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall, Invitation, of_project
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.run_server import Invitation, of_project
 from lightning.types import DEFAULT_PROJECT, LLM, Lease, Run, Scope, Token
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import get_resource

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
-    from lightning.trainer.run_server import RunServer
+    from lightning.trainer.agents import RunServer
     from starlette.types import ASGIApp
 
     from lightning_server.protocol import Host, WebApp

@@ -18,8 +18,7 @@ from urllib.parse import quote
 
 import aiohttp
 import typer
-from lightning.cli.locate import with_store
-from lightning.cli.output import escape, say
+from lightning.cli.output import escape, say, with_store
 from lightning.errors import ConfigError, DataError, UnavailableError
 from lightning_resources.command import locate
 from lightning_resources.nouns import Resource

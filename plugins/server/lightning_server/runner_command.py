@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.locate import load_agent
-from lightning.cli.output import Overrides, fail, say
+from lightning.cli.output import Overrides, fail, load_agent, say
 from lightning.config import load_config
 
 

@@ -27,13 +27,13 @@ from lightning.gateway.gateway import Gateway
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
-from lightning.policy_server.auto_settings import Demand
+from lightning.policy_server.profiles import Demand
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
+from lightning.trainer.agents import project_of
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.run_server import project_of
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
 from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Task, new_id

@@ -20,12 +20,11 @@ import numpy as np
 from lightning.batch import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critic import Trunk, no_critic, refuse_targets
+from lightning.engines.export import UNTRAINABLE, contents
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.loading import check_config, read_model, served_length
-from lightning.engines.microbatch import Tally
-from lightning.engines.model_contents import UNTRAINABLE, contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.rows import Numbers, Tokens, trained_tokens
+from lightning.engines.rows import Numbers, Tally, Tokens, trained_tokens
 from lightning.engines.step import MORE_ROOM, SMALLER_ROWS, NonFiniteError, StepDriver, is_prepared, prepared
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss

@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.batch import Sample
-from lightning.engines.microbatch import Seen, Tally, state_loss, token_batch
-from lightning.engines.rows import Ints, name, reordered, states_of, trained_tokens
+from lightning.engines.rows import (
+    Ints,
+    Seen,
+    Tally,
+    name,
+    reordered,
+    state_loss,
+    states_of,
+    token_batch,
+    trained_tokens,
+)
 from lightning.losses.protocol import Loss
 
 if TYPE_CHECKING:

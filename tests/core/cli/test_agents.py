@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning.cli.locate import load_agent
+from lightning.cli.output import load_agent
 from lightning.errors import ConfigError
 
 

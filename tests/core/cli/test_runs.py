@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import locate
-from lightning.cli.locate import with_store
+from lightning.cli import output
+from lightning.cli.output import with_store
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.epochs import Epoch, keep_epochs, read_epochs
+from lightning.trainer.context import Epoch, keep_epochs, read_epochs
 from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, StepReward, Task
 
 
@@ -150,7 +150,7 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
         def opened_store(self, url: str, *, make: bool) -> Any:
             return plugins().opened_store(sqlite_url(runs / "small" / "lightning.db"), make=make)
 
-    monkeypatch.setattr(locate, "plugins", Known)
+    monkeypatch.setattr(output, "plugins", Known)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
     for command, named in (

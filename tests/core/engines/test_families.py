@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.batch.sample import Sample
 from lightning.config import LoraConfig
-from lightning.engines.model_contents import as_stored, contents, in_blocks
+from lightning.engines.export import as_stored, contents, in_blocks
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.losses.correction import NO_CORRECTION

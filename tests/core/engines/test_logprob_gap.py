@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from lightning.engines.logprob_gap import GapBound, allowed_outliers, bound_for, quantile
-from lightning.engines.microbatch import gap_metrics
+from lightning.engines.rows import gap_metrics
 
 
 def test_the_bound_is_that_of_the_coarsest_dtype() -> None:

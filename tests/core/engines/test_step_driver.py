@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.batch.sample import Sample
-from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.rows import Tally
 from lightning.engines.step import NonFiniteError, StepDriver, minibatches
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError

@@ -19,7 +19,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
-from lightning.engines.microbatch import Tally
+from lightning.engines.rows import Tally
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import CallCorrected, ClippedPolicyGradient, SequencePolicyGradient

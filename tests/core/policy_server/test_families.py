@@ -7,8 +7,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from lightning.policy_server.auto_settings import FAMILIES, parsers_for
-from lightning.policy_server.model_facts import ModelFacts, read_facts
+from lightning.policy_server.model_folder import ModelFacts, read_facts
+from lightning.policy_server.profiles import FAMILIES, parsers_for
 
 
 def facts(kind: str, template: str, *, name: str = "", vocabulary: str = '"<think>"') -> ModelFacts:

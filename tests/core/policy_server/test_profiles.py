@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
-from lightning.policy_server.auto_settings import Chosen
 from lightning.policy_server.launch import FORKED
 from lightning.policy_server.profiles import (
+    Chosen,
     check_args,
     check_host,
     pick_device,

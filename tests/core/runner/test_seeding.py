@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.config import RunnerConfig
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall
 from lightning.trainer.plan import train_rollouts, val_rollouts
 from lightning.types import LLM, Lease, Rollout, Task
 

@@ -33,10 +33,10 @@ from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.beginning import prepare
-from lightning.trainer.epochs import keep_epochs
+from lightning.trainer.context import keep_epochs
 from lightning.trainer.loop import Loop
-from lightning.trainer.lr_schedule import optimizer_of
+from lightning.trainer.model import optimizer_of
+from lightning.trainer.opening import prepare
 from lightning.trainer.run_stages import RunLine, Start, run_line
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Asked, Sampler, sampler_of

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.config import Config, with_settings
-from lightning.engines.model_contents import contents
+from lightning.engines.export import contents
 from lightning.policy_server.model_folder import check_weights, read_header
 from lightning.policy_server.protocol import Probe, Update, Usage
 from lightning.testing import vllm_replies

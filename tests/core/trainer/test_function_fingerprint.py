@@ -14,7 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from lightning.trainer.function_fingerprint import holds_code, recorded
+from lightning.trainer.runs import holds_code, recorded
 from lightning.types import Json
 
 SOURCE = """

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.trainer.held_out import HeldOut, check_held_out
-from lightning.trainer.summary import Evaluation
+from lightning.trainer.summary import Evaluation, HeldOut, check_held_out
 from lightning.types import Task
 
 

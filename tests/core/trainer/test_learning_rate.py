@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.config import Config, with_settings
 from lightning.trainer import Trainer
-from lightning.trainer.lr_schedule import optimizer_of
+from lightning.trainer.model import optimizer_of
 
 LORA = {"engine.lora": {"rank": 2}}
 

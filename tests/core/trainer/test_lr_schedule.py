@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config import Config, with_settings
-from lightning.trainer.lr_schedule import EARLIER_STEPS, lr_share, rate_of
+from lightning.trainer.model import EARLIER_STEPS, lr_share, rate_of
 
 
 def settings(kind: str, steps: int, warmup: int = 0, lowest: float = 0.0) -> Config:

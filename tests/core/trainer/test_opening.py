@@ -24,7 +24,7 @@ from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall
 from lightning.trainer.stack import Stack, check_ports, open_stack
 from lightning.trainer.stages import StepLine
 from lightning.trainer.trainer import Trainer

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.trainer.beginning import warn_of_tasks
-from lightning.trainer.epochs import Epoch
+from lightning.trainer.context import Epoch
+from lightning.trainer.opening import warn_of_tasks
 from lightning.trainer.plan import (
     Place,
     as_tasks,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from lightning.runner.outcomes import described
-from lightning.trainer.reasons import Reason, grouped
-from lightning.trainer.reasons import reason as reason_of
+from lightning.trainer.summary import Reason, grouped
+from lightning.trainer.summary import reason as reason_of
 
 
 def solve(number: int) -> object:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import Plugins
-from lightning.trainer import run_server
+from lightning.trainer import agents
 
 from tests.conftest import Install
 from tests.core.trainer.test_opening import House, Idle, house  # noqa: F401 — a fixture
@@ -17,7 +17,7 @@ import lightning
 from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.runner.protocol import Site
-from lightning.trainer.run_server import Invitation
+from lightning.trainer.agents import Invitation
 from starlette.responses import PlainTextResponse
 
 told = []
@@ -64,7 +64,7 @@ def strangers(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
     install("stranger", {"stranger": "stranger_server"}, {"stranger_server": STRANGER})
     found = Plugins()
-    monkeypatch.setattr(run_server, "plugins", lambda: found)
+    monkeypatch.setattr(agents, "plugins", lambda: found)
 
 
 @pytest.mark.usefixtures("strangers")
@@ -87,9 +87,9 @@ async def test_a_stranger_lets_clients_in(
 
 @pytest.mark.usefixtures("strangers")
 async def test_a_stranger_says_who_may_listen_where_and_what_a_project_is(house: House) -> None:  # noqa: F811
-    assert run_server.of_project(house.store, "other") == (house.store, "other")
+    assert agents.of_project(house.store, "other") == (house.store, "other")
     with pytest.raises(ConfigError, match=r"not at 10\.0\.0\.1"):
-        await run_server.check_exposure(house.store, "10.0.0.1")
+        await agents.check_exposure(house.store, "10.0.0.1")
 
 
 def test_two_that_let_clients_in_are_refused_by_name(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_two_that_let_clients_in_are_refused_by_name(install: Install, monkeypat
     for name in ("one", "another"):
         install(name, {name: f"{name}_server"}, {f"{name}_server": STRANGER.replace("NAME", name)})
     found = Plugins()
-    monkeypatch.setattr(run_server, "plugins", lambda: found)
+    monkeypatch.setattr(agents, "plugins", lambda: found)
     with pytest.raises(
         PluginError, match=r"server\.port = 1 needs one server, and there are two: 'another' .* and 'one' "
     ):
-        run_server.run_server("server.port = 1")
+        agents.run_server("server.port = 1")

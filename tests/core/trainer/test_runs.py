@@ -27,8 +27,7 @@ from lightning.store.places import existing_store, run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer import Trainer
-from lightning.trainer.context import base_digest
-from lightning.trainer.epochs import epoch_at, keep_epochs, read_epochs
+from lightning.trainer.context import base_digest, epoch_at, keep_epochs, read_epochs
 from lightning.trainer.runs import (
     changes_of,
     check_run,

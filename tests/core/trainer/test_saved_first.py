@@ -15,9 +15,8 @@ from lightning.config import Config, with_settings
 from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError, EngineError, PluginError
 from lightning.plugins.stages import NamedStage
-from lightning.trainer.epochs import Epoch
+from lightning.trainer.context import Epoch, Teacher
 from lightning.trainer.run_stages import BringForward, RunLine, RunStage, Start
-from lightning.trainer.teacher import Teacher
 from lightning.types import StepRecord
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]

@@ -57,7 +57,7 @@ def test_a_record_that_does_not_say_which_updates_were_taken_is_refused() -> Non
     """Also where Python leaves assertions out."""
     program = """if True:
         from lightning.errors import DataError
-        from lightning.trainer.own_loop import own_step
+        from lightning.trainer.context import own_step
         for said in "yes", [1], {"batch": "0"}, {"batch": "0", "updates": {}}, {"updates": [1]}:
             try:
                 print(own_step({"own_loop": said}))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Page
-from lightning.trainer.held_out import HeldOut
-from lightning.trainer.summary import Evaluation, summarize
+from lightning.trainer.summary import Evaluation, HeldOut, summarize
 from lightning.types import Fault, Outcome, Rollout, Run, Status, StepRecord, Task
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.config import Config, with_settings
 from lightning.store.places import store_in
 from lightning.store.protocol import Store

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.config import Config, with_settings
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError

@@ -18,7 +18,7 @@ import pytest
 from lightning.errors import StoreError
 from lightning.gateway import call as gateway_call
 from lightning.testing import Reply, vllm_replies
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
 from lightning_branching import branches
 from lightning_branching.branches import BranchedAttempt, Branches

@@ -18,10 +18,11 @@ from typing import Any
 import httpx
 import lightning
 import pytest
-from lightning.instrument import emit, recorded_tools
+from lightning.instrument import emit
 from lightning.plugins import Plugins
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task, ToolEvent
+from lightning_branching import recorded_tools
 from lightning_branching.recorded import RecordedRollout, recorded_rollout
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
 from lightning_branching.replay_server import ReplayServer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.cli.app import main
-from lightning.cli.locate import locate, with_store
+from lightning.cli.output import locate, with_store
 from lightning.config import Config
 from lightning.types import StepRecord
 from lightning_branching.retrain import Retraining, retrain

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.cli.locate import load_agent
+from lightning.cli.output import load_agent
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.instrument.providers import LOGINS

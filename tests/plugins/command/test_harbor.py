@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.cli.locate import load_agent
+from lightning.cli.output import load_agent
 from lightning.cli.train import read_tasks
 from lightning.errors import ConfigError, DataError
 from lightning.types import LLM, Fault, Outcome

@@ -7,7 +7,7 @@ call has two of `lightning branch`, with an edited answer, after which one ends 
 from __future__ import annotations
 
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.types import (
     BRANCH_VOID,
     CallStatus,

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.types import Fault, Outcome, Rollout, Run, Task
 
 from tests.plugins.debug.made_runs import Maker, Plot, State

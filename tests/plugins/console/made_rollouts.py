@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.trainer.plan import train_rollouts
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import all_rollouts, load_groups, record_step

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.store.url import sqlite_url
 from lightning.testing import Reply
 from lightning_console.pages.rollout import FORK

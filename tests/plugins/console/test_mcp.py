@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.errors import ConfigError, DataError
 from lightning.store.memory import MemoryStore
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.types import Run
 from lightning_console import answers, router
 from lightning_console.answers import BUDGET, MORE, Cut, answer, compact

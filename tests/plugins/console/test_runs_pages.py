@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
-from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
+from lightning.trainer.context import Epoch, keep_epochs, mark_over
 from lightning.types import Run
 from lightning_console.places import Places, key_of
 from lightning_console.queries.runs import chosen_settings, list_runs, settings_and_tasks

@@ -23,8 +23,7 @@ from lightning.engines.protocol import StepResult
 from lightning.engines.step import StepDriver
 from lightning.store.protocol import Store
 from lightning.testing.vllm_replies import tokenize
-from lightning.trainer.context import numeric_context
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over, numeric_context
 from lightning.trainer.metrics import staleness, step_metrics
 from lightning.trainer.plan import tasks_of_step, train_rollouts, val_rollouts
 from lightning.trainer.runs import describe_algorithm

@@ -11,14 +11,14 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.testing import rollout
 from lightning.testing.fake_vllm import Reply
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall
 from lightning.types import Outcome, Rollout, Run, Task
 from lightning_branching.policies import EvaluatedModel
 from lightning_debug import eval_commands

@@ -14,7 +14,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.engines.logprob_gap import BFLOAT16, FLOAT32
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import Epoch, keep_epochs
+from lightning.trainer.context import Epoch, keep_epochs
 from lightning.trainer.plan import VAL
 from lightning.types import Fault, Json, Rollout, Run, StepRecord, Task
 from lightning.types import Outcome as Ended

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.locate import locate, with_store
+from lightning.cli.output import locate, with_store
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.store.url import sqlite_url

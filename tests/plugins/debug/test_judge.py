@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from lightning import Judge, LightningRL
-from lightning.algorithms import chat_model
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
@@ -36,6 +35,7 @@ from lightning_debug.dev import needs_pair, try_algorithm
 from lightning_debug.judge import Answer, Judgements
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items
 from lightning_debug.transcript import ToolCall, Transcript, TranscriptCall
+from lightning_prompts import chat_model
 from lightning_record import exchanges
 from lightning_record.exchanges import TEXTS
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as some
 from lightning import LightningRL
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
-from lightning.cli.locate import locate, with_store
+from lightning.cli.output import locate, with_store
 from lightning.errors import ConfigError
 from lightning.testing import Reply, ToolCall, rollout
-from lightning.trainer.epochs import Epoch
+from lightning.trainer.context import Epoch
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
 from lightning_debug import transcript

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
-from lightning.cli.locate import load_agent
+from lightning.cli.output import load_agent
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning_debug.advise import Advice, advise

@@ -72,7 +72,7 @@ def test_a_step_is_trained_though_a_client_is_killed(small: Path, tmp_path: Path
 def rollouts(folder: Path):
     import asyncio
 
-    from lightning.cli.locate import with_store
+    from lightning.cli.output import with_store
     from lightning.store.places import run_id_of
     from lightning.store.url import sqlite_url
 

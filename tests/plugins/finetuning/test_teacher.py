@@ -15,7 +15,7 @@ import pytest
 from lightning import Distill, LightningRL, Trainer
 from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.batch import Group
-from lightning.cli.locate import locate, with_store
+from lightning.cli.output import locate, with_store
 from lightning.config import Config, with_settings
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import AuditError, ConfigError
@@ -24,8 +24,7 @@ from lightning.store.sqlite.store import SqliteStore
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import opening
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.context import base_digest
-from lightning.trainer.teacher import Teacher, reference_of
+from lightning.trainer.context import Teacher, base_digest, reference_of
 from lightning.types import StepRecord
 from lightning_branching.retrain import retrain
 from lightning_finetuning.teacher import check_same_tokens, check_teacher, teacher_named

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.cli import runs
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.store.relational import operations

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from lightning.algorithms import chat_model
-from lightning.algorithms.chat_model import ChatClient
 from lightning.errors import ConfigError, LightningError, OptimizerError
+from lightning_prompts import chat_model
 from lightning_prompts.apo import APO
+from lightning_prompts.chat_model import ChatClient
 from lightning_prompts.protocol import OptimizerModel
 
 ASK = [{"role": "user", "content": "Better?"}]

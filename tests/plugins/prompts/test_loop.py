@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.algorithms import chat_model
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
@@ -27,9 +26,9 @@ from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, stack
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 from lightning.types import LLM, Rollout, Task
-from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
+from lightning_prompts import Bench, PromptAlgorithm, Trial, chat_model, loop
 from lightning_prompts.apo import APO
 from lightning_prompts.loop import PromptBench, component_of
 from lightning_resources.nouns import Resource, ResourceKind

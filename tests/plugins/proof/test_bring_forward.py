@@ -14,7 +14,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch.trajectory import Group
 from lightning.errors import AuditError, ConfigError
-from lightning.trainer.epochs import Epoch
+from lightning.trainer.context import Epoch
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.session import Session
 from lightning_proof.bring_forward import algorithm_of

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.context import NUMERIC
-from lightning.trainer.epochs import read_epochs
+from lightning.trainer.context import NUMERIC, read_epochs
 from lightning.trainer.runs import changes_of
 from lightning.types import StepRecord
 from lightning_proof.audit import audit

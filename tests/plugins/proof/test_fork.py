@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError
 from lightning.plugins import plugins

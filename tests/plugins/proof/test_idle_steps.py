@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.engines.microbatch import Tally
+from lightning.engines.rows import Tally
 from lightning.engines.step import NonFiniteError, StepDriver
 from lightning_proof.audit import audit
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.store.schema import SCHEMA
 from lightning.types import Outcome, Rollout, Scope, Task, Token, Transition

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import locate
+from lightning.cli import output
 from lightning.cli.app import main
 from lightning.plugins import plugins
 from lightning.printable import printable
@@ -231,7 +231,7 @@ def test_no_command_shows_the_password_of_a_store(
         def opened_store(self, url: str, *, make: bool) -> Any:
             return plugins().opened_store(sqlite_url(tuned / "tuned" / "lightning.db"), make=make)
 
-    monkeypatch.setattr(locate, "plugins", Known)
+    monkeypatch.setattr(output, "plugins", Known)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
     prompt = tuned.parent / "prompt.txt"

@@ -16,7 +16,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config.sections import TrainerConfig
 from lightning.errors import AuditError, RunnerError
 from lightning.testing.fake_vllm import Reply
-from lightning.trainer.epochs import Epoch
+from lightning.trainer.context import Epoch
 from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
 from lightning.trainer.training_data import all_rollouts

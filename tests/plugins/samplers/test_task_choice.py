@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.trainer.plan import train_rollouts
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Outcome, Rollout, Run, Status, StepRecord, StepReward, Task

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
-from lightning.trainer.run_server import of_project
+from lightning.trainer.agents import of_project
 from lightning.types import Rollout, Run, Task
 
 

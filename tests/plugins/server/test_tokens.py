@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.locate import with_store
+from lightning.cli.output import with_store
 from lightning.errors import ConfigError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url

@@ -23,7 +23,7 @@ from lightning.gateway.connections import Serving, bind
 from lightning.gateway.http import RefusalError, read_body, send_bytes
 from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
-from lightning.trainer import run_server, trainer
+from lightning.trainer import agents, trainer
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer.stack import join_gateway, why_not_served
 from lightning.types import CallStatus
@@ -42,7 +42,7 @@ NO_FLEET = rf"needs a plugin that knows of gateways elsewhere{CURE}"
 def without(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
     found = Plugins()
-    for module in (app, connections, gateway_http, gateway_policy, run_server, trainer, trainer_stack):
+    for module in (app, connections, gateway_http, gateway_policy, agents, trainer, trainer_stack):
         monkeypatch.setattr(module, "plugins", lambda: found)
     return found
 
@@ -177,12 +177,12 @@ async def test_what_another_trainer_serves_is_refused(house: House, tmp_path: Pa
 @pytest.mark.usefixtures("without")
 async def test_the_names_of_another_project_are_never_those_of_the_default_one() -> None:
     store = MemoryStore()
-    assert run_server.of_project(store, "default") is store
+    assert agents.of_project(store, "default") is store
     with pytest.raises(PluginError, match=f"^the project 'team-a' {ABSENT}"):
-        run_server.of_project(store, "team-a")
-    await run_server.check_exposure(store, "localhost")
+        agents.of_project(store, "team-a")
+    await agents.check_exposure(store, "localhost")
     with pytest.raises(PluginError, match=f"^to listen on '10.0.0.1', beyond this machine, {ABSENT}"):
-        await run_server.check_exposure(store, "10.0.0.1")
+        await agents.check_exposure(store, "10.0.0.1")
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])

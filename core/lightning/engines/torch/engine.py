@@ -22,14 +22,13 @@ from torch import nn
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
-from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
+from lightning.engines.export import contents, whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.loading import read_model
-from lightning.engines.microbatch import Tally
-from lightning.engines.model_contents import contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import (
     Numbers,
     States,
+    Tally,
     Tokens,
     reordered,
     row_order,

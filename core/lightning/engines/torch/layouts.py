@@ -24,18 +24,21 @@ import torch
 from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.batch.sample import Sample
 from lightning.engines.critic import ValueHead
-from lightning.engines.microbatch import Seen, Tally, state_loss, token_batch
 from lightning.engines.rows import (
     Entries,
     Ints,
     Numbers,
+    Seen,
     States,
+    Tally,
     Tokens,
     name,
     plan,
     reordered,
     row_order,
+    state_loss,
     states_of,
+    token_batch,
     trained_tokens,
 )
 from lightning.engines.step import NonFiniteError, ran_out

@@ -27,8 +27,7 @@ import torch
 import transformers
 from torch import nn
 
-from lightning.engines.adapters import add_adapters
-from lightning.engines.loading import beside_text, fix_positions, gradient_mode, read_model
+from lightning.engines.loading import add_adapters, beside_text, fix_positions, gradient_mode, read_model
 from lightning.engines.sameness import refuse_dependence
 from lightning.engines.step import needing_room
 from lightning.engines.torch.logprobs import Logits

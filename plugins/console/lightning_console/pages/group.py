@@ -15,7 +15,7 @@ from typing import Final
 
 from lightning.errors import DataError
 from lightning.store.protocol import Attempt
-from lightning.trainer.reasons import reason
+from lightning.trainer.summary import reason
 from lightning.types import Rollout, Transition, by_key
 from lightning_branching.recorded import is_void
 from lightning_record.exchanges import parents_of

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning.errors import DataError
 from lightning.store.protocol import Store
-from lightning.trainer.run_server import of_project
+from lightning.trainer.agents import of_project
 from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse
 from lightning_resources.operations import alias_history, list_aliases, list_resources, resource_uses
 

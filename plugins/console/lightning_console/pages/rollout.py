@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning.errors import DataError
-from lightning.trainer.reasons import reason
+from lightning.trainer.summary import reason
 from lightning.types import Json, Status, by_key
 from lightning_branching.recorded import is_void
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning.errors import LightningError, UnavailableError
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 from lightning.trainer.summary import POLICY_FAULT
 from lightning.types import Json, Run
 from lightning_debug.advise import Advice, Alarm, Past, Tuning, advise, config_of, is_comparable, past_of

@@ -10,14 +10,13 @@ from typing import Final
 
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import read_epochs
+from lightning.trainer.context import read_epochs
 from lightning.trainer.metrics import REASONS
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.reasons import reason
+from lightning.trainer.summary import reason
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Run, Status, StepRecord, by_key
 from lightning_debug.profile import why_untaught
-from lightning_proof.bring_forward import policy_fault_of
 
 from lightning_console.blocks import (
     Block,
@@ -152,7 +151,7 @@ def _task_groups(proof: StepProof) -> list[TaskGroup]:
     if proof.record is None or proof.epoch is None:
         return [TaskGroup(tuple(members)) for members in groups.values()]
     trained = {rollout for rollout, _ in proof.record.rollouts}
-    fault = policy_fault_of(proof.epoch)
+    fault = proof.epoch.policy_fault
     found = []
     for group, members in groups.items():
         untaught = ""

@@ -18,7 +18,7 @@ from lightning.config import recorded_config
 from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import read_epochs
+from lightning.trainer.context import read_epochs
 from lightning.trainer.runs import changes_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Run

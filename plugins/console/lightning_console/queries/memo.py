@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from lightning.bounded import Bounded
 from lightning.store.protocol import Store
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 
 T = TypeVar("T")
 SHARE: Final = 20.0

@@ -25,10 +25,9 @@ from weakref import WeakKeyDictionary
 from lightning.errors import LightningError, UnavailableError
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.url import parse
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 from lightning.trainer.plan import TRAIN, is_lost, newest_generation, of_generation
-from lightning.trainer.reasons import grouped
-from lightning.trainer.summary import Evaluation
+from lightning.trainer.summary import Evaluation, grouped
 from lightning.types import Json, Run, Status
 from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, urgency
 from lightning_debug.diagnosis import Diagnosis, failed_share
@@ -58,7 +57,7 @@ class State:
 
 async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Sequence[tuple[int, float]]) -> State:
     """Return the state of a run (`run` with its configuration). `steps` are number and time (Unix seconds) of its newest
-    committed steps, in order; `over` says whether the store records its end (`lightning.trainer.epochs.is_over`)."""
+    committed steps, in order; `over` says whether the store records its end (`lightning.trainer.context.is_over`)."""
     if SESSION_OF in run.config:
         return State("session", "calls of a model that was served; nothing was trained")
     if over:

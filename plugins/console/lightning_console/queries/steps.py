@@ -21,12 +21,10 @@ from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
 from lightning.errors import DataError, LightningError
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.own_loop import changed_by_loop
+from lightning.trainer.context import Epoch, changed_by_loop, epoch_at, read_epochs
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollout_digest, rollouts_of
 from lightning.types import Rollout, Run, StepRecord
-from lightning_proof.bring_forward import policy_fault_of, train_agents_of
 
 from lightning_console.queries.memo import Memo
 
@@ -146,7 +144,7 @@ async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lo
     groups: list[Group] = []
     algorithm, why = None, OWN_CODE
     try:
-        groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
+        groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
         algorithm = rebuild_algorithm(epoch.config)
         if algorithm is not None and needs_critic(algorithm):
             groups = await recorded_values(store, run.id, record.step, groups)

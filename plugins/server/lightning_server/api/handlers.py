@@ -19,7 +19,7 @@ from lightning.plugins.stages import StageError
 from lightning.store.operation import ANY, LOOK
 from lightning.store.protocol import Attempt, Page
 from lightning.store.rollout_state import unknown_rollout
-from lightning.trainer.epochs import is_over
+from lightning.trainer.context import is_over
 from lightning.types import Fault, Json, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
 
 from lightning_server import json_codec, messages

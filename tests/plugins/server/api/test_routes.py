@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.trainer.epochs import mark_over
+from lightning.trainer.context import mark_over
 from lightning.types import Scope
 from lightning_server.api.app import Limits, description, routes
 from lightning_server.api.openapi import scopes_of

@@ -15,8 +15,8 @@ from lightning.errors import ConfigError, DataError, StoreError, UnavailableErro
 from lightning.gateway import Upstream
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
-from lightning.trainer.epochs import mark_over
-from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.agents import HowToCall
+from lightning.trainer.context import mark_over
 from lightning.types import LLM, Fault, Outcome, Rollout, Run, Scope, Status, Task, ToolEvent
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource

@@ -16,7 +16,7 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer import Trainer
 from lightning.trainer import stack as trainer_stack
-from lightning.trainer.run_server import of_project
+from lightning.trainer.agents import of_project
 from lightning.trainer.runs import check_run
 from lightning.trainer.stack import Stack, open_stack
 from lightning.types import LLM, Rollout, Run, Scope, Status, Task

@@ -12,10 +12,12 @@ import builtins
 import inspect
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 from lightning.errors import DataError
+from lightning.instrument import components
 from lightning.types import Json, ToolEvent
 
 Find = Callable[[str, Json, object], ToolEvent | None]
@@ -25,24 +27,16 @@ that it raises is raised by the tool."""
 PATIENCE = 60.0
 """The time limit in seconds for a tool that was cancelled when it was recorded to be cancelled again in a replay."""
 
-_finds: dict[str, Find] = {}
 
-
-@contextmanager
-def answer_tools(api_key: str, find: Find) -> Iterator[None]:
+def answer_tools(api_key: str, find: Find) -> AbstractContextManager[None]:
     """Inside the block, runs of `lightning.tool` in the rollout with this key are answered by the recorded runs that `find`
     returns."""
-    _finds[api_key] = find
-    try:
-        yield
-    finally:
-        del _finds[api_key]
 
+    def stand_in(name: str, arguments: Json, function: object) -> Callable[[], object] | None:
+        event = find(name, arguments, function)
+        return None if event is None else partial(replayed, event, function)
 
-def recorded_run(api_key: str, name: str, arguments: Json, function: object) -> ToolEvent | None:
-    """Return the recorded run that answers a run of a tool; None if the tool is to run."""
-    find = _finds.get(api_key) if _finds else None
-    return None if find is None else find(name, arguments, function)
+    return components.replace_tools(api_key, stand_in)
 
 
 class RecordedRuns:
