@@ -31,8 +31,10 @@ class Credit(Protocol):
     pure, since an audit calls it again. It also gets groups whose returns are all equal, because their calls may still differ.
 
     Optional attributes: `critic = True` makes the engine train a critic. `rewards = True` says that the credit adds rewards of
-    its own, so that dynamic sampling keeps groups whose returns are equal. A method `prefetch(groups)` gets all groups of a
-    step before the first call, so that slow work (asking a model) can be done for all of them at once.
+    its own, so that dynamic sampling keeps groups whose returns are equal. `knows_branches = True` says that the credit
+    compares branches with the rollouts that they part from; a run whose groups have branches warns of any other credit. A
+    method `prefetch(groups)` gets all groups of a step before the first call, so that slow work (asking a model) can be done
+    for all of them at once.
     """
 
     def __call__(self, group: Group, advantage: GroupAdvantage, /) -> list[npt.NDArray[np.float64]]:

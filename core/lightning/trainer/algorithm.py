@@ -17,7 +17,6 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
-from lightning.credit import Branched
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
@@ -155,7 +154,8 @@ def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
         credit = getattr(algorithm, "credit", None)
         if credit is None:  # an algorithm of one's own knows what it does
             continue
-        if credit == "branch" or isinstance(credit, Branched):
+        named = plugins().credit(credit) if isinstance(credit, str) else credit
+        if getattr(named, "knows_branches", False):
             _warn_of_bonus(algorithm)
             continue
         logger.warning(

@@ -39,7 +39,8 @@ def recorded(value: object) -> object:
     if isinstance(value, type) or inspect.isroutine(value):
         name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', repr(type(value)))}"
         return {"function": name} | _edition(value)
-    edition = _edition(type(value)) if callable(value) and not type_name(value).startswith("lightning.") else {}
+    is_ours = type_name(value).startswith(("lightning.", "lightning_"))
+    edition = _edition(type(value)) if callable(value) and not is_ours else {}
     if dataclasses.is_dataclass(value):
         fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
         return {"type": type_name(value)} | fields | edition

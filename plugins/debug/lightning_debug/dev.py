@@ -334,7 +334,9 @@ def _is_own(algorithm: Algorithm) -> bool:
 
 
 def _is_foreign(value: object) -> bool:
-    return value is not None and not str(getattr(value, "__module__", "")).startswith("lightning.")
+    return value is not None and not str(getattr(value, "__module__", "")).startswith(
+        ("lightning.", "lightning_credits.")
+    )
 
 
 def _name(algorithm: Algorithm) -> str:

@@ -26,12 +26,13 @@ from lightning.algorithms import chat_model
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
-from lightning.credit import Weighted, centre, identical
+from lightning.credit import centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import CallStatus, Fault, Status, Task
+from lightning_credits import Weighted
 from lightning_debug.dev import needs_pair, try_algorithm
 from lightning_debug.judge import Answer, Judgements
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items

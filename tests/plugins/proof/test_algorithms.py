@@ -11,13 +11,13 @@ from lightning import DPO, SFT, Distill
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
-from lightning.credit import Critic, GiGPO
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
 from lightning.trainer.plan import tasks_of_step, train_rollouts
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.trainer.training_data import all_rollouts, fresh_values, load_groups, record_step
 from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
+from lightning_credits import Critic, GiGPO
 from lightning_proof.audit import audit
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -13,10 +13,10 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import needs_critic
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.batch.trajectory import Group
-from lightning.credit.critic import Critic
 from lightning.errors import ConfigError, DataError
 from lightning.testing.trajectories import make_group
 from lightning.trainer.training_data import batch_digest
+from lightning_credits.critic import Critic
 
 CALLS = [((1, 2), (3,)), ((1, 2, 3, 4), (5, 6))]
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
-from lightning.credit import Critic, Decayed, GroupAdvantage, Weighted, identical, rloo
+from lightning.credit import Decayed, GroupAdvantage, identical, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
+from lightning_credits import Critic, Weighted
 
 BY = st.sampled_from(["difficulty", "variance"])
 

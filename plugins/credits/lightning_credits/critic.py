@@ -11,11 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-
-from lightning.batch.trajectory import Group, Trajectory, is_trained
-from lightning.credit.assign import check_discount
-from lightning.credit.intermediate import call_rewards
-from lightning.credit.protocol import GroupAdvantage
+from lightning.batch import Group, Trajectory, is_trained
+from lightning.credit import GroupAdvantage, call_rewards, check_discount
 from lightning.errors import DataError
 
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import Critic, centre
+from lightning.credit import centre
 from lightning.errors import ConfigError, DataError
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import StepReward
+from lightning_credits import Critic
 
 CALL = ((1, 2), (3,))
 NAN = float("nan")

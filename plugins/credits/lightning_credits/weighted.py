@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-
-from lightning.batch.trajectory import Group
-from lightning.credit.protocol import GroupAdvantage, group_returns
+from lightning.batch import Group
+from lightning.credit import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning.credit.protocol import Credit
+    from lightning.credit import Credit
 
 WeightBy = Literal["difficulty", "variance"]
 
