@@ -37,7 +37,7 @@ def cut(sample: Sample, length: int) -> Sample:
 
 
 def is_trained(sample: Sample) -> bool:
-    """Whether a row has a share of the policy's or the critic's loss."""
+    """Whether a row has a share of the policy's or the head's loss."""
     return bool(sample.weights.any()) or any(span.value_weight != 0.0 for span in sample.spans)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning.config import Config, GatewayConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
-    from lightning.engines.protocol import Engine
+    from lightning.engines.protocol import Engine, Head
     from lightning.gateway.calls import Parts
     from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
@@ -105,6 +105,7 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("credits", "leave-one-out"): "credits",
     ("credits", "weighted"): "credits",
     ("credits", "weighted-variance"): "credits",
+    ("heads", "critic"): "credits",
     ("orders", "learnable"): "samplers",
     ("samplers", "max_staleness"): "samplers",
     ("samplers", "recorded"): "samplers",
@@ -219,6 +220,10 @@ class Plugins:
     def engine(self, name: str) -> Callable[[Config], Engine]:
         """The factory of an engine."""
         return cast("Callable[[Config], Engine]", self.get("engines", name))
+
+    def head(self, name: str) -> Callable[[Config], Head]:
+        """The factory of a head of engines."""
+        return cast("Callable[[Config], Head]", self.get("heads", name))
 
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeGuard
 
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
@@ -41,9 +41,13 @@ class AlgorithmSchedule:
         return [algorithm for first, algorithm in self.phases if first <= step][-1]
 
     @property
-    def needs_critic(self) -> bool:
-        """Whether one of them uses a critic: the engine has it from the beginning then."""
-        return any(needs_critic(algorithm) for _, algorithm in self.phases)
+    def head(self) -> str:
+        """The head that one of them uses, which the engine has from the beginning then; "" without one. Raises `ConfigError`
+        where they use several."""
+        heads = sorted({head_of(algorithm) for _, algorithm in self.phases} - {""})
+        if len(heads) > 1:
+            raise ConfigError(f"an engine has one head, but the algorithms of this run use several: {', '.join(heads)}")
+        return "".join(heads)
 
 
 NEEDED = ("name", "group_size", "batch", "loss")

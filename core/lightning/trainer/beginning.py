@@ -34,7 +34,7 @@ async def prepare(
         described |= begun.described
     else:
         Checkpoints(start.folder / "checkpoints", keep=1).discard(0)  # of a fork that did not begin
-    described["critic"] = described["critic"] or run.config.get("critic", "")
+    described["head"] = described["head"] or run.config.get("head", "")
     algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in start.phases]
     epochs = await plan_epochs(store, run, described, algorithms)
     for epoch in epochs[1:]:

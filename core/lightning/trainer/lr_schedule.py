@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from lightning.config import Config
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Head, OptimizerConfig
+from lightning.plugins import plugins
 from lightning.types import Json
 
 EARLIER_STEPS: Final = "earlier_steps"
@@ -57,10 +58,16 @@ def optimizer_of(config: Config) -> OptimizerConfig:
         engine.weight_decay,
         engine.eps,
         engine.max_grad_norm,
-        engine.critic_lr,
         engine.minibatches,
         engine.epochs,
     )
+
+
+def made_head(config: Config, recorded: object) -> Head | None:
+    """The head of the settings that a run's record says, or whose name is given; None without one. Raises `PluginError` where
+    no plugin has it."""
+    name = str(recorded or "").partition(" ")[0]
+    return plugins().head(name)(config) if name else None
 
 
 def earlier_steps(run: Mapping[str, Json]) -> int:

@@ -1,8 +1,8 @@
 """From the store to groups and back to a proof: what a step trains on, and the record of what it did train on.
 
 The invariant: training and audit read the same rows by the same functions, so a batch can be derived again at any time. The
-critic's values that a step was credited with are in the store before it is committed: a replay and an audit read those instead
-of asking a critic that has learned since.
+head's values that a step was credited with are in the store before it is committed: a replay and an audit read those instead
+of asking a head that has learned since.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Gr
     if missing := _calls_of(state_rows(groups)) - kept.keys():
         rollout, attempt, seq = min(missing)
         raise StoreError(
-            f"the critic's values of step {step} are not in the store (rollout {rollout} attempt {attempt} call {seq})"
+            f"the head's values of step {step} are not in the store (rollout {rollout} attempt {attempt} call {seq})"
         )
     return with_values(groups, kept)
 
@@ -51,7 +51,7 @@ async def fresh_values(
     groups: Sequence[Group],
     values: Callable[[Sequence[Sample]], list[FloatArray]],
 ) -> list[Group]:
-    """The groups with the critic's present values, which are recorded first; `values` is the engine's."""
+    """The groups with the head's present values, which are recorded first; `values` is the engine's."""
     rows = state_rows(groups)
     given = await asyncio.to_thread(values, rows) if rows else []
     found = {

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
+    from lightning.config import Config
     from lightning.credit import Credit
+    from lightning.engines.protocol import Head
 
 
 @hookimpl
@@ -23,3 +25,9 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     register("critic", Critic())
     register("weighted", Weighted())
     register("weighted-variance", Weighted(by="variance"))
+
+
+@hookimpl
+def register_heads(register: Callable[[str, Callable[[Config], Head]], None]) -> None:
+    """Register the head `critic`."""
+    register("critic", made_later("lightning_credits.value_head:critic_head"))

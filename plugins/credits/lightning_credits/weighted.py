@@ -73,13 +73,13 @@ class Weighted:
         return float(2.0 * (1.0 - success.mean()) if self.by == "difficulty" else 4.0 * success.var())
 
     @property
-    def critic(self) -> bool:
-        """Whether the wrapped credit needs a critic's values."""
-        return bool(getattr(self._credit(), "critic", False))
+    def head(self) -> str:
+        """The head whose values the wrapped credit needs; "" without a head."""
+        return str(getattr(self._credit(), "head", None) or "")
 
     @property
     def value_targets(self) -> Callable[..., object] | None:
-        """The wrapped credit's method that gives the values for the critic to learn; None for a credit without a critic."""
+        """The wrapped credit's method that gives the values for its head to learn; None for a credit without a head."""
         found: Callable[..., object] | None = getattr(self._credit(), "value_targets", None)
         return found
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
+from lightning.algorithms.protocol import Algorithm, Batch, head_of
 from lightning.config import Config
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
@@ -22,7 +22,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Numeric, base_digest, machine
 from lightning.trainer.epochs import Epoch, epoch_at
-from lightning.trainer.lr_schedule import optimizer_of, rate_of
+from lightning.trainer.lr_schedule import made_head, optimizer_of, rate_of
 from lightning.trainer.own_loop import OWN_LOOP
 from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
@@ -58,7 +58,7 @@ async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Al
     """The batch of a committed step, made again from the store. Raises `AuditError` when it is not the one that was trained."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
     groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
-    if needs_critic(algorithm):
+    if head_of(algorithm):
         groups = await recorded_values(store, record.run, record.step, groups)
     batch = algorithm.batch(groups)
     if not is_batch_of(record, batch):
@@ -163,10 +163,10 @@ class Rewinder:
                 await asyncio.to_thread(engine.close)
 
     def _open(self, engine: Engine, config: Config, state: Path | None, recorded: Teacher | None) -> None:
-        critic = self.epochs[0].config.get("critic")
+        head = made_head(config, self.epochs[0].config.get("head"))
         run = self.folder or self.checkpoints.folder.parent
         other = reference_of(engine, recorded and teacher_again(recorded, self.teacher, run))
-        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
+        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, head=head, **other)
         if state is not None:
             engine.load(state)
 

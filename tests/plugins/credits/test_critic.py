@@ -88,7 +88,7 @@ def test_a_rollout_in_which_nothing_is_trained_needs_no_values() -> None:
 
 
 def test_without_values_it_says_what_the_algorithm_lacks() -> None:
-    with pytest.raises(DataError, match=r"rollout rollout-0 has no values.*critic = True"):
+    with pytest.raises(DataError, match=r"rollout rollout-0 has no values.*head = \"critic\""):
         spread(Critic(), make_trajectory([CALL]))
 
 

@@ -243,7 +243,7 @@ def test_plain_lists_of_numbers_are_welcome() -> None:
 
 def test_value_targets_are_counted_too() -> None:
     class Short:
-        critic = True
+        head = "critic"
 
         def __call__(self, group, advantage):
             return [np.ones(len(own.transitions)) for own in group.trajectories]

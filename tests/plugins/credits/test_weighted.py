@@ -93,11 +93,11 @@ def test_what_is_no_weight_is_refused(given: dict[str, object], says: str) -> No
 def test_a_critic_below_is_still_trained() -> None:
     inner = Critic(lam=0.5)
     over = Weighted(inner)
-    assert over.critic
-    assert Weighted("critic").critic
-    assert LightningRL("ppo", credit=over).critic
+    assert over.head
+    assert Weighted("critic").head
+    assert LightningRL("ppo", credit=over).head
     assert over.value_targets == inner.value_targets
-    assert not Weighted().critic
+    assert not Weighted().head
     assert Weighted().value_targets is None
 
 
@@ -133,4 +133,4 @@ def test_a_credit_that_adds_rewards_is_refused_by_object_and_by_name(monkeypatch
         Weighted(Judging(), by="variance")
     monkeypatch.setattr(type(plugins()), "credit", lambda self, name: Judging())
     with pytest.raises(ConfigError, match=cure):
-        _ = LightningRL(credit=Weighted("judging")).critic
+        _ = LightningRL(credit=Weighted("judging")).head

@@ -589,9 +589,9 @@ def test_settings_that_cannot_be_meant(make: Callable[..., Judge], changes: dict
 
 def test_a_judge_without_a_rubric_or_with_a_critic_is_refused_before_anything_runs(make: Callable[..., Judge]) -> None:
     with pytest.raises(ConfigError, match="has no rubric"):
-        _ = LightningRL(credit="judge").critic
+        _ = LightningRL(credit="judge").head
     with pytest.raises(ConfigError, match="critic"):
-        _ = LightningRL(credit=make(credit="critic")).critic
+        _ = LightningRL(credit=make(credit="critic")).head
 
 
 def test_a_run_is_trained_by_a_judge_alone_audited_and_tried_again(

@@ -174,8 +174,8 @@ def recorded_with(**config: object) -> Recorded:
 )
 def test_passes_before_the_gradients_are_those_of_the_recorded_algorithm(algorithm: Algorithm, passes: int) -> None:
     assert forward_passes(recorded_with(algorithm=describe_algorithm(algorithm))) == passes
-    loss, critic = algorithm.loss, getattr(algorithm, "critic", False)
-    assert isinstance(loss, StepLoss) + needs_reference(loss) + critic == passes, "as the engines decide it"
+    loss, head = algorithm.loss, bool(getattr(algorithm, "head", ""))
+    assert isinstance(loss, StepLoss) + needs_reference(loss) + head == passes, "as the engines decide it"
 
 
 @dataclass(frozen=True)
