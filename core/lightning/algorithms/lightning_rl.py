@@ -121,9 +121,8 @@ class LightningRL:
             check_tool_reward(self.tool_reward)
         self._check_overlong()
         self._check_numbers()
-        usual = PRESETS[self.low_level].credit
-        if self.low_level == "ppo" and self.credit != usual and not self.head:
-            raise ConfigError(f"low_level 'ppo' needs a credit function that uses a head, such as {usual!r}")
+        if self.low_level == "ppo" and self.credit != PRESETS["ppo"].credit and not self.head:
+            raise ConfigError("low_level 'ppo' needs a credit function that uses a head, such as 'critic'")
         if self.group_size < 1:
             raise ConfigError(f"group_size={self.group_size} must be positive")
         if self.group_size == 1 and self._least() > 1:
@@ -364,8 +363,6 @@ class LightningRL:
         return estimator_of(PRESETS[self.low_level], self.advantage_eps)
 
     def _credit(self) -> Credit:
-        if not isinstance(self.credit, str):
-            return self.credit
         from lightning.plugins import plugins
 
         return plugins().credit(self.credit)

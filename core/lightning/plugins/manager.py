@@ -213,9 +213,9 @@ class Plugins:
         """The factory of an algorithm."""
         return cast("Callable[..., Algorithm | SearchAlgorithm]", self.get("algorithms", name))
 
-    def credit(self, name: str) -> Credit:
-        """A credit assignment function."""
-        return cast("Credit", self.get("credits", name))
+    def credit(self, credit: str | Credit) -> Credit:
+        """A credit assignment function: the registered one of a name, or the function that is given."""
+        return cast("Credit", self.get("credits", credit)) if isinstance(credit, str) else credit
 
     def engine(self, name: str) -> Callable[[Config], Engine]:
         """The factory of an engine."""

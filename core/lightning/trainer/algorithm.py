@@ -146,10 +146,10 @@ def credit_of(algorithm: object) -> object:
     """The credit function of a `LightningRL`; None for others."""
     if not isinstance(algorithm, LightningRL):
         return None
-    credit: object = algorithm.credit
+    credit = algorithm.credit
     if isinstance(credit, type):
         raise ConfigError(f"credit={credit.__name__} is a class, not a credit function: give {credit.__name__}(...)")
-    return plugins().credit(credit) if isinstance(credit, str) else credit
+    return plugins().credit(credit)
 
 
 def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
@@ -158,8 +158,7 @@ def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
         credit = getattr(algorithm, "credit", None)
         if credit is None:  # an algorithm of one's own knows what it does
             continue
-        named = plugins().credit(credit) if isinstance(credit, str) else credit
-        if getattr(named, "knows_branches", False):
+        if getattr(plugins().credit(credit), "knows_branches", False):
             _warn_of_bonus(algorithm)
             continue
         logger.warning(

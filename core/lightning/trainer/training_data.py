@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import StateValues, state_rows, with_values
+from lightning.batch.build import state_rows, with_values
 from lightning.batch.sample import FloatArray, Sample, transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import StoreError
@@ -35,13 +35,18 @@ from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, St
 
 async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Group]) -> list[Group]:
     """The groups with the values that the step was credited with. Raises `StoreError` when they are not there."""
-    kept = await _kept_values(store, run, step)
-    if missing := _calls_of(state_rows(groups)) - kept.keys():
+    kept = await store.get_state(run, _values_key(step))
+    known = {
+        (str(rollout), int(attempt), int(seq)): float(value)
+        for rollout, attempt, seq, value in (kept if isinstance(kept, list) else ())
+    }
+    wanted = {(span.rollout, span.attempt, span.seq) for row in state_rows(groups) for span in row.spans}
+    if missing := wanted - known.keys():
         rollout, attempt, seq = min(missing)
         raise StoreError(
             f"the head's values of step {step} are not in the store (rollout {rollout} attempt {attempt} call {seq})"
         )
-    return with_values(groups, kept)
+    return with_values(groups, known)
 
 
 async def fresh_values(
@@ -61,17 +66,6 @@ async def fresh_values(
     }
     await store.put_state(run, _values_key(step), [[*key, value] for key, value in sorted(found.items())])
     return with_values(groups, found)
-
-
-async def _kept_values(store: Store, run: str, step: int) -> StateValues:
-    kept = await store.get_state(run, _values_key(step))
-    if not isinstance(kept, list):
-        return {}
-    return {(str(rollout), int(attempt), int(seq)): float(value) for rollout, attempt, seq, value in kept}
-
-
-def _calls_of(rows: Sequence[Sample]) -> set[tuple[str, int, int]]:
-    return {(span.rollout, span.attempt, span.seq) for row in rows for span in row.spans}
 
 
 def _values_key(step: int) -> str:

@@ -18,13 +18,17 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     """Register every credit of `lightning_credits` with its default arguments."""
     from lightning_credits import Branched, Critic, GiGPO, Intermediate, LeaveOneOut, Weighted
 
-    register("leave-one-out", LeaveOneOut())
-    register("gigpo", GiGPO())
-    register("branch", Branched())
-    register("intermediate", Intermediate())
-    register("critic", Critic())
-    register("weighted", Weighted())
-    register("weighted-variance", Weighted(by="variance"))
+    named: dict[str, Credit] = {
+        "leave-one-out": LeaveOneOut(),
+        "gigpo": GiGPO(),
+        "branch": Branched(),
+        "intermediate": Intermediate(),
+        "critic": Critic(),
+        "weighted": Weighted(),
+        "weighted-variance": Weighted(by="variance"),
+    }
+    for name, credit in named.items():
+        register(name, credit)
 
 
 @hookimpl

@@ -84,8 +84,6 @@ class Weighted:
         return found
 
     def _credit(self) -> Credit:
-        if not isinstance(self.credit, str):
-            return self.credit
         from lightning.plugins import plugins
 
         return _without_rewards(plugins().credit(self.credit))

@@ -315,7 +315,7 @@ class Judge:
         )
 
     def _spread(self) -> Credit:
-        return plugins().credit(self.credit) if isinstance(self.credit, str) else self.credit
+        return plugins().credit(self.credit)
 
 
 def _is_judged(member: Trajectory) -> bool:

@@ -131,6 +131,6 @@ def test_a_credit_that_adds_rewards_is_refused_by_object_and_by_name(monkeypatch
     cure = r"Weighted cannot wrap Judging.*Judging\(\.\.\., credit=Weighted\(\.\.\.\)\)"
     with pytest.raises(ConfigError, match=cure):
         Weighted(Judging(), by="variance")
-    monkeypatch.setattr(type(plugins()), "credit", lambda self, name: Judging())
+    monkeypatch.setattr(type(plugins()), "get", lambda self, kind, name: Judging())
     with pytest.raises(ConfigError, match=cure):
         _ = LightningRL(credit=Weighted("judging")).head

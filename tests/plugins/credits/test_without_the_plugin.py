@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.config import Config
 from lightning.credit import identical
 from lightning.errors import PluginError
 from lightning.plugins import Plugins
-from lightning.trainer import algorithm
+from lightning.trainer import algorithm, lr_schedule
 
 EXTRA = r"The plugin 'credits' brings it\. Run: .*credits.*The plugin 'credits' .*, which might have it, is disabled"
 NAMES = ("branch", "critic", "gigpo", "intermediate", "leave-one-out", "weighted", "weighted-variance")
@@ -17,7 +18,8 @@ NAMES = ("branch", "critic", "gigpo", "intermediate", "leave-one-out", "weighted
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "credits")
     found = Plugins()
-    monkeypatch.setattr(algorithm, "plugins", lambda: found)
+    for module in (algorithm, lr_schedule):
+        monkeypatch.setattr(module, "plugins", lambda: found)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,6 +31,11 @@ def test_its_credit_functions_are_refused_by_name(name: str) -> None:
 def test_ppo_is_refused_with_the_same_cure() -> None:
     with pytest.raises(PluginError, match=f"there is no credit 'critic'.*{EXTRA}"):
         algorithm.resolve_algorithm("ppo")
+
+
+def test_the_head_of_a_recorded_run_is_refused_with_the_same_cure() -> None:
+    with pytest.raises(PluginError, match=f"there is no head 'critic'.*{EXTRA}"):
+        lr_schedule.made_head(Config(), "critic on a frozen trunk")
 
 
 def test_the_credits_of_the_core_go_on() -> None:
