@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lightning.config.sections import TrainerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
-    from lightning.engines.protocol import Engine
+    from lightning.engines.protocol import Engine, Head
     from lightning.gateway.calls import Parts
     from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
@@ -124,6 +124,15 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
 @hookspec
 def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
     """Register engines for `Trainer(engine="name")`: functions from the configuration to an `Engine`."""
+
+
+@hookspec
+def register_heads(register: Callable[[str, Callable[[Config], Head]], None]) -> None:
+    """Register heads, which engines train beside the policy on the model's hidden states: `register("critic", critic_head)`.
+
+    The factory makes a `lightning.engines.protocol.Head` from the configuration. An engine gets the head that the run's
+    algorithm, or its credit function, names as its `head`.
+    """
 
 
 @hookspec

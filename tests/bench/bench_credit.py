@@ -23,11 +23,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from lightning.credit import Branched, Credit, Critic, LeaveOneOut, grpo
+from lightning.credit import Credit, grpo
 from lightning.plugins import plugins
 from lightning.testing import CreditScore, DecisionTask, TreeSampling, bifurcation_tasks, score_credits
 from lightning.testing.decisions import DecisionPath, walk
 from lightning_branching.branch_points import branch_points
+from lightning_credits import Branched, Critic, LeaveOneOut
 
 VALUE_ERROR = 0.2
 SURE = 0.9

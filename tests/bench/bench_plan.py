@@ -130,7 +130,7 @@ class Found:
 class SleepyEngine:
     """An engine that only takes its time."""
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, head: object = None) -> None:
         """Nothing to open."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:

@@ -18,8 +18,8 @@ from tests.house.test_install_commands import resolve
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "attach", "autogen.autogen_core", "branching", "command", "console", "crewai.crewai", "db", "debug",
-    "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
+    "algorithms", "attach", "autogen.autogen_core", "branching", "command", "console", "credits", "crewai.crewai", "db",
+    "debug", "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner",
     "policy_server", "postgres", "prompts", "proof", "raw", "ray", "record", "redis", "resources", "runners", "samplers",
     "sandbox", "server", "smolagents.smolagents", "stores", "trackers", "verl",

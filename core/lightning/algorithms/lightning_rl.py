@@ -56,8 +56,8 @@ class LightningRL:
     with another low level keeps the values of the old one.
 
     `group_size` rollouts are sampled for each task. `credit` spreads a rollout's advantage over its calls: a registered name or
-    a function. A credit with `critic = True`, which `ppo` requires, makes the engine train a critic; the critic's loss is
-    multiplied by `value_coefficient`, which has almost no effect unless the engine's `critic_trunk` is "shared". Ratios are
+    a function. A credit that names a `head`, as `ppo` requires, makes the engine train this head; its loss is multiplied by
+    `value_coefficient`, which has almost no effect unless the head's loss also trains the model. Ratios are
     clipped to [1 - `clip_low`, 1 + `clip_high`]. With the normalization `constant` a rollout's sum over tokens is divided by
     `constant_tokens`. `advantage_eps` is added to deviations. With `dynamic_sampling` the trainer samples more tasks until
     enough groups teach something.
@@ -121,8 +121,8 @@ class LightningRL:
             check_tool_reward(self.tool_reward)
         self._check_overlong()
         self._check_numbers()
-        if self.low_level == "ppo" and self.credit != "critic" and not self.critic:
-            raise ConfigError("low_level 'ppo' needs a credit function that uses a critic, such as 'critic'")
+        if self.low_level == "ppo" and self.credit != PRESETS["ppo"].credit and not self.head:
+            raise ConfigError("low_level 'ppo' needs a credit function that uses a head, such as 'critic'")
         if self.group_size < 1:
             raise ConfigError(f"group_size={self.group_size} must be positive")
         if self.group_size == 1 and self._least() > 1:
@@ -158,9 +158,9 @@ class LightningRL:
         return "lightning_rl"
 
     @property
-    def critic(self) -> bool:
-        """Whether the credit function needs a critic's values; the critic is then trained as well."""
-        return bool(getattr(self._credit(), "critic", False))
+    def head(self) -> str:
+        """The head whose values the credit function needs, and which is then trained as well; "" without a head."""
+        return str(getattr(self._credit(), "head", None) or "")
 
     @property
     def loss(self) -> Loss:
@@ -196,7 +196,7 @@ class LightningRL:
 
     def teaches(self, group: Group) -> bool:
         """Whether a group teaches something, for dynamic sampling: it has enough rollouts that can be trained on and, if the
-        low level compares rollouts, returns or advantages that differ. Needs no critic's values.
+        low level compares rollouts, returns or advantages that differ. Needs no values of states.
 
         They must differ before overlong answers are punished, too (`_rewarded`). For the same reason equal returns teach only
         if step rewards make the calls' advantages differ, even where a discount makes advantages depend on lengths. A credit
@@ -214,8 +214,8 @@ class LightningRL:
     def batch(self, groups: Sequence[Group]) -> Batch:
         """Return the step's rows. Raises `DataError` for a reward that is not finite, and for a credit function that does not
         give one advantage for each call."""
-        intake, critic = Intake(), self.critic
-        every = bool(critic or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches)
+        intake, head = Intake(), self.head
+        every = bool(head or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches)
         credited: list[_Credited] = []
         self._prefetch(groups)
         for group in groups:
@@ -230,7 +230,7 @@ class LightningRL:
         if PRESETS[self.low_level].whiten:
             taught = sum(not group.level for group in credited)
             credited = self._whitened(credited)
-            if taught and not critic and not any(np.any(values) for group in credited for values in group.advantages):
+            if taught and not head and not any(np.any(values) for group in credited for values in group.advantages):
                 intake.skip("all_rewards_equal", taught)
                 credited = credited if every else []
         trajectories = [member for group in credited for member in group.group.trajectories]
@@ -242,7 +242,7 @@ class LightningRL:
             normalization=self.normalization,
             constant_tokens=self.constant_tokens,
             drop_zero_advantages=not every,
-            value_targets=targets if critic else None,
+            value_targets=targets if head else None,
             value_coefficient=self.value_coefficient,
         )
         # Not `loss=self.loss`: that imports torch, which an audit does not need. `Batch.loss_for` finds the loss by `algorithm`
@@ -258,7 +258,7 @@ class LightningRL:
         if reason == "all_rewards_equal":
             reason, values = self._told_apart(rewarded)
             return reason, _Credited(whole, values)
-        if not reason and self._overlong() is not None and not self.critic:
+        if not reason and self._overlong() is not None and not self.head:
             bare = with_rules(whole, self.tool_reward)
             if self._adds_rewards() and self._compares() and all_equal(group_returns(bare)):
                 reason, _ = self._told_apart(bare)
@@ -268,7 +268,7 @@ class LightningRL:
         values = self._credited(rewarded, self._estimator())
         reason = reason_to_doubt(rewarded, values)
         targets: list[npt.NDArray[np.float64]] = []
-        if self.critic and not reason:
+        if self.head and not reason:
             targets = self._value_targets(rewarded)
             reason = reason_to_doubt(rewarded, targets, "value_target")
         return reason, _Credited(whole, values, targets, plain)
@@ -281,7 +281,7 @@ class LightningRL:
 
         def over(parts: Sequence[Sequence[npt.NDArray[np.float64]]]) -> list[npt.NDArray[np.float64]]:
             own = [values for part in parts for values in part]
-            return whiten(members, own, eps=self.advantage_eps, trained_alone=self.critic)
+            return whiten(members, own, eps=self.advantage_eps, trained_alone=bool(self.head))
 
         found = over([group.advantages for group in taught])
         if taught and all(group.plain for group in taught):
@@ -316,13 +316,13 @@ class LightningRL:
             return per_call(group, self._credit()(group, estimator), self._credit_name())
 
     def _value_targets(self, group: Group) -> list[npt.NDArray[np.float64]]:
-        """Return the value that the critic should learn for each call's state, shape (calls,) for each trajectory. Raises
+        """Return the value that the head should learn for each call's state, shape (calls,) for each trajectory. Raises
         `ConfigError` if the credit function has no `value_targets`."""
         targets = getattr(self._credit(), "value_targets", None)
         if targets is None:
             raise ConfigError(
-                f"the credit function {self._credit_name()} says `critic = True`, but has no method value_targets(trajectory) "
-                "that returns the values for the critic to learn"
+                f"the credit function {self._credit_name()} names a `head`, but has no method value_targets(trajectory) "
+                "that returns the values for the head to learn"
             )
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             given = [targets(trajectory) for trajectory in group.trajectories]
@@ -352,8 +352,8 @@ class LightningRL:
         return 2 if self._compares() else 1
 
     def _compares(self) -> bool:
-        """Whether advantages come from comparing the rollouts of a group; with a critic or plain REINFORCE they do not."""
-        return not (PRESETS[self.low_level].equal_teaches or self.critic)
+        """Whether advantages come from comparing the rollouts of a group; with a head or plain REINFORCE they do not."""
+        return not (PRESETS[self.low_level].equal_teaches or self.head)
 
     def _adds_rewards(self) -> bool:
         """Whether the credit function adds rewards of its own, as a judge does."""
@@ -363,8 +363,6 @@ class LightningRL:
         return estimator_of(PRESETS[self.low_level], self.advantage_eps)
 
     def _credit(self) -> Credit:
-        if not isinstance(self.credit, str):
-            return self.credit
         from lightning.plugins import plugins
 
         return plugins().credit(self.credit)
@@ -379,7 +377,7 @@ class LightningRL:
 @dataclass(frozen=True, slots=True)
 class _Credited:
     """A group with the advantages of its calls: for each trajectory an array of shape (calls,). `targets` are the values that a
-    critic should learn; empty without a critic. `plain` are the advantages before overlong answers are punished, if the
+    head should learn; empty without a head. `plain` are the advantages before overlong answers are punished, if the
     normalisation over the step needs them, else empty. `level` marks a group whose rewards are all equal."""
 
     group: Group

@@ -28,19 +28,8 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
 def register_credits(register: Callable[[str, Credit], None]) -> None:
     """Register every credit of `lightning.credit` with its default arguments; LightningRL's default is `identical`."""
     from lightning.credit.assign import Decayed, Discounted, identical, per_agent
-    from lightning.credit.critic import Critic
-    from lightning.credit.intermediate import Intermediate
-    from lightning.credit.tree import Branched, GiGPO, LeaveOneOut
-    from lightning.credit.weighted import Weighted
 
     register("identical", identical)
     register("decayed", Decayed())
     register("discounted", Discounted())
     register("per-agent", per_agent)
-    register("leave-one-out", LeaveOneOut())
-    register("gigpo", GiGPO())
-    register("branch", Branched())
-    register("intermediate", Intermediate())
-    register("critic", Critic())
-    register("weighted", Weighted())
-    register("weighted-variance", Weighted(by="variance"))

@@ -98,7 +98,7 @@ def whiten(
 
     Mean and standard deviation are over the turns of all rollouts, where each rollout has the same total weight, so that a
     rollout of many calls weighs no more than one of few. Masked rollouts (`trainer.policy_fault` = mask) are not trained, but
-    count in mean and deviation as they do in a group's baseline; not with `trained_alone`, because a critic gives them no
+    count in mean and deviation as they do in a group's baseline; not with `trained_alone`, because a head gives them no
     advantages. Advantages that are all equal become 0.
     """
     own = [

@@ -96,6 +96,7 @@ def teacher_of(algorithm: Algorithm) -> str:
     return str(getattr(algorithm, "teacher", None) or "")
 
 
-def needs_critic(algorithm: Algorithm) -> bool:
-    """Whether an algorithm needs a critic's values (`Trajectory.values`) and trains the critic: it has `critic = True`."""
-    return bool(getattr(algorithm, "critic", False))
+def head_of(algorithm: Algorithm) -> str:
+    """Return the registered name of the head that an algorithm trains and whose values it needs (`Trajectory.values`): its
+    attribute `head`, or "" for an algorithm without a head."""
+    return str(getattr(algorithm, "head", None) or "")

@@ -12,7 +12,18 @@ from lightning.batch.sample import (
     span_digest,
     transition_digest,
 )
-from lightning.batch.trajectory import Flaw, Group, Trajectory, begins_at, find_flaw, first_flaw, is_prefix, is_trained
+from lightning.batch.trajectory import (
+    Flaw,
+    Group,
+    Trajectory,
+    begins_at,
+    branched_at,
+    find_flaw,
+    first_flaw,
+    is_prefix,
+    is_trained,
+    turns,
+)
 
 __all__ = [
     "Flaw",
@@ -24,6 +35,7 @@ __all__ = [
     "TokenSpan",
     "Trajectory",
     "begins_at",
+    "branched_at",
     "build_samples",
     "find_flaw",
     "first_flaw",
@@ -32,4 +44,5 @@ __all__ = [
     "sampler_logprobs",
     "span_digest",
     "transition_digest",
+    "turns",
 ]

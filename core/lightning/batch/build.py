@@ -8,7 +8,7 @@ which calls share a row, so one row, two rows or a row for each call give the sa
     A: (P, R1)  B: (Q, S1)  A: (P+R1+O, R2) ...  ->   P R1 O R2 ; Q S1 ...           interleaved agents
     (P, R1)  (P', R2)                            ->   P R1 ; P' R2                   the system prompt changed, or compaction
 
-Rows of different rollouts are never merged here. The states that a critic values are put into rows of the same kind.
+Rows of different rollouts are never merged here. The states that a head values are put into rows of the same kind.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def build_samples(
     rollout and one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0 (their policy gradient
     is 0, but an entropy bonus would not be); they still count in the normalisation.
 
-    `value_targets[i][j]` is the value that the critic should have given to the state of call j. The span of each of the C
+    `value_targets[i][j]` is the value that the head should have given to the state of call j. The span of each of the C
     trained calls holds its target with the weight `value_coefficient` / C, so every state counts the same, whatever the length
     of its answer. None makes rows without targets.
 
@@ -210,9 +210,7 @@ def _set_targets(
         for call in calls:
             call.value_target, call.value_weight = known[call.transition.key], share
             if not abs(call.value_target) <= MAX_ADVANTAGE:
-                raise DataError(
-                    f"{name_of(call.transition)} cannot train the critic: its target is {call.value_target}"
-                )
+                raise DataError(f"{name_of(call.transition)} cannot train the head: its target is {call.value_target}")
 
 
 def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDArray[np.floating]) -> Iterator[_Call]:
@@ -268,7 +266,7 @@ StateValues = Mapping[tuple[str, int, int], float]
 
 
 def state_rows(groups: Sequence[Group]) -> tuple[Sample, ...]:
-    """Return rows with a span for each trained call, in which a critic finds its states. Rollouts with a flawed call are left
+    """Return rows with a span for each trained call, in which a head finds its states. Rollouts with a flawed call are left
     out."""
     whole = [member for group in groups for member in group.trajectories if first_flaw(member) is None]
     return build_samples(whole, [np.zeros(len(member.transitions)) for member in whole])

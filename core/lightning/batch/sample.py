@@ -29,7 +29,7 @@ FloatArray = npt.NDArray[np.float32]
 class TokenSpan:
     """The place of one transition's response inside a sample: the tokens `[start, stop)` of the sample's `ids`.
 
-    With a critic, `value_target` is the value that it should have given to the call's state (the prompt: the hidden state at
+    With a head, `value_target` is the value that it should have given to the call's state (the prompt: the hidden state at
     `start - 1`), and `value_weight` the state's share of the value loss: normalised over the step, times the loss's
     coefficient. Without one they are NaN and 0.
     """

@@ -20,8 +20,8 @@ class Trajectory:
     """One succeeded rollout with everything recorded about it.
 
     `transitions` are its answered calls in `seq` order; `trainable[i]` says whether call i belongs to the component of
-    interest. `values[i]` is the critic's value of call i's state before the step (NaN for calls that are not trained); `values`
-    is empty without a critic. `refused` are the calls whose request the gateway or vLLM refused, `lost` the calls whose answer
+    interest. `values[i]` is the head's value of call i's state before the step (NaN for calls that are not trained); `values`
+    is empty without a head. `refused` are the calls whose request the gateway or vLLM refused, `lost` the calls whose answer
     the agent did not get whole. `parent_calls` are, in a branch, all calls of the attempt that it branches from; it is empty if
     the store lacks them. A masked rollout has no trainable call; `of_interest` then says which calls belong to the component of
     interest.

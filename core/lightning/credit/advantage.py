@@ -1,4 +1,4 @@
-"""Estimators without a critic: the advantages of a group's rollouts from their returns.
+"""Estimators without values of states: the advantages of a group's rollouts from their returns.
 
 The invariant: each estimator maps shape (G,) to (G,) in float64 (bfloat16 could not tell the rewards 0.999 and 1.0 apart), and
 returns that are all equal give advantages that are all 0.

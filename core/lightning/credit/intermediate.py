@@ -17,8 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.trajectory import Group, Trajectory, turns
-from lightning.credit.protocol import GroupAdvantage
+from lightning.batch.trajectory import Trajectory
 from lightning.errors import ConfigError, DataError
 from lightning.types import StepReward, ToolEvent, Transition
 
@@ -142,26 +141,3 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
         if found is not None:
             rewards[found] += reward.value
     return rewards
-
-
-@dataclass(frozen=True, slots=True)
-class Intermediate:
-    """A credit that adds to the outcome's advantage, which all calls of a rollout share, the step rewards of each single call.
-
-    A call's advantage is (advantage of the returned rewards) + `weight` · (the call's step rewards - their mean over all turns
-    of the group). So a tool run counts for the call that asked for it, and not for the rest of its rollout.
-    """
-
-    weight: float = 1.0
-
-    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
-        outcomes = advantage(np.array([member.reward for member in group.trajectories], dtype=np.float64))
-        own = [call_rewards(member) for member in group.trajectories]
-        counted = [rewards[turns(member)] for member, rewards in zip(group.trajectories, own, strict=True)]
-        every = np.concatenate(counted) if counted else np.zeros(0)
-        mean = every.mean() if len(every) else 0.0
-        return [
-            np.full(len(rewards), outcome) + self.weight * (rewards - mean)
-            for outcome, rewards in zip(outcomes, own, strict=True)
-        ]

@@ -30,9 +30,12 @@ class Credit(Protocol):
     Given a group and the low level's estimator, it returns for each trajectory one advantage for each transition. It must be
     pure, since an audit calls it again. It also gets groups whose returns are all equal, because their calls may still differ.
 
-    Optional attributes: `critic = True` makes the engine train a critic. `rewards = True` says that the credit adds rewards of
-    its own, so that dynamic sampling keeps groups whose returns are equal. A method `prefetch(groups)` gets all groups of a
-    step before the first call, so that slow work (asking a model) can be done for all of them at once.
+    Optional attributes: `head = "name"` makes the engine train the head that is registered under this name, whose values are
+    in `Trajectory.values`; a method `value_targets(trajectory)` returns the values for it to learn, shape (calls,). `rewards =
+    True` says that the credit adds rewards of its own, so that dynamic sampling keeps groups whose returns are equal.
+    `knows_branches = True` says that the credit compares branches with the rollouts that they part from; a run whose groups
+    have branches warns of any other credit. A method `prefetch(groups)` gets all groups of a step before the first call, so
+    that slow work (asking a model) can be done for all of them at once.
     """
 
     def __call__(self, group: Group, advantage: GroupAdvantage, /) -> list[npt.NDArray[np.float64]]:

@@ -42,6 +42,5 @@ def torch_engine(config: Config) -> TorchEngine:
         lora=section.lora,
         max_model_len=served_length(config.policy_server),
         step=section.step,
-        critic_trunk=section.critic_trunk,
         max_nonfinite_steps=section.max_nonfinite_steps,
     )

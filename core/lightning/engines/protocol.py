@@ -9,23 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from lightning.batch.sample import FloatArray, Sample
-from lightning.losses.protocol import Loss
+from lightning.losses.protocol import Loss, LossOutput
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """The settings of AdamW, and of the updates in a step: one for each of `minibatches` parts of the rows, in each of `epochs`
-    passes. `critic_lr` is the critic's learning rate; a step with another rate than `lr` scales it in proportion."""
+    passes."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    critic_lr: float = 0.05
     minibatches: int = 1
     epochs: int = 1
 
@@ -41,9 +47,8 @@ class StepResult:
     `p999_logprob_gap` (the maximum, mean and `logprob_gap.quantile` of |trainer - sampler| before the first update, over the
     `tokens_compared`: unconstrained tokens with a sampler's logprob), `updates` (taken), `stepped` (0 if no update was taken,
     so that the weights did not change) and `skipped_nonfinite` (updates that were not taken because a loss or gradient was not
-    finite). These are of the first pass over the rows; `clip_fraction_last` is of the last pass. If a critic valued states,
-    also `value_loss`, `value_mean`, `value_target`, `value_explained_variance` (`losses.terms.value_metrics`) and
-    `critic_grad_norm`.
+    finite). These are of the first pass over the rows; `clip_fraction_last` is of the last pass. With a head, also the
+    norm of its gradient (`NAME_grad_norm`) and, if it valued states, its own metrics (`Head.metrics`).
 
     `seen` maps each span to the SHA-256 (hex) of the content of the tensors that the loss was computed on for this span: the
     response ids as little-endian int32 followed by the sampler's logprobs as little-endian float32.
@@ -53,15 +58,54 @@ class StepResult:
     seen: Mapping[tuple[str, int, int], str]
 
 
+class Head(Protocol):
+    """A description of a head, which `register_heads` registers. It holds no tensors and can be pickled, because an engine may
+    make the head in several processes.
+
+    `str(head)` is the name and, after a space, whatever a training state must have in common with the head.
+    """
+
+    @property
+    def name(self) -> str:
+        """The registered name, with which the names of the head's parameters in a training state and of its metrics begin."""
+
+    @property
+    def lr(self) -> float:
+        """The head's learning rate. A step at another rate than the optimizer's scales it in proportion."""
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether the head's loss also trains the model under it."""
+
+    def module(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device | str | int) -> nn.Module:
+        """Return a new head for a model that computes in `dtype`: from hidden states (M, H) after the last norm to their values
+        (M,)."""
+
+    def loss(
+        self, values: torch.Tensor, targets: npt.NDArray[np.floating], weights: npt.NDArray[np.floating]
+    ) -> LossOutput:
+        """Return the loss of M states, whose weights are normalised over the step, and sums for `metrics`. All have shape
+        (M,)."""
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step from the sums of `loss`, added up over its parts."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """The object that holds the trained weights and their optimizer. Methods are synchronous and may take long: call them
     outside of the event loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""
 
     def open(
-        self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        *,
+        seed: int,
+        head: Head | None = None,
+        reference: Path | None = None,
     ) -> None:
-        """Load a `transformers` causal LM folder and make a fresh optimizer; with `critic`, also a critic that values states.
+        """Load a `transformers` causal LM folder and make a fresh optimizer; with `head`, also a head that values states.
 
         `reference` is the folder of the reference model for losses that use one, such as a teacher with the same vocabulary.
         None means that `model` itself, before training, is the reference model.
@@ -71,15 +115,14 @@ class Engine(Protocol):
         """Return the current policy's logprobs, one array of length T for each sample. Index 0 is NaN: nothing precedes it."""
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Return the critic's value of each call's state, one array of shape (spans,) for each sample. Needs
-        `open(critic=True)`."""
+        """Return the head's value of each call's state, one array of shape (spans,) for each sample. Needs `open(head=...)`."""
 
     def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
         """Take a step as `StepDriver` does: one update on the clipped gradient of all samples, or several updates on parts of
         them, all at the learning rate `lr` (None: the optimizer's).
 
         Before each update a `StepLoss` is prepared, and reference logprobs are computed for a loss that needs them. Spans with
-        a `value_weight` add the critic's loss.
+        a `value_weight` add the head's loss.
         """
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:

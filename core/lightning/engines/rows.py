@@ -9,7 +9,7 @@ tokens, so micro-batches can be added in any order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ import torch
 from lightning.batch.sample import Sample, TokenSpan, span_digest
 from lightning.engines.logprob_gap import quantile
 from lightning.errors import DataError
-from lightning.losses.protocol import LossOutput, TokenBatch
-from lightning.losses.terms import mismatch_metrics, value_loss, value_metrics
+from lightning.losses.protocol import TokenBatch
+from lightning.losses.terms import mismatch_metrics
 
 
 def by_call(sample: Sample) -> list[Sample]:
@@ -43,7 +43,7 @@ def cut(sample: Sample, length: int) -> Sample:
 
 
 def is_trained(sample: Sample) -> bool:
-    """Whether a row has a share of the policy's or the critic's loss."""
+    """Whether a row has a share of the policy's or the head's loss."""
     return bool(sample.weights.any()) or any(span.value_weight != 0.0 for span in sample.spans)
 
 
@@ -250,14 +250,6 @@ def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -
     return batch, sampled
 
 
-def state_loss(states: States, values: torch.Tensor) -> LossOutput:
-    """Return the critic's loss of some states (M,) to which it gives the `values` (M,)."""
-    targets, weights = (
-        torch.from_numpy(numbers).to(values.device, values.dtype) for numbers in (states.targets, states.weights)
-    )
-    return value_loss(values, targets, weights)
-
-
 class Seen:
     """The ids and sampler's logprobs of some tokens as they are in the tensors on the device that losses were computed on."""
 
@@ -304,7 +296,9 @@ class Tally:
         """|trainer - sampler| of the tokens that have a sampler's logprob."""
         self._sums: dict[str, float] = {"entropy": 0.0, "clip_fraction": 0.0}
         self._maxima: dict[str, float] = {}
-        self._values: dict[str, float] = {}
+        self._states: dict[str, float] = {}
+        self._metrics: Callable[[Mapping[str, float]], dict[str, float]] = dict
+        """The metrics of the sums of states."""
 
     def computed(self, tokens: int, seen: Mapping[tuple[str, int, int], str]) -> None:
         """Add the number of tokens that were computed, and the digests of the calls among them."""
@@ -326,10 +320,11 @@ class Tally:
             else:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
-    def add_values(self, sums: Mapping[str, float]) -> None:
-        """Add the states of a micro-batch that the critic valued, by the weighted sums of `value_loss`."""
+    def add_states(self, sums: Mapping[str, float], metrics: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
+        """Add the states of a micro-batch that a head valued, by the sums of `Head.loss`. `metrics` is the head's."""
+        self._metrics = metrics
         for name, value in sums.items():
-            self._values[name] = self._values.get(name, 0.0) + value
+            self._states[name] = self._states.get(name, 0.0) + value
 
     def merge(self, other: Tally) -> None:
         """Add the tally of other rows of the same step, such as another worker's."""
@@ -344,7 +339,8 @@ class Tally:
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in other._maxima.items():
             self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
-        self.add_values(other._values)
+        if other._states:
+            self.add_states(other._states, other._metrics)
 
     def metrics(self) -> dict[str, float]:
         """Return the step's metrics so far, weighted sums as weighted means. A metric without measurements is absent: means if
@@ -360,7 +356,7 @@ class Tally:
             "microbatches": float(self.parts),
             "tree": float(self.tree),
             **(gap_metrics(gaps) if len(gaps) else {}),
-            **value_metrics(self._values),
+            **self._metrics(self._states),
         }
 
 

@@ -1,5 +1,5 @@
 """The part of a step that all engines share: preparing a loss, mini-batches and epochs, skipping updates that are not finite,
-errors for a lack of memory, and the step's report.
+the checks of a head, errors for a lack of memory, and the step's report.
 
 The invariant: a loss's `prepare` is called once for an update with every trained token of it, in the order of the rows and of
 the tokens in each, whichever engine computes them and however often memory ran out. The rows of an update depend on the seed,
@@ -17,15 +17,17 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.protocol import Head, OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tally, Tokens, is_trained, name
 from lightning.errors import DataError, EngineError
 from lightning.losses.protocol import (
@@ -99,6 +101,48 @@ def prepared(
     return _with_numbers(samples, tokens, first, numbers)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeHead:
+    """A head with the module that was made of it, for the model that an engine has open."""
+
+    kind: Head
+    module: nn.Module
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the head's parameters by their names in a training state."""
+        return dict(self.module.named_parameters(self.kind.name))
+
+
+def no_head() -> EngineError:
+    """Return the error for a call that asks an engine without a head for values."""
+    return EngineError(
+        "the engine has no head: open it with head=..., as the trainer does for an algorithm that names its `head`"
+    )
+
+
+def refuse_targets(samples: Sequence[Sample]) -> None:
+    """Raise `EngineError`, in an engine without a head, if rows hold value targets."""
+    if any(span.value_weight for sample in samples for span in sample.spans):
+        raise EngineError(
+            "the rows hold value targets, but the engine has no head to learn them: open it with head=..., or let the "
+            "algorithm name its `head`"
+        )
+
+
+def same_head(folder: Path, saved: str, opened: str) -> None:
+    """Raise `EngineError` if a training state in `folder` was saved with another head than the engine was opened with. `saved`
+    and `opened` are heads as text, or empty for no head."""
+    if saved != opened:
+        raise EngineError(
+            f"the training state in {folder} was saved {_with(saved)}, but this engine was opened {_with(opened)}: "
+            "resume with the algorithm and the settings of the head that the run was started with"
+        )
+
+
+def _with(head: str) -> str:
+    return f"with a {head}" if head else "without a head"
+
+
 class Computer(Protocol):
     """The operations of an engine that a step driver calls: preparing rows, computing their gradient, and updating the
     weights."""
@@ -110,9 +154,10 @@ class Computer(Protocol):
         """Add the gradient of these rows to the accumulated gradient. If a loss is not finite, discard the whole gradient and
         raise `NonFiniteError`."""
 
-    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
-        """Clip the gradient, update at these learning rates, discard the gradient, and return its norms before clipping. Raises
-        `NonFiniteError` if a norm is not finite; weights and moments are then as before."""
+    def update(self, lr: float, step: int) -> dict[str, float]:
+        """Clip the gradient, update at the learning rate `lr` (a head at its own, scaled in proportion), discard the gradient,
+        and return its norms before clipping. Raises `NonFiniteError` if a norm is not finite; weights and moments are then as
+        before."""
 
 
 class StepDriver:
@@ -173,13 +218,9 @@ class StepDriver:
             raise EngineError("there is no gradient to update on: call forward_backward() with trained rows first")
         self._pending = None
         made = _Updates(self._config.lr if lr is None else lr)
-        made.add(Tally(), computer.update(*self._rates(made), self.steps + 1), first=True)
+        made.add(Tally(), computer.update(made.lr, self.steps + 1), first=True)
         self.steps += 1
         return made.result()
-
-    def _rates(self, made: _Updates) -> tuple[float, float]:
-        """Return the learning rates of the policy and of the critic."""
-        return made.lr, made.lr * self._config.critic_lr / self._config.lr
 
     def _take(self, computer: Computer, trained: Sequence[Sample], loss: Loss, made: _Updates) -> None:
         if self._config.minibatches * self._config.epochs > 1:
@@ -193,7 +234,7 @@ class StepDriver:
         tally = Tally()
         try:
             tally = computer.accumulate(computer.prepare(part, loss), loss, self.steps + 1)
-            norms = computer.update(*self._rates(made), self.steps + 1) if tally.parts else None
+            norms = computer.update(made.lr, self.steps + 1) if tally.parts else None
         except NonFiniteError as error:
             made.skip(tally, first=first)
             self._skipped(error)

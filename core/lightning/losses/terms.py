@@ -1,8 +1,7 @@
-"""The terms of losses: surrogates, KL estimates and importance weights of tokens, and the critic's loss over states.
+"""The terms of losses: surrogates, KL estimates and importance weights of tokens.
 
 The invariant: a function of tokens maps tensors of shape (N,) to a tensor of shape (N,), token by token, so a loss that is
-composed of them is a sum over tokens. The critic's loss, and the numbers from which `value_metrics` computes the critic's
-quality, are sums over states in the same way.
+composed of them is a sum over tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning.losses.correction import Correction
-from lightning.losses.protocol import KlEstimator, LossOutput
-
-ROUNDING = float(torch.finfo(torch.float32).eps) ** 2
-"""Relative to their mean square, the variance of numbers that differ only by the rounding of float32."""
+from lightning.losses.protocol import KlEstimator
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this absolute value: exp of more would overflow a sum in float32. Such a token is far outside any
@@ -102,44 +98,3 @@ def mismatch_metrics(means: Mapping[str, float]) -> dict[str, float]:
     if "ratio" in found:
         found["ratio"] = 1.0 + (found["ratio"] - 1.0) / share
     return found
-
-
-def value_loss(values: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossOutput:
-    """Return sum_i w_i * (V_i - target_i)^2 / 2 over M states, L^VF of PPO (arXiv 1707.06347, section 5). All have shape (M,).
-
-    V is not clipped to its old value, because that did not help in measurements (arXiv 2006.05990, section 3.2). The `metrics`
-    are the weighted sums that `value_metrics` takes. They are computed in float64, since a variance is a small difference of
-    two of them, which float32 would lose if targets are nearly equal; and on the CPU, since some devices have no float64.
-    """
-    loss = (weights * (values - targets).square()).sum() / 2
-    value, target, weight = (part.detach().to("cpu", torch.float64) for part in (values, targets, weights))
-    error = target - value
-    powers = {
-        "weight": torch.ones_like(weight),
-        "value": value,
-        "target": target,
-        "target_squared": target.square(),
-        "error": error,
-        "error_squared": error.square(),
-    }
-    return LossOutput(loss, {name: float((weight * power).sum()) for name, power in powers.items()})
-
-
-def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's metrics of the critic from the added-up `metrics` of `value_loss`; empty if the step has no states.
-
-    They are `value_loss` (mean squared error / 2), `value_mean`, `value_target` (the targets' mean) and
-    `value_explained_variance`: 1 - Var(target - V) / Var(target), which is 1 for a perfect critic and 0 for a constant one, and
-    0 if all targets are equal up to the rounding of float32."""
-    weight = sums.get("weight", 0.0)
-    if not weight:
-        return {}
-    mean = {name: value / weight for name, value in sums.items()}
-    spread = mean["target_squared"] - mean["target"] ** 2
-    unexplained = max(0.0, mean["error_squared"] - mean["error"] ** 2)
-    return {
-        "value_loss": mean["error_squared"] / 2,
-        "value_mean": mean["value"],
-        "value_target": mean["target"],
-        "value_explained_variance": 1.0 - unexplained / spread if spread > ROUNDING * mean["target_squared"] else 0.0,
-    }

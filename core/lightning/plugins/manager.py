@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
-    from lightning.engines.protocol import Engine
+    from lightning.engines.protocol import Engine, Head
     from lightning.gateway.policy import Fleet
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import Operation, OperationGroup
@@ -87,6 +87,14 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("credits", "branch"): "credits",
+    ("credits", "critic"): "credits",
+    ("credits", "gigpo"): "credits",
+    ("credits", "intermediate"): "credits",
+    ("credits", "leave-one-out"): "credits",
+    ("credits", "weighted"): "credits",
+    ("credits", "weighted-variance"): "credits",
+    ("heads", "critic"): "credits",
     ("orders", "learnable"): "samplers",
     ("samplers", "max_staleness"): "samplers",
     ("samplers", "recorded"): "samplers",
@@ -194,13 +202,17 @@ class Plugins:
         """The factory of an algorithm."""
         return cast("Callable[..., Algorithm | SearchAlgorithm]", self.get("algorithms", name))
 
-    def credit(self, name: str) -> Credit:
-        """A credit assignment function."""
-        return cast("Credit", self.get("credits", name))
+    def credit(self, credit: str | Credit) -> Credit:
+        """A credit assignment function: the registered one of a name, or the function that is given."""
+        return cast("Credit", self.get("credits", credit)) if isinstance(credit, str) else credit
 
     def engine(self, name: str) -> Callable[[Config], Engine]:
         """The factory of an engine."""
         return cast("Callable[[Config], Engine]", self.get("engines", name))
+
+    def head(self, name: str) -> Callable[[Config], Head]:
+        """The factory of a head of engines."""
+        return cast("Callable[[Config], Head]", self.get("heads", name))
 
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""

@@ -119,7 +119,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.losses.policy_gradient",
         ),
         "an engine": (
-            "lightning.engines.critic",
             "lightning.engines.export",
             "lightning.engines.files",
             "lightning.engines.loading",

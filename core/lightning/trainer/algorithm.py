@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeGuard
 
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
-from lightning.credit import Branched
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
@@ -42,9 +41,13 @@ class AlgorithmSchedule:
         return [algorithm for first, algorithm in self.phases if first <= step][-1]
 
     @property
-    def needs_critic(self) -> bool:
-        """Whether one of them uses a critic: the engine has it from the beginning then."""
-        return any(needs_critic(algorithm) for _, algorithm in self.phases)
+    def head(self) -> str:
+        """The head that one of them uses, which the engine has from the beginning then; "" without one. Raises `ConfigError`
+        where they use several."""
+        heads = sorted({head_of(algorithm) for _, algorithm in self.phases} - {""})
+        if len(heads) > 1:
+            raise ConfigError(f"an engine has one head, but the algorithms of this run use several: {', '.join(heads)}")
+        return "".join(heads)
 
 
 NEEDED = ("name", "group_size", "batch", "loss")
@@ -143,10 +146,10 @@ def credit_of(algorithm: object) -> object:
     """The credit function of a `LightningRL`; None for others."""
     if not isinstance(algorithm, LightningRL):
         return None
-    credit: object = algorithm.credit
+    credit = algorithm.credit
     if isinstance(credit, type):
         raise ConfigError(f"credit={credit.__name__} is a class, not a credit function: give {credit.__name__}(...)")
-    return plugins().credit(credit) if isinstance(credit, str) else credit
+    return plugins().credit(credit)
 
 
 def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
@@ -155,7 +158,7 @@ def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
         credit = getattr(algorithm, "credit", None)
         if credit is None:  # an algorithm of one's own knows what it does
             continue
-        if credit == "branch" or isinstance(credit, Branched):
+        if getattr(plugins().credit(credit), "knows_branches", False):
             _warn_of_bonus(algorithm)
             continue
         logger.warning(

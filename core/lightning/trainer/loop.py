@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning.algorithms.protocol import Batch, needs_critic
+from lightning.algorithms.protocol import Batch, head_of
 from lightning.asyncio_utils import in_thread
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
@@ -199,7 +199,7 @@ class Loop:
             self.reporter.phase("training")
             groups = sampled.groups
             async with self.stack.resting():
-                if needs_critic(algorithm):
+                if head_of(algorithm):
                     groups = await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
                 batch = await in_thread(algorithm.batch, groups)  # a judge may be asked for minutes
                 loss = batch.loss_for(algorithm)

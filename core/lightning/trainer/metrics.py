@@ -189,8 +189,8 @@ REASONS: Mapping[str, str] = {
     "return_not_finite": "the rewards of a rollout add up to no finite number",
     "advantage_not_finite": "the credit function gave an advantage that is not finite",
     "advantage_too_large": "the credit function gave an advantage that is too large for float32",
-    "value_target_not_finite": "the credit function gave the critic a target that is not finite",
-    "value_target_too_large": "the credit function gave the critic a target that is too large for float32",
+    "value_target_not_finite": "the credit function gave the head a target that is not finite",
+    "value_target_too_large": "the credit function gave the head a target that is too large for float32",
 }
 """Why groups are left out, in words, by the reason under which they are counted."""
 ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})

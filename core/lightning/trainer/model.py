@@ -16,8 +16,9 @@ from typing import Final
 
 from lightning.config import Config
 from lightning.config.load import with_settings
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
+from lightning.plugins import plugins
 from lightning.policy_server.model_folder import folder_tensors, read_facts
 from lightning.policy_server.profiles import choose_dtype, pick_device, this_machine
 from lightning.types import Json
@@ -137,10 +138,16 @@ def optimizer_of(config: Config) -> OptimizerConfig:
         engine.weight_decay,
         engine.eps,
         engine.max_grad_norm,
-        engine.critic_lr,
         engine.minibatches,
         engine.epochs,
     )
+
+
+def made_head(config: Config, recorded: object) -> Head | None:
+    """The head of the settings that a run's record says, or whose name is given; None without one. Raises `PluginError` where
+    no plugin has it."""
+    name = str(recorded or "").partition(" ")[0]
+    return plugins().head(name)(config) if name else None
 
 
 def earlier_steps(run: Mapping[str, Json]) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import one_by_one, together
 from lightning.config import Config, with_settings
-from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
+from lightning.engines.protocol import ChecksModel, Engine, Head, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.plugins.named import name_of
@@ -33,7 +33,7 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import Epoch, Teacher, base_digest, keep_epochs, mark_over, reference_of
 from lightning.trainer.loop import Loop
-from lightning.trainer.model import optimizer_of, with_dtypes
+from lightning.trainer.model import made_head, optimizer_of, with_dtypes
 from lightning.trainer.plan import task_ids
 from lightning.trainer.run_stages import PROBE, BringForward, Prompts, RunLine, Start, run_line
 from lightning.trainer.runs import (
@@ -116,13 +116,13 @@ class RunOpening:
         return sqlite_url(Path(where.path).resolve(), sync=where.options.get("sync", ""))
 
     def _described(self, train: Sequence[Task], val: Sequence[Task]) -> dict[str, Json]:
-        critic = isinstance(self.schedule, AlgorithmSchedule) and self.schedule.needs_critic
+        head = self.schedule.head if isinstance(self.schedule, AlgorithmSchedule) else ""
         return {
             "model": str(self.model),
             "algorithm": describe_algorithm(self.algorithm),
             "train_agents": list(self.train_agents),
             "engine": self.engine,
-            "critic": self.config.engine.critic_trunk if critic else "",
+            "head": str(made_head(self.config, head) or ""),
             "seed": self.config.trainer.seed,
             "config": self.config.model_dump(mode="json"),
             "tasks": {"train": [task.id for task in train], "val": [task.id for task in val]},
@@ -204,7 +204,9 @@ class RunOpening:
         engine = self._make_engine(made.start.config)
         made.resources.callback(engine.close)
         await check_model(engine, self.model, made.start.reporter)
-        stack, base = await self._open_both(made, engine, critic=bool(made.epochs[-1].config.get("critic")))
+        stack, base = await self._open_both(
+            made, engine, head=made_head(self.config, made.epochs[-1].config.get("head"))
+        )
         trackers = await self._begin(made, stack)
         await stack.tell_how_to_call()
         say_how_to_join(stack, made.start.reporter)
@@ -261,7 +263,7 @@ class RunOpening:
         reporter.say(record.said)
         return record
 
-    async def _open_both(self, made: Prepared, engine: Engine, *, critic: bool) -> tuple[Stack, str]:
+    async def _open_both(self, made: Prepared, engine: Engine, *, head: Head | None) -> tuple[Stack, str]:
         """What samples and what trains, opened; and the digest of the model's folder."""
         run, store = made.start.run, made.start.store
         # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
@@ -285,7 +287,7 @@ class RunOpening:
                 restores=restores,
                 sender=sender,
             ),
-            asyncio.to_thread(self._open_engine, engine, made, critic=critic),
+            asyncio.to_thread(self._open_engine, engine, made, head=head),
         )
 
     async def _open_stack(
@@ -325,11 +327,11 @@ class RunOpening:
             raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
         return runner
 
-    def _open_engine(self, engine: Engine, made: Prepared, *, critic: bool) -> str:
+    def _open_engine(self, engine: Engine, made: Prepared, *, head: Head | None) -> str:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
         other = reference_of(engine, made.teacher)
         optimizer = optimizer_of(self.config)
-        engine.open(made.start.model, optimizer, seed=self.config.trainer.seed, critic=critic, **other)
+        engine.open(made.start.model, optimizer, seed=self.config.trainer.seed, head=head, **other)
         return base_digest(made.start.model, self.out / "base.json")
 
     async def _begin(self, made: Prepared, stack: Stack) -> Trackers:
@@ -383,7 +385,7 @@ async def prepare(
         described |= begun.described
     else:
         Checkpoints(start.folder / "checkpoints", keep=1).discard(0)  # of a fork that did not begin
-    described["critic"] = described["critic"] or run.config.get("critic", "")
+    described["head"] = described["head"] or run.config.get("head", "")
     algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in start.phases]
     epochs = await plan_epochs(store, run, described, algorithms)
     for epoch in epochs[1:]:

@@ -212,12 +212,12 @@ async def not_loadable(
 ) -> list[str]:
     """The changed settings with which a training state of those committed steps cannot be loaded.
 
-    A model's folder may have moved: its files are compared. A critic that is not needed any more is kept.
+    A model's folder may have moved: its files are compared. A head that is not needed any more is kept.
     """
     changed = differences(stored, described)
     lost = [name for name in changed if name == "engine" or _among(name, ("engine.lora", "engine.verl.strategy"))]
-    if "critic" in changed and described["critic"]:
-        lost.append("critic")
+    if "head" in changed and described["head"]:
+        lost.append("head")
     if "model" in changed:
         base = records[-1].context.get("base") if records else None
         if base is None or base != await asyncio.to_thread(base_digest, Path(str(described["model"]))):
@@ -299,7 +299,8 @@ def recorded(value: object) -> object:
     if isinstance(value, type) or inspect.isroutine(value):
         name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', repr(type(value)))}"
         return {"function": name} | _edition(value)
-    edition = _edition(type(value)) if callable(value) and not type_name(value).startswith("lightning.") else {}
+    is_ours = type_name(value).startswith(("lightning.", "lightning_"))
+    edition = _edition(type(value)) if callable(value) and not is_ours else {}
     if dataclasses.is_dataclass(value):
         fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
         return {"type": type_name(value)} | fields | edition

@@ -205,8 +205,10 @@ class Trainer(RunOpening):
         """Refuse, before anything is opened, what a loop of somebody's own cannot do; name what it does not look at."""
         if self.recorded is not None or not isinstance(self.schedule, AlgorithmSchedule):
             raise ConfigError("a loop of your own samples rollouts and updates weights: give no record, and no search")
-        if self.schedule.needs_critic:
-            raise ConfigError("a critic is trained by Trainer.fit alone: choose a credit without one for your own loop")
+        if head := self.schedule.head:
+            raise ConfigError(
+                f"the head {head!r} is trained by Trainer.fit alone: choose a credit without one for your own loop"
+            )
         trainer, engine, plain = self.config.trainer, self.config.engine, Config()
         if fixed_order(trainer.order) is None or engine.minibatches * engine.epochs > 1:
             raise ConfigError(

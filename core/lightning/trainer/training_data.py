@@ -1,8 +1,8 @@
 """From the store to groups and back to a proof: what a step trains on, and the record of what it did train on.
 
 The invariant: training and audit read the same rows by the same functions, so a batch can be derived again at any time. The
-critic's values that a step was credited with are in the store before it is committed: a replay and an audit read those instead
-of asking a critic that has learned since.
+head's values that a step was credited with are in the store before it is committed: a replay and an audit read those instead
+of asking a head that has learned since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import StateValues, state_rows, with_values
+from lightning.batch.build import state_rows, with_values
 from lightning.batch.sample import FloatArray, Sample, transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import StoreError
@@ -34,13 +34,18 @@ from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, St
 
 async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Group]) -> list[Group]:
     """The groups with the values that the step was credited with. Raises `StoreError` when they are not there."""
-    kept = await _kept_values(store, run, step)
-    if missing := _calls_of(state_rows(groups)) - kept.keys():
+    kept = await store.get_state(run, _values_key(step))
+    known = {
+        (str(rollout), int(attempt), int(seq)): float(value)
+        for rollout, attempt, seq, value in (kept if isinstance(kept, list) else ())
+    }
+    wanted = {(span.rollout, span.attempt, span.seq) for row in state_rows(groups) for span in row.spans}
+    if missing := wanted - known.keys():
         rollout, attempt, seq = min(missing)
         raise StoreError(
-            f"the critic's values of step {step} are not in the store (rollout {rollout} attempt {attempt} call {seq})"
+            f"the head's values of step {step} are not in the store (rollout {rollout} attempt {attempt} call {seq})"
         )
-    return with_values(groups, kept)
+    return with_values(groups, known)
 
 
 async def fresh_values(
@@ -50,7 +55,7 @@ async def fresh_values(
     groups: Sequence[Group],
     values: Callable[[Sequence[Sample]], list[FloatArray]],
 ) -> list[Group]:
-    """The groups with the critic's present values, which are recorded first; `values` is the engine's."""
+    """The groups with the head's present values, which are recorded first; `values` is the engine's."""
     rows = state_rows(groups)
     given = await asyncio.to_thread(values, rows) if rows else []
     found = {
@@ -60,17 +65,6 @@ async def fresh_values(
     }
     await store.put_state(run, _values_key(step), [[*key, value] for key, value in sorted(found.items())])
     return with_values(groups, found)
-
-
-async def _kept_values(store: Store, run: str, step: int) -> StateValues:
-    kept = await store.get_state(run, _values_key(step))
-    if not isinstance(kept, list):
-        return {}
-    return {(str(rollout), int(attempt), int(seq)): float(value) for rollout, attempt, seq, value in kept}
-
-
-def _calls_of(rows: Sequence[Sample]) -> set[tuple[str, int, int]]:
-    return {(span.rollout, span.attempt, span.seq) for row in rows for span in row.spans}
 
 
 def _values_key(step: int) -> str:

@@ -6,7 +6,7 @@ together cost at most the tokens that may be spent.
 
 A branch at a call is expected to cost what its trunk sampled from that call on.
 
-Credit from branches (`lightning.credit.Branched`) is unbiased where the choice of a call does not depend on what it was
+Credit from branches (`lightning_credits.Branched`) is unbiased where the choice of a call does not depend on what it was
 answered, nor on what followed. `random` keeps to it with `per_call`, as long as the tokens suffice. Where it spends all
 tokens, a call of a short rollout gets more branches than one of a long rollout. `entropy` looks at the answers themselves, and
 `variance` at their returns, once there are any.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import lightning
-from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group
 from lightning.errors import ConfigError
@@ -272,7 +272,7 @@ def try_algorithm(algorithm: Algorithm | SearchAlgorithm, groups: Sequence[Group
     recorded = [group for group in groups if group.trajectories]
     if isinstance(algorithm, SearchAlgorithm) or not recorded:
         return Tried([], [])
-    if needs_critic(algorithm):
+    if head_of(algorithm):
         untried = f"{_name(algorithm)} was not tried: it uses a critic's values, which come with training"
         return Tried([], [untried] if _is_own(algorithm) else [])
     compared = [group for group in recorded if algorithm.group_size == 1 or len(group.trajectories) > 1]
@@ -333,7 +333,9 @@ def _is_own(algorithm: Algorithm) -> bool:
 
 
 def _is_foreign(value: object) -> bool:
-    return value is not None and not str(getattr(value, "__module__", "")).startswith("lightning.")
+    return value is not None and not str(getattr(value, "__module__", "")).startswith(
+        ("lightning.", "lightning_credits.")
+    )
 
 
 def _name(algorithm: Algorithm) -> str:

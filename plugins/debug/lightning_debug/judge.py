@@ -185,20 +185,22 @@ class Judge:
             self._endpoint()
 
     @property
-    def critic(self) -> bool:
-        """False, because a judge compares rollouts and needs no critic. Raises `ConfigError` without a rubric, or if its
-        `credit` function needs a critic."""
+    def head(self) -> str:
+        """Empty, because a judge compares rollouts and needs no values of states. Raises `ConfigError` without a rubric, or
+        if its `credit` function needs a head."""
         if not self.model:
             raise ConfigError(
                 'the credit "judge" has no rubric: give LightningRL(credit=lightning.Judge("What is good", model="..."))'
             )
-        if getattr(self._spread(), "critic", False):
-            raise ConfigError("a judge compares the rollouts of a group, and a critic does not: give it another credit")
-        return False
+        if head := getattr(self._spread(), "head", None):
+            raise ConfigError(
+                f"a judge compares the rollouts of a group, and the head {head!r} does not: give it another credit"
+            )
+        return ""
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """Judge a group and return one array of advantages, shape (calls,), for each trajectory."""
-        assert not self.critic
+        assert not self.head
         judged = [member for member in group.trajectories if _is_judged(member)]
         (judgement,) = self.judge([[_transcript(member) for member in judged]]) if judged else (NOTHING,)
         if judgement.nonsense:
@@ -216,7 +218,7 @@ class Judge:
 
     def prefetch(self, groups: Sequence[Group]) -> None:
         """Judge all groups of a step at the same time; later calls with these groups take the kept answers."""
-        assert not self.critic
+        assert not self.head
         found = [[_transcript(member) for member in group.trajectories if _is_judged(member)] for group in groups]
         self.judge([transcripts for transcripts in found if transcripts])
 
@@ -313,7 +315,7 @@ class Judge:
         )
 
     def _spread(self) -> Credit:
-        return plugins().credit(self.credit) if isinstance(self.credit, str) else self.credit
+        return plugins().credit(self.credit)
 
 
 def _is_judged(member: Trajectory) -> bool:

@@ -18,7 +18,7 @@ from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, head_of
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group
 from lightning.errors import ConfigError, DataError, LightningError
@@ -191,7 +191,7 @@ class _Trial:
         regraded = [_with_rewards(group, now, new=True) for group, now in zip(groups, again, strict=True)]
         try:
             algorithm = algorithm_of(epoch, ())
-            if needs_critic(algorithm):
+            if head_of(algorithm):
                 raise ConfigError(
                     "its advantages follow from a critic, which other rewards would have trained otherwise"
                 )

@@ -147,13 +147,17 @@ def forward_passes(recorded: Recorded) -> int | None:
     preset = next((preset for level, preset in PRESETS.items() if level == arguments.get("low_level")), None)
     own = _table(arguments.get("credit"))
     credit = own.get("type", own.get("function", arguments.get("credit")))
-    if name != "lightning_rl" or preset is None or (own and not str(credit).startswith("lightning.")):
+    if (
+        name != "lightning_rl"
+        or preset is None
+        or (own and not str(credit).startswith(("lightning.", "lightning_credits.")))
+    ):
         return None  # a function or an object of one's own may be a critic
     correction = _table(arguments.get("correction"))
     decoupled = correction.get("kind") in ("tis", "mis", "icepop")
     by_call = correction.get("level", "token") != "token"
     prepares = by_call or (preset.ratio == "sequence" and not decoupled)
-    return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning.credit.critic.Critic"))
+    return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning_credits.critic.Critic"))
 
 
 def _within_steps(groups: Sequence[RecordedGroup], steps: Sequence[RecordedStep]) -> tuple[RecordedGroup, ...]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, head_of
 from lightning.batch import Group, begins_at
 from lightning.errors import DataError, StoreError
 from lightning.store.protocol import PRUNED, Store
@@ -137,7 +137,7 @@ async def _step(
     """What is wrong with a step, and how much of it was looked at."""
     try:
         groups = await load_groups(store, members, epoch.train_agents, epoch.policy_fault)
-        if algorithm is not None and needs_critic(algorithm):
+        if algorithm is not None and head_of(algorithm):
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:
         return [Finding(record.step, "", f"cannot be read: {error}")], {}

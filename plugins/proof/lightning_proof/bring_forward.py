@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
+from lightning.algorithms.protocol import Algorithm, Batch, head_of
 from lightning.config import Config
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
@@ -31,7 +31,7 @@ from lightning.trainer.context import (
     machine,
     reference_of,
 )
-from lightning.trainer.model import optimizer_of, rate_of
+from lightning.trainer.model import made_head, optimizer_of, rate_of
 from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollouts_of
@@ -65,7 +65,7 @@ async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Al
     """The batch of a committed step, made again from the store. Raises `AuditError` when it is not the one that was trained."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
     groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
-    if needs_critic(algorithm):
+    if head_of(algorithm):
         groups = await recorded_values(store, record.run, record.step, groups)
     batch = algorithm.batch(groups)
     if not is_batch_of(record, batch):
@@ -156,10 +156,10 @@ class Rewinder:
                 await asyncio.to_thread(engine.close)
 
     def _open(self, engine: Engine, config: Config, state: Path | None, recorded: Teacher | None) -> None:
-        critic = self.epochs[0].config.get("critic")
+        head = made_head(config, self.epochs[0].config.get("head"))
         run = self.folder or self.checkpoints.folder.parent
         other = reference_of(engine, recorded and teacher_again(recorded, self.teacher, run))
-        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
+        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, head=head, **other)
         if state is not None:
             engine.load(state)
 

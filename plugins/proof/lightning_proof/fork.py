@@ -49,8 +49,8 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
         target = Checkpoints(into / "checkpoints", keep=1).path(0)
         theirs_then = epoch_at(epochs, max(1, step)).config
         lost = await not_loadable(theirs_then, described, records[:step])
-        if theirs_then.get("critic") and not described["critic"]:  # a resume keeps it; a fork begins without
-            lost.append("critic")
+        if theirs_then.get("head") and not described["head"]:  # a resume keeps it; a fork begins without
+            lost.append("head")
         model = Path(str(run.config["model"] if "model" in lost else described["model"]))
         if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
             model, lost = folder / MODEL, [*lost, "model"]

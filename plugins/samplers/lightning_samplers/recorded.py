@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from lightning.algorithms.protocol import needs_critic
+from lightning.algorithms.protocol import head_of
 from lightning.batch import Group, is_trained
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -136,7 +136,7 @@ async def check_record(
     critic or a record of more than `TRIED` groups."""
     algorithm = schedule.at(1)
     units = record.groups(algorithm.group_size)
-    if needs_critic(algorithm) or len(units) > TRIED:
+    if head_of(algorithm) or len(units) > TRIED:
         return
     members = [
         replace(rollout, group=f"{place}", index=index)

@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from lightning.batch import FloatArray, Sample
 from lightning.engines import rows
-from lightning.engines.critic import Trunk, no_critic, refuse_targets
 from lightning.engines.export import UNTRAINABLE, contents
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.loading import check_config, read_model, served_length
-from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.protocol import Head, OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tally, Tokens, trained_tokens
-from lightning.engines.step import MORE_ROOM, SMALLER_ROWS, NonFiniteError, StepDriver, is_prepared, prepared
+from lightning.engines.step import (
+    MORE_ROOM,
+    SMALLER_ROWS,
+    NonFiniteError,
+    StepDriver,
+    is_prepared,
+    no_head,
+    prepared,
+    refuse_targets,
+)
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
 from lightning.types import Json
@@ -53,8 +61,7 @@ class _Opened:
     optimizer: OptimizerConfig
     seed: int
     vocab_size: int
-    trunk: Trunk | None
-    """The critic's trunk; None without a critic."""
+    head: Head | None
     reference: Path | None
     """The teacher's folder; None without a teacher."""
 
@@ -83,7 +90,7 @@ class VerlEngine:
         self._budget = config.engine.tokens_per_microbatch
         self._driver = StepDriver(config.engine.max_nonfinite_steps)
         self._moved = (0, 0)
-        """How many updates of the present step changed the policy and the critic."""
+        """How many updates of the present step changed the policy and the head."""
         self._summed: Sequence[Sample] = ()
         """The rows of the present gradient."""
         self._longest = 0
@@ -98,20 +105,25 @@ class VerlEngine:
 
     def check_teacher(self, teacher: Path) -> None:
         """Check that the teacher can be the reference model. Raises `ConfigError` or `EngineError` otherwise."""
-        refuse_beside(self._config, critic=False, teacher=True)
+        refuse_beside(self._config, head=None, teacher=True)
         read_model(teacher, device_map="meta")
 
     def open(
-        self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        *,
+        seed: int,
+        head: Head | None = None,
+        reference: Path | None = None,
     ) -> None:
         """Start the workers and load a model folder, which every machine of the cluster must see."""
         if self._config.engine.step == "tree":
             logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
         self.close()
-        refuse_beside(self._config, critic=critic, teacher=reference is not None)
+        refuse_beside(self._config, head=head, teacher=reference is not None)
         self._device = choose(self._config.engine.device)
-        trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
-        self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk, reference)
+        self._opened = _Opened(model, optimizer, seed, _vocab_size(model), head, reference)
         self._taken, self._saved = Taken(), None
         self._driver.begin(optimizer, seed)
         self._start()
@@ -122,10 +134,10 @@ class VerlEngine:
         return self._again(lambda: self._read("logprobs", samples, reference=False))
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Return the critic's values of the state before each span, shape (spans,) for each row."""
+        """Return the head's values of the state before each span, shape (spans,) for each row."""
         self._checked(samples)
-        if self._ready().trunk is None:
-            raise no_critic()
+        if self._ready().head is None:
+            raise no_head()
         valued = [rows.cut(sample, max(span.start for span in sample.spans)) for sample in samples if sample.spans]
         found = iter(self._again(lambda: self._read("values", valued)))
         return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
@@ -186,15 +198,15 @@ class VerlEngine:
             tally.merge(report.tally)
         return tally
 
-    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
-        """Clip the gradient, update, and return the norms. A policy or critic without a gradient is not changed. Raises
+    def update(self, lr: float, step: int) -> dict[str, float]:
+        """Clip the gradient, update, and return the norms. A policy or head without a gradient is not changed. Raises
         `NonFiniteError` for a norm that is not finite."""
-        policy, critic = self._moves(self._summed)
+        policy, head = self._moves(self._summed)
         self._summed = ()
-        norms: dict[str, float] = self._run("update", lr if policy else None, critic_lr if critic else None)[0]
+        norms: dict[str, float] = self._run("update", lr if policy else None, lr if head else None)[0]
         if not all(map(math.isfinite, norms.values())):
             raise NonFiniteError(f"the gradient is not finite at step {step}")
-        self._moved = (self._moved[0] + policy, self._moved[1] + critic)
+        self._moved = (self._moved[0] + policy, self._moved[1] + head)
         return norms
 
     def save(self, folder: Path) -> None:
@@ -203,7 +215,7 @@ class VerlEngine:
         with self._turn, whole_folder(folder) as path:
             for host, files in self._run("save", path.resolve(), taken.policy):
                 check_seen(host, [path / file for file in files], folder)
-            write_state(path, taken, opened.optimizer, opened.trunk, layout(self._config))
+            write_state(path, taken, opened.optimizer, opened.head, layout(self._config))
         self._saved = folder.resolve(), taken
 
     def load(self, folder: Path) -> None:
@@ -211,8 +223,8 @@ class VerlEngine:
         optimizer's settings stay those of `open`."""
         opened = self._ready()
         recover(folder)
-        taken = read_state(folder, opened.trunk, layout(self._config))
-        self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.critic))
+        taken = read_state(folder, opened.head, layout(self._config))
+        self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.head))
         self._taken, self._saved, self._driver.steps = taken, (folder.resolve(), taken), taken.steps
         self._drop()
 
@@ -293,7 +305,7 @@ class VerlEngine:
             if each is not None and not again:
                 refuse_holes(each)
         arguments = {
-            "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
+            "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "head": opened.head,
             "teacher": teacher, "max_model_len": served_length(self._config.policy_server),
         }  # fmt: skip
         group: Group | None = None
@@ -360,7 +372,7 @@ class VerlEngine:
         self._start(again=True)
         if self._saved is not None:
             folder, taken = self._saved
-            self._run("load", folder, taken.policy, taken.critic)
+            self._run("load", folder, taken.policy, taken.head)
 
     def _step(self, trained: Sequence[Sample], loss: Loss, lr: float | None) -> StepResult:
         self._summed, self._moved = (), (0, 0)
@@ -372,8 +384,8 @@ class VerlEngine:
         """Count a step that was taken. It is counted only at its end, because workers that die before it are brought back to
         its beginning."""
         if result.metrics["stepped"]:
-            policy, critic = self._moved
-            self._taken = Taken(self._driver.steps, self._taken.policy + policy, self._taken.critic + critic)
+            policy, head = self._moved
+            self._taken = Taken(self._driver.steps, self._taken.policy + policy, self._taken.head + head)
 
     def _drop(self) -> None:
         """Forget the gradient; the workers drop theirs with the next one."""
@@ -384,17 +396,17 @@ class VerlEngine:
         """Return the trained rows, each up to its last trained token. Raises `DataError` for rows that cannot be computed
         on."""
         self._checked(samples)
-        if self._ready().trunk is None:
+        if self._ready().head is None:
             refuse_targets(samples)
         return [rows.cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
 
     def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
-        """Return whether a step on these rows has a gradient for the policy, and for the critic. A part without a gradient is
-        not updated, because with a gradient of 0 Adam would still move it. (With a shared trunk the policy counts as having one
-        whenever the critic has, and its output layer is updated, too.)"""
-        critic = any(span.value_weight for sample in trained for span in sample.spans)
-        shared = critic and self._ready().trunk == "shared"
-        return shared or any(bool(sample.weights.any()) for sample in trained), critic
+        """Return whether a step on these rows has a gradient for the policy, and for the head. A part without a gradient is
+        not updated, because with a gradient of 0 Adam would still move it. (With a head that trains the model the policy counts
+        as having one whenever the head has, and its output layer is updated, too.)"""
+        valued, head = any(span.value_weight for sample in trained for span in sample.spans), self._ready().head
+        shared = valued and head is not None and head.trains_model
+        return shared or any(bool(sample.weights.any()) for sample in trained), valued
 
     def _logprobs(self, samples: Sequence[Sample], tokens: Tokens, *, reference: bool) -> Numbers:
         """Return the logprobs (N,) of some tokens of rows, by the reference model or by the trained one."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from lightning_verl import api
-from lightning_verl.critic import Learner, PolicyEngine
+from lightning_verl.head import Learner, PolicyEngine
 from lightning_verl.strategy import ReferenceWeights
 
 _DTYPES = {"bf16": torch.bfloat16}
@@ -40,7 +40,7 @@ _STEP = ".step"
     model_type="language_model", backend="fsdp2", device=api.get_device_name(), vendor=api.get_vendor()
 )
 class Fsdp2Engine(PolicyEngine):
-    """verl's FSDP2 engine as a `lightning_verl.strategy.Strategy`, with a critic where one is attached."""
+    """verl's FSDP2 engine as a `lightning_verl.strategy.Strategy`, with a head where one is attached."""
 
     def begin(self, max_model_len: int | None) -> None:
         """Prepare the loaded model for our losses: no dropout, the policy server's positions, packed rows that do not depend on
@@ -92,19 +92,19 @@ class Fsdp2Engine(PolicyEngine):
                 name: tensor.clone() for name, tensor in found.items()
             }  # the model's own tensors may be moved after this block
 
-    def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
-        """Write this rank's part of the training state. A critic, which all ranks have whole, is written once."""
+    def save(self, head: Learner | None, folder: Path, steps: int) -> None:
+        """Write this rank's part of the training state. A head, which all ranks have whole, is written once."""
         with self.train_mode(zero_grad_on_exit=False):
-            tensors = self._tensors(self._moments() if steps else {}, critic)
+            tensors = self._tensors(self._moments() if steps else {}, head)
             save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
-    def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
+    def load(self, head: Learner | None, folder: Path, steps: int, head_steps: int) -> None:
         """Read a training state that any number of ranks wrote."""
         with self.train_mode(zero_grad_on_exit=True):
             state = self._moments() if steps else {}
-            if critic is not None:
-                critic.begin(critic_steps)
-            load(self._tensors(state, critic), storage_reader=HuggingFaceStorageReader(str(folder)))
+            if head is not None:
+                head.begin(head_steps)
+            load(self._tensors(state, head), storage_reader=HuggingFaceStorageReader(str(folder)))
             if steps:
                 state |= {name: torch.tensor(float(steps)) for name in state if name.endswith(_STEP)}
                 set_optimizer_state_dict(self.module, self.optimizer, state, options=_OPTIONS)
@@ -116,7 +116,7 @@ class Fsdp2Engine(PolicyEngine):
         found: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
         return found
 
-    def _tensors(self, state: dict[str, Any], critic: Learner | None) -> dict[str, torch.Tensor]:
+    def _tensors(self, state: dict[str, Any], head: Learner | None) -> dict[str, torch.Tensor]:
         """Return the tensors of a training state: trained weights and moments. They share memory with the model and the
         optimizer."""
         trained = self.module.named_parameters()
@@ -126,7 +126,7 @@ class Fsdp2Engine(PolicyEngine):
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and not name.endswith(_STEP)
         }
-        return {**weights, **moments, **(critic.tensors() if critic else {})}
+        return {**weights, **moments, **(head.tensors() if head else {})}
 
     def end(self) -> None:
         """Do nothing: FSDP2 leaves nothing behind."""

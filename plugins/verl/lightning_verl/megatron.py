@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_verl import api
-from lightning_verl.critic import Learner
+from lightning_verl.head import Learner
 from lightning_verl.megatron_cpu import no_cuda, without_transformer_engine
 from lightning_verl.strategy import ReferenceWeights
 
@@ -32,7 +32,7 @@ _OUTPUT_LAYER = "output_layer.weight"
     model_type="language_model", backend="megatron", device=api.get_device_name(), vendor=api.get_vendor()
 )
 class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
-    """verl's Megatron engine as a `lightning_verl.strategy.Strategy`, without a critic."""
+    """verl's Megatron engine as a `lightning_verl.strategy.Strategy`, without a head."""
 
     def __init__(self, **named: Any) -> None:
         with _here():
@@ -95,9 +95,9 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
                     found[name] = tensor.to(dtype).cpu().clone().contiguous()
         return found
 
-    def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
+    def save(self, head: Learner | None, folder: Path, steps: int) -> None:
         """Write this rank's shards of weights and moments."""
-        del critic
+        del head
         with _here(), self.train_mode(zero_grad_on_exit=False):
             tensors = {}
             for name, parameter, optimizer in self._shards():
@@ -108,9 +108,9 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
         save_file(whole, folder / _file())
         dist.barrier()  # so that no rank reads the folder while another's file has a temporary name
 
-    def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
+    def load(self, head: Learner | None, folder: Path, steps: int, head_steps: int) -> None:
         """Read what `save` wrote; as many ranks must read it, with the same parts of the model."""
-        del critic, critic_steps
+        del head, head_steps
         tensors = load_file(folder / _file())
         with _here(), self.train_mode(zero_grad_on_exit=True), torch.no_grad():
             for name, parameter, optimizer in self._shards():

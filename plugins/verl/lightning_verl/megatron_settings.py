@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from math import lcm
 from typing import TYPE_CHECKING
 
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -120,12 +120,12 @@ def refuse_model(config: Config, hf_config: object) -> None:
         )
 
 
-def refuse_beside(config: Config, *, critic: bool, teacher: bool) -> None:
-    """Raise `ConfigError` for a critic, and for a teacher as reference model, where Megatron divides the model."""
-    if critic and config.engine.verl.strategy == "megatron":
+def refuse_beside(config: Config, *, head: Head | None, teacher: bool) -> None:
+    """Raise `ConfigError` for a head, and for a teacher as reference model, where Megatron divides the model."""
+    if head and config.engine.verl.strategy == "megatron":
         raise ConfigError(
-            "a critic has no hidden states to value where Megatron cuts the model: set engine.verl.strategy = fsdp2, or take "
-            "an algorithm and a credit function without one"
+            f"the head {head.name!r} has no hidden states to value where Megatron cuts the model: set "
+            "engine.verl.strategy = fsdp2, or take an algorithm and a credit function without one"
         )
     if teacher and config.engine.verl.strategy == "megatron":
         raise ConfigError(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.batch import Sample
+from lightning.engines.protocol import Head
 from lightning.engines.rows import (
     Ints,
     Seen,
     Tally,
     name,
     reordered,
-    state_loss,
     states_of,
     token_batch,
     trained_tokens,
@@ -46,8 +46,8 @@ class Report:
 class LossPass:
     """A loss function as verl calls it. `samples` are the rank's rows, in the order of the `row` numbers of verl's data."""
 
-    def __init__(self, samples: Sequence[Sample], loss: Loss, step: int) -> None:
-        self._samples, self._loss, self._step = samples, loss, step
+    def __init__(self, samples: Sequence[Sample], loss: Loss, head: Head | None, step: int) -> None:
+        self._samples, self._loss, self._head, self._step = samples, loss, head, step
         self._tokens = trained_tokens(samples)
         self._states = states_of(samples, every=False)
         self._starts, self._firsts = (
@@ -103,18 +103,19 @@ class LossPass:
     def _value_loss(
         self, model_output: Mapping[str, torch.Tensor], ids: torch.Tensor, rows: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the critic's loss on the states of some rows; None without any, or after an error."""
+        """Return the head's loss on the states of some rows; None without any, or after an error."""
         chosen = _entries(self._firsts, rows)
         if not len(chosen):
             return None
+        assert self._head is not None, "rows with value targets are refused without a head"
         states = reordered(self._states, chosen)
         values = model_output["values"].values()[self._places(states.rows, states.columns, ids, rows)]
-        output = state_loss(states, values)
+        output = self._head.loss(values, states.targets, states.weights)
         value = float(output.loss.detach())
         if not math.isfinite(value):
             self._note_nonfinite(f"the value loss is {value}", rows)
             return None
-        self.report.tally.add_values(output.metrics)
+        self.report.tally.add_states(output.metrics, self._head.metrics)
         return output.loss
 
     def finished(self) -> Report:

@@ -11,38 +11,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.engines.critic import Trunk, same_critic
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Head, OptimizerConfig
+from lightning.engines.step import same_head
 from lightning.errors import EngineError
 from lightning.installation import other_format
 
-FORMAT = 1
+FORMAT = 2
 _FILE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """How many optimizer steps were taken, and how many of them changed the policy and the critic: Adam counts these
+    """How many optimizer steps were taken, and how many of them changed the policy and the head: Adam counts these
     separately."""
 
     steps: int = 0
     policy: int = 0
-    critic: int = 0
+    head: int = 0
 
 
 def write_state(
-    folder: Path, taken: Taken, optimizer: OptimizerConfig, trunk: Trunk | None, layout: Mapping[str, object]
+    folder: Path, taken: Taken, optimizer: OptimizerConfig, head: Head | None, layout: Mapping[str, object]
 ) -> None:
     """Write the description of the workers' files into their folder."""
     state = {
-        "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(optimizer), "critic": trunk or "",
-        "policy_steps": taken.policy, "critic_steps": taken.critic, "layout": layout,
+        "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(optimizer), "head": str(head or ""),
+        "policy_steps": taken.policy, "head_steps": taken.head, "layout": layout,
     }  # fmt: skip
     (folder / _FILE).write_text(json.dumps(state, indent=1) + "\n")
 
 
-def read_state(folder: Path, trunk: Trunk | None, layout: Mapping[str, object]) -> Taken:
-    """Read how many steps a state was saved after. Raises `EngineError` for a state of another engine, with another critic, or
+def read_state(folder: Path, head: Head | None, layout: Mapping[str, object]) -> Taken:
+    """Read how many steps a state was saved after. Raises `EngineError` for a state of another engine, with another head, or
     in parts that these workers cannot read."""
     try:
         state: Mapping[str, Any] = json.loads((folder / _FILE).read_text())
@@ -55,9 +55,9 @@ def read_state(folder: Path, trunk: Trunk | None, layout: Mapping[str, object]) 
         )
     if state.get("format") != FORMAT:
         raise EngineError(other_format(f"{folder} has format {state.get('format')}", f"format {FORMAT}"))
-    same_critic(folder, str(state["critic"]), trunk or "")
+    same_head(folder, str(state["head"]), str(head or ""))
     _same_layout(folder, state["layout"], layout)
-    return Taken(int(state["steps"]), int(state["policy_steps"]), int(state["critic_steps"]))
+    return Taken(int(state["steps"]), int(state["policy_steps"]), int(state["head_steps"]))
 
 
 def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[str, object]) -> None:

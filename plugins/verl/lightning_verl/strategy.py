@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from lightning_verl.critic import Learner
+    from lightning_verl.head import Learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class Strategy(Protocol):
     def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
         """Return all weights under their Hugging Face names, on the CPU; none on ranks where they are not `wanted`."""
 
-    def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
+    def save(self, head: Learner | None, folder: Path, steps: int) -> None:
         """Write this rank's part of the training state, after this many steps of the policy."""
 
-    def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
-        """Read what `save` wrote, after these many steps of the policy and of the critic."""
+    def load(self, head: Learner | None, folder: Path, steps: int, head_steps: int) -> None:
+        """Read what `save` wrote, after these many steps of the policy and of the head."""
 
     def end(self) -> None:
         """Restore the process as it was before; it may then begin another model."""

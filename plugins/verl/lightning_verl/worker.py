@@ -19,15 +19,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.batch import FloatArray, Sample
-from lightning.engines.critic import Trunk
 from lightning.engines.export import write_file, write_folder
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
 from lightning_attach.transfer import LocalSender
 
 from lightning_verl import api
-from lightning_verl.critic import WANTED, Learner, Wanted
+from lightning_verl.head import WANTED, Learner, Wanted
 from lightning_verl.passes import LossPass, Report
 from lightning_verl.strategy import ReferenceWeights, Strategy
 
@@ -36,8 +35,8 @@ MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 
 
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
-    """Holds this rank's shard of the model and of its optimizer, and a critic where `trunk` is given. `seed` is the seed of new
-    adapters, the same on all ranks. `optimizer` has the critic's settings; those of the model are in `config`. `max_model_len`
+    """Holds this rank's shard of the model and of its optimizer, and a `head` where one is given. `seed` is the seed of new
+    adapters, the same on all ranks. `optimizer` has the head's settings; those of the model are in `config`. `max_model_len`
     is the policy server's (`lightning.engines.loading`). `teacher` is the configuration of another reference model; None: there
     is none."""
 
@@ -48,7 +47,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         seed: int,
         threads: int,
         optimizer: OptimizerConfig,
-        trunk: Trunk | None,
+        head: Head | None,
         max_model_len: int | None = None,
         teacher: Any | None = None,
     ) -> None:
@@ -68,9 +67,9 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         self._moved = False
         # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
         self._reference = self._part.first_weights(moved=False) if config.model_config.lora_rank else None
-        self._learner = None if trunk is None else Learner(self._part.trained, trunk, optimizer)
+        self._learner = None if head is None else Learner(self._part.trained, head, optimizer)
         if self._learner is not None:
-            self.engine.attach(self._learner.critic)
+            self.engine.attach(self._learner.made.module)
         self._teacher = None if teacher is None else _read_beside(teacher, max_model_len)
 
     def place(self) -> tuple[int, bool]:
@@ -82,7 +81,8 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         `budget` is the tokens of a micro-batch."""
         if not added:
             self.discard()
-        found = LossPass(samples, loss, step)
+        head = None if self._learner is None else self._learner.made.kind
+        found = LossPass(samples, loss, head, step)
         valued = any(span.value_weight for sample in samples for span in sample.spans)
         data = self._data(samples, budget, calculate_entropy=True, values="also" if valued else "none")
         with self.engine.train_mode(zero_grad_on_exit=False):
@@ -96,20 +96,20 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         with self.engine.train_mode(zero_grad_on_exit=False):
             self.engine.optimizer_zero_grad()
 
-    def update(self, lr: float | None, critic_lr: float | None) -> dict[str, float]:
-        """Clip the policy's and the critic's gradient, each by its own norm, and update each at its rate; None: no update.
-        Returns the norms before clipping. Where a norm is not finite nothing is changed."""
-        norms = {"grad_norm": 0.0} if self._learner is None else {"grad_norm": 0.0, "critic_grad_norm": 0.0}
-        if self._learner is not None and critic_lr is not None:
-            norms["critic_grad_norm"] = self._learner.clip()
+    def update(self, lr: float | None, head_lr: float | None) -> dict[str, float]:
+        """Clip the policy's and the head's gradient, each by its own norm, and update them in a step at the policy's rates `lr`
+        and `head_lr`; None: no update. Returns the norms before clipping. Where a norm is not finite nothing is changed."""
+        norms = {"grad_norm": 0.0}
+        if self._learner is not None:
+            norms[f"{self._learner.made.kind.name}_grad_norm"] = 0.0 if head_lr is None else self._learner.clip()
         with self.engine.train_mode(zero_grad_on_exit=True):
             if lr is not None and all(map(math.isfinite, norms.values())):
                 for group in self.engine.optimizer.param_groups:
                     group["lr"] = lr
                 norms["grad_norm"] = float(self.engine.optimizer_step())
                 self._moved = True
-        if self._learner is not None and critic_lr is not None and all(map(math.isfinite, norms.values())):
-            self._learner.update(critic_lr)
+        if self._learner is not None and head_lr is not None and all(map(math.isfinite, norms.values())):
+            self._learner.update(head_lr)
         return norms
 
     def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
@@ -127,11 +127,11 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return [] if found is None else _rows(found)
 
     def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
-        """Return the critic's values of the states before the calls, (spans,) for each of this rank's rows."""
+        """Return the head's values of the states before the calls, (spans,) for each of this rank's rows."""
         data = self._data(samples, budget, calculate_entropy=False, values="only")
         with self.engine.eval_mode(), torch.no_grad():
             found = _infer(self.engine, data, "values")
-        assert found is not None, "all ranks of FSDP2 have the last layer, and others no critic"
+        assert found is not None, "all ranks of FSDP2 have the last layer, and others no head"
         columns = [[span.start - 1 for span in sample.spans] for sample in samples]
         return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
 
@@ -160,10 +160,10 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         self._part.save(self._learner, folder, steps)
         return socket.gethostname(), sorted(file.name for file in folder.iterdir())
 
-    def load(self, folder: Path, steps: int, critic_steps: int) -> None:
-        """Read weights and moments that any number of ranks wrote, after `steps` of the policy and `critic_steps` of the
-        critic."""
-        self._part.load(self._learner, folder, steps, critic_steps)
+    def load(self, folder: Path, steps: int, head_steps: int) -> None:
+        """Read weights and moments that any number of ranks wrote, after `steps` of the policy and `head_steps` of the
+        head."""
+        self._part.load(self._learner, folder, steps, head_steps)
         self._moved = steps > 0
 
     def end(self) -> None:

@@ -52,7 +52,7 @@ def test_what_a_low_level_is_made_of(name: LowLevel) -> None:
     assert algorithm.teaches(make_group([0.5])) is equal_teaches
     assert algorithm.teaches(make_group([0.5, 0.0]))
     assert algorithm.dynamic_sampling is (name == "dapo")
-    assert algorithm.critic is (name == "ppo")
+    assert bool(algorithm.head) is (name == "ppo")
     assert PRESETS[name].whiten is (name in ("reinforce++", "reinforce++_baseline", "ppo"))
 
 

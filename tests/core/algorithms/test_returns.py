@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms.intake import Overlong
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.trajectory import Group, trained_tokens
-from lightning.credit import (
-    Decayed,
-    Discounted,
-    GiGPO,
-    GroupAdvantage,
-    Intermediate,
-    LeaveOneOut,
-    group_returns,
-)
 from lightning.errors import ConfigError
 from lightning.testing.trajectories import make_trajectory
 
@@ -65,26 +53,6 @@ def test_it_goes_with_every_low_level(low_level: str) -> None:
     algorithm = LightningRL(low_level, overlong_tokens=10, overlong_penalty=0.75)  # type: ignore[arg-type]
     found = {row.spans[0].rollout: float(row.advantages[-1]) for row in algorithm.batch([own]).samples}
     assert found["g/2"] < found["g/0"] < 0 < found["g/1"]
-
-
-def judged(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-    """A credit function with rewards of its own, which says the same of all."""
-    return [np.full(1, value) for value in advantage(group_returns(group) + 3.0)]
-
-
-judged.rewards = True  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("credit", [None, Intermediate(), Decayed(), Discounted(), LeaveOneOut(), GiGPO(), judged])
-@pytest.mark.parametrize("low_level", [name for name in PRESETS if name != "ppo"])
-@pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_equal_rewards_are_equal_whatever_a_length_costs(reward: float, low_level: LowLevel, credit: object) -> None:
-    """Eight rewards of 0, one of them lowered by 0.05, would be -2.46 and +0.35."""
-    own = group([20], *[[2]] * 7, rewards=(reward,) * 8)
-    algorithm = LightningRL(low_level, credit=credit, overlong_tokens=10, overlong_penalty=0.05)  # type: ignore[arg-type]
-    batch = algorithm.batch([own])
-    assert (batch.samples, batch.skipped) == ((), {"all_rewards_equal": 1})
-    assert credit is judged or low_level == "reinforce++" or not algorithm.teaches(own)
 
 
 def test_with_a_normalisation_over_the_step_another_group_tells_rewards_apart() -> None:

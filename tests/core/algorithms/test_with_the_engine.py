@@ -12,13 +12,15 @@ import pytest
 from lightning import DPO, SFT
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS
-from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, head_of
 from lightning.batch.build import build_samples, state_rows, with_values
 from lightning.batch.trajectory import Group
+from lightning.config import Config
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_trajectory
+from lightning.trainer.model import made_head
 from lightning.types import logprobs
 
 VOCAB = 320
@@ -81,13 +83,14 @@ def lead(engine: TorchEngine, groups: list[Group]) -> float:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_few_steps_prefer_the_better_rollouts(name: str, folder: Path, engine: TorchEngine) -> None:
     algorithm = ALGORITHMS[name]
-    engine.open(folder, OptimizerConfig(lr=3e-4), seed=0, critic=needs_critic(algorithm))
+    head = made_head(Config(), head_of(algorithm))
+    engine.open(folder, OptimizerConfig(lr=3e-4), seed=0, head=head)
     groups = sampled(engine)
     before = lead(engine, groups)
     first = None
     for _ in range(3):
         known = groups
-        if needs_critic(algorithm):
+        if head_of(algorithm):
             rows = state_rows(groups)
             values = zip(rows, engine.values(rows), strict=True)
             known = with_values(

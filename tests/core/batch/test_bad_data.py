@@ -49,7 +49,7 @@ def test_an_advantage_that_is_no_number_points_at_reward_and_credit(advantage: f
 
 @pytest.mark.parametrize("target", [float("nan"), 1e19])
 def test_a_target_that_no_critic_can_learn_is_named(target: float) -> None:
-    with pytest.raises(DataError, match=r"r7 attempt 1 call 5 cannot train the critic: its target is"):
+    with pytest.raises(DataError, match=r"r7 attempt 1 call 5 cannot train the head: its target is"):
         build_samples([with_call(CALL)], [[1.0]], value_targets=[[target]])
 
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import Intermediate, call_rewards, centre, with_tool_rewards
+from lightning.credit import call_rewards, with_tool_rewards
 from lightning.errors import ConfigError, DataError
-from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group, make_trajectory
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Caller, StepReward, ToolEvent
@@ -146,17 +145,6 @@ def test_tool_rewards_are_part_of_the_return_that_groups_compare() -> None:
     assert LightningRL("dr_grpo").batch([group]).skipped == {"all_rewards_equal": 1}
     batch = LightningRL("dr_grpo", tool_reward={"error": -0.5}).batch([group])
     assert [float(row.advantages[-1]) for row in batch.samples] == [-0.25, 0.25]
-
-
-def test_intermediate_blames_the_call_whose_tool_failed_and_nobody_else() -> None:
-    failed = with_tool_rewards(three_calls(ToolEvent("search", "error", call_id="a1"), reward=1.0), {"error": -0.6})
-    spread = Intermediate(weight=2.0)(Group("g", (failed, three_calls(reward=0.0))), centre)
-    np.testing.assert_allclose(spread[0], np.array([0.5, 0.5, 0.5]) + 2 * (np.array([0.0, -0.6, 0.0]) + 0.1))
-    np.testing.assert_allclose(spread[1], np.array([-0.5, -0.5, -0.5]) + 2 * 0.1)
-
-
-def test_intermediate_is_found_by_name() -> None:
-    assert plugins().credit("intermediate") == Intermediate()
 
 
 @pytest.mark.parametrize(

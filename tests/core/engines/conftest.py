@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample, TokenSpan
+from lightning.config import Config, EngineConfig
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
+from lightning.plugins import plugins
 from lightning.testing.tiny_models import make_tiny_model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -33,7 +36,8 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_engine(model: Path) -> Iterator[OpenEngine]:
-    """`open_engine(folder=..., lr=..., critic_lr=..., seed=..., critic=..., **engine arguments)`; closed when the test ends."""
+    """`open_engine(folder=..., lr=..., critic_lr=..., seed=..., critic=..., critic_trunk=..., **engine arguments)`; closed when
+    the test ends."""
     opened: list[TorchEngine] = []
 
     def make(
@@ -43,10 +47,13 @@ def open_engine(model: Path) -> Iterator[OpenEngine]:
         critic_lr: float = 1e-2,
         seed: int = 0,
         critic: bool = False,
+        critic_trunk: Literal["frozen", "shared"] = "frozen",
         **arguments: object,
     ) -> TorchEngine:
         engine = TorchEngine(device="cpu", **arguments)  # type: ignore[arg-type]
-        engine.open(folder, OptimizerConfig(lr=lr, critic_lr=critic_lr), seed=seed, critic=critic)
+        settings = Config(engine=EngineConfig(critic_lr=critic_lr, critic_trunk=critic_trunk))
+        head = plugins().head("critic")(settings) if critic else None
+        engine.open(folder, OptimizerConfig(lr=lr), seed=seed, head=head)
         opened.append(engine)
         return engine
 

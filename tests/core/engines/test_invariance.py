@@ -193,7 +193,7 @@ def test_every_kind_of_step_has_one_gradient(exact_norm, variant_engine, variant
     engine, loss = variant_engine, VARIANTS[variant][0]
     advantages = [[random.uniform(-2, 2) for _ in trajectory.transitions] for trajectory in trajectories]
     merged = list(build_samples(trajectories, advantages, normalization="sequence-mean"))
-    if engine._critic is not None:
+    if engine._head is not None:
         merged = with_targets(merged, random)
     expected = gradient(engine, merged, "per-call", loss=loss)
     halves = [row for sample in merged for row in in_two(sample, random)]

@@ -109,13 +109,12 @@ def test_the_plugin_passes_every_setting() -> None:
         gradient_checkpointing=True,
         lora=LoraConfig(),
         step="tree",
-        critic_trunk="shared",
     )
     engine = plugins().engine("torch")(Config(engine=section))
     assert isinstance(engine, TorchEngine)
     assert (engine._dtype, engine._device_name, engine._threads, engine._budget) == ("bfloat16", "cpu", 3, 7)
     assert (engine._gradient_checkpointing, engine._lora) == (True, LoraConfig())
-    assert (engine._kind, engine._trunk) == ("tree", "shared")
+    assert engine._kind == "tree"
     as_protocol: Engine = engine
     as_protocol.close()
 

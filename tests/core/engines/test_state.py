@@ -180,7 +180,7 @@ def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(
         (lambda folder: spoil(folder / "optimizer.safetensors", float("inf")), "not finite.*: remove that folder"),
         (
             lambda folder: (folder / "state.json").write_text('{"format": 3}'),
-            "has format 3, but this version of lightning works with format 1 only",
+            "has format 3, but this version of lightning works with format 2 only",
         ),
     ],
 )

@@ -81,7 +81,7 @@ class Recorder:
         tally.parts = 1
         return tally
 
-    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+    def update(self, lr: float, step: int) -> dict[str, float]:
         self.said.append(f"update {lr:g}")
         return {"grad_norm": 2.0}
 
@@ -150,7 +150,7 @@ def test_a_gradient_that_failed_is_none(make_row: Make) -> None:
 
 @pytest.mark.parametrize("rate", [None, 0.25])
 def test_a_step_is_taken_at_the_rate_it_is_given(make_row: Make, rate: float | None) -> None:
-    own = driver(critic_lr=0.1)
+    own = driver()
     recorder = Recorder()
     own.forward_backward(recorder, rows_of(make_row, 2), LOSS)
     assert own.optim_step(recorder, lr=rate).metrics["lr"] == (rate or 0.5)

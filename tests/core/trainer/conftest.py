@@ -72,7 +72,7 @@ class LedgerEngine:
     did: list[str] = field(default_factory=list)
     """What was asked of it, in order."""
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, head: object = None) -> None:
         self.ledger, self.lr = [], optimizer.lr
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -265,7 +265,7 @@ async def open_bench(
         described: dict[str, Json] = {
             "algorithm": describe_algorithm(schedule.at(1)),
             "model": "m",
-            "critic": "",
+            "head": "",
             "train_agents": [],
             "seed": 0,
             "config": config.model_dump(mode="json"),

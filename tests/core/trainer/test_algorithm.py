@@ -13,7 +13,7 @@ from lightning.algorithms import Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group
-from lightning.credit import LeaveOneOut
+from lightning.credit import Decayed
 from lightning.errors import ConfigError, PluginError
 from lightning.losses.protocol import TokenBatch
 from lightning.trainer import Trainer
@@ -56,7 +56,7 @@ class Nothing:
         (eager(group_size=0), r"eager has group_size=0: rollouts per task, 1 or more"),
         (eager(group_size=4.0), r"eager has group_size=4\.0: rollouts per task, 1 or more"),
         (eager(dynamic_sampling=True), r"dynamic_sampling=True, .* no method teaches\(group\)"),
-        (LightningRL(credit=LeaveOneOut), r"credit=LeaveOneOut is a class, .* give LeaveOneOut\(\.\.\.\)"),
+        (LightningRL(credit=Decayed), r"credit=Decayed is a class, .* give Decayed\(\.\.\.\)"),
     ],
 )
 def test_what_is_no_algorithm_is_refused_with_the_cure(algorithm: Any, says: str, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_algorithm_is_taken_as_it_is_and_made_of_its_name() -> None:
         eager(),
         eager(group_size=np.int64(4)),
         LightningRL("ppo"),
-        LightningRL(credit=LeaveOneOut()),
+        LightningRL(credit=Decayed()),
     ):
         assert resolve_algorithm(made) is made
     assert isinstance(resolve_algorithm("gspo"), LightningRL)

@@ -171,12 +171,12 @@ class Settings:
 
 
 def test_a_dataclass_that_is_not_called_and_one_of_ours_have_no_edition() -> None:
-    from lightning.credit import GiGPO
+    from lightning.credit import Decayed
 
     assert said(Settings()) == {"type": f"{__name__}.Settings", "model": "m"}
-    ours = said(GiGPO())
+    ours = said(Decayed())
     assert isinstance(ours, dict)
-    assert str(ours["type"]).endswith(".GiGPO")
+    assert str(ours["type"]).endswith(".Decayed")
     assert "sha256" not in ours
     assert not holds_code(ours)
     assert not holds_code({"error": -0.1, "function": 0.5})

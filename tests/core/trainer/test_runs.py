@@ -140,13 +140,13 @@ async def test_a_resume_may_change_any_setting_and_the_change_is_an_epoch(key: s
         ({"engine": "verl"}, "engine"),
         ({"config": {"engine.lora": {"rank": 4}}}, r"engine\.lora.*"),
         ({"model": "another"}, "model"),
-        ({"critic": "frozen"}, "critic"),
+        ({"head": "critic on a frozen trunk"}, "head"),
     ],
 )
 async def test_what_a_training_state_cannot_be_loaded_into_is_refused_with_its_cure(
     changes: dict[str, Any], lost: str, tmp_path: Path
 ) -> None:
-    began = {**_described(), "engine": "torch", "critic": ""}
+    began = {**_described(), "engine": "torch", "head": ""}
     now = {**began, **changes}
     if "config" in changes:
         now["config"] = with_settings(Config(), changes["config"]).model_dump(mode="json")

@@ -240,7 +240,7 @@ async def test_held_out_tasks_are_evaluated_when_asked(bench: Open, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"algorithm": "ppo"}, r"a critic is trained by Trainer.fit"),
+        ({"algorithm": "ppo"}, r"the head 'critic' is trained by Trainer.fit"),
         ({"config": {"trainer.order": "learnable"}}, "your own loop chooses its tasks"),
         ({"config": {"engine.epochs": 2}}, "your own loop chooses its tasks"),
         ({"config": {"trainer.keep": "best"}}, "held-out"),

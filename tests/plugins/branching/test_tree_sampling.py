@@ -17,7 +17,6 @@ import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config, with_settings
-from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply
 from lightning.tracking.trackers import attempts_of
@@ -27,6 +26,7 @@ from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Status, Task
 from lightning_branching.tree_sampling import check_tree
+from lightning_credits import Branched
 from lightning_proof.audit import audit
 from lightning_record import exchanges
 

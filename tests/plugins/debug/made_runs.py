@@ -146,7 +146,7 @@ class Maker:
             "algorithm": describe_algorithm(self.algorithm),
             "train_agents": [],
             "engine": "torch",
-            "critic": "",
+            "head": "",
             "seed": self.config.trainer.seed,
             "config": self.config.model_dump(mode="json"),
             "tasks": {"train": [task.id for task in self.train], "val": [task.id for task in self.val]},

@@ -25,12 +25,13 @@ from lightning import Judge, LightningRL
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
-from lightning.credit import Weighted, centre, identical
+from lightning.credit import centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import CallStatus, Fault, Status, Task
+from lightning_credits import Weighted
 from lightning_debug.dev import needs_pair, try_algorithm
 from lightning_debug.judge import Answer, Judgements
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items
@@ -588,9 +589,9 @@ def test_settings_that_cannot_be_meant(make: Callable[..., Judge], changes: dict
 
 def test_a_judge_without_a_rubric_or_with_a_critic_is_refused_before_anything_runs(make: Callable[..., Judge]) -> None:
     with pytest.raises(ConfigError, match="has no rubric"):
-        _ = LightningRL(credit="judge").critic
+        _ = LightningRL(credit="judge").head
     with pytest.raises(ConfigError, match="critic"):
-        _ = LightningRL(credit=make(credit="critic")).critic
+        _ = LightningRL(credit=make(credit="critic")).head
 
 
 def test_a_run_is_trained_by_a_judge_alone_audited_and_tried_again(

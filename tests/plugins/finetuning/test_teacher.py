@@ -290,7 +290,7 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_told(train: Any, monkey
 class OldEngine:
     """An engine that was written before there were teachers."""
 
-    def open(self, model: Path, optimizer: object, *, seed: int, critic: bool = False) -> None: ...
+    def open(self, model: Path, optimizer: object, *, seed: int, head: object = None) -> None: ...
 
 
 def test_an_engine_that_takes_no_teacher_is_named(tmp_path: Path) -> None:

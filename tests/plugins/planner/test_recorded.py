@@ -14,7 +14,6 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config, with_settings
 from lightning.credit import per_agent
-from lightning.credit.critic import Critic
 from lightning.errors import DataError
 from lightning.losses.correction import Correction
 from lightning.losses.protocol import StepLoss, needs_reference
@@ -23,6 +22,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.weight_sync import HELD_SECONDS
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task
+from lightning_credits.critic import Critic
 from lightning_planner.calibration import calibrate
 from lightning_planner.cluster import GPUS, Cluster
 from lightning_planner.costs import Schedule
@@ -174,8 +174,8 @@ def recorded_with(**config: object) -> Recorded:
 )
 def test_passes_before_the_gradients_are_those_of_the_recorded_algorithm(algorithm: Algorithm, passes: int) -> None:
     assert forward_passes(recorded_with(algorithm=describe_algorithm(algorithm))) == passes
-    loss, critic = algorithm.loss, getattr(algorithm, "critic", False)
-    assert isinstance(loss, StepLoss) + needs_reference(loss) + critic == passes, "as the engines decide it"
+    loss, head = algorithm.loss, bool(getattr(algorithm, "head", ""))
+    assert isinstance(loss, StepLoss) + needs_reference(loss) + head == passes, "as the engines decide it"
 
 
 @dataclass(frozen=True)

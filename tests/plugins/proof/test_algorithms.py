@@ -10,14 +10,14 @@ import pytest
 from lightning import DPO, SFT, Distill
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS
-from lightning.algorithms.protocol import Algorithm, needs_critic
-from lightning.credit import Critic, GiGPO
+from lightning.algorithms.protocol import Algorithm, head_of
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
 from lightning.trainer.plan import tasks_of_step, train_rollouts
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.trainer.training_data import all_rollouts, fresh_values, load_groups, record_step
 from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
+from lightning_credits import Critic, GiGPO
 from lightning_proof.audit import audit
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -52,7 +52,7 @@ async def trained(algorithm: Algorithm) -> MemoryStore:
             lease.rollout.id, lease.attempt, Outcome(reward=rng.choice([0.0, 0.5, 1.0]), tool_events=tools)
         )
     groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=1), ())
-    if needs_critic(algorithm):
+    if head_of(algorithm):
         groups = await fresh_values(
             store, "run", 1, groups, lambda rows: [np.linspace(0, 1, len(row.spans), dtype=np.float32) for row in rows]
         )

@@ -11,7 +11,7 @@ from lightning.store.protocol import Store
 from lightning.types import Json
 from lightning_proof.audit import audit
 
-from tests.core.trainer.test_critic import PPO
+from tests.plugins.credits.test_ppo_in_the_loop import PPO
 
 STEPS = 3
 

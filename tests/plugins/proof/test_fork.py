@@ -63,7 +63,7 @@ def test_a_fork_without_a_critic_begins_with_the_weights(train: Any, caplog: pyt
     parent = train("parent", 1, algorithm="ppo:group_size=2,correction.kind=none")
     fork = train("fork", 1, from_run="parent@1")
     assert equal(model(fork / "forked"), model(parent / "model"))
-    assert "does not fit other settings of critic" in caplog.text
+    assert "does not fit other settings of head" in caplog.text
     train("fork", 2, from_run="parent@1", resume=True)
     with pytest.raises(
         ConfigError, match=r"'fork' began with the weights of parent@1, not of other@1: leave --from out"

@@ -53,7 +53,7 @@ async def test_a_step_that_is_not_finite_is_committed_and_neither_drifts_nor_bla
             def accumulate(self, samples: Any, loss: Any, step: int) -> Tally:
                 raise NonFiniteError("the loss is nan")
 
-            def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+            def update(self, lr: float, step: int) -> dict[str, float]:
                 raise AssertionError("there is no gradient")
 
         def second_fails(samples: Any, loss: Any, lr: float) -> Any:

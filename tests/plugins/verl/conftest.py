@@ -10,6 +10,7 @@ from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
+from lightning.plugins import plugins
 from lightning.testing.tiny_models import make_tiny_model
 from lightning_verl.plugin import verl_engine
 
@@ -50,7 +51,8 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
         config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": world_size, **names})
         engine = verl_engine(config)
         opened.append(engine)
-        engine.open(folder, optimizer, seed=seed, critic=critic, reference=reference)
+        head = plugins().head("critic")(config) if critic else None
+        engine.open(folder, optimizer, seed=seed, head=head, reference=reference)
         return engine
 
     yield make

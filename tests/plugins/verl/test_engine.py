@@ -23,6 +23,7 @@ from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, LossOutput, TokenBatch
 from lightning_attach.links import Spec, join
 from lightning_attach.sending import Sender, entries
+from lightning_credits.value_head import CriticHead
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -87,9 +88,10 @@ def open_torch(model: Path) -> Iterator[Callable[..., TorchEngine]]:
     opened: list[TorchEngine] = []
 
     def make(**settings: Any) -> TorchEngine:
+        head = CriticHead(settings.pop("critic_trunk", "frozen"))
         engine = TorchEngine(device="cpu", **settings)
         opened.append(engine)
-        engine.open(model, UNCLIPPED, seed=0, critic=True)
+        engine.open(model, UNCLIPPED, seed=0, head=head)
         return engine
 
     yield make
@@ -377,15 +379,13 @@ def test_a_relative_folder_and_a_new_start(
     engine.save(Path("state"))
     monkeypatch.chdir("/")
     engine.load(tmp_path / "state")
-    with pytest.raises(EngineError, match="has no critic: open it with critic=True"):
+    with pytest.raises(EngineError, match="has no head: open it with head="):
         engine.values(rows(0))
-    with pytest.raises(EngineError, match="no critic to learn them: open it with critic=True"):
+    with pytest.raises(EngineError, match="no head to learn them: open it with head="):
         engine.step(valued(rows(0)), LOSS)
     engine.close()
     other = open_verl(ALONE, critic=True)
-    with pytest.raises(
-        EngineError, match="saved without a critic, but this engine was opened with a critic on a frozen"
-    ):
+    with pytest.raises(EngineError, match="saved without a head, but this engine was opened with a critic on a frozen"):
         other.load(tmp_path / "state")
     batch = [replace(row, spans=(replace(row.spans[0], value_target=1e30, value_weight=1.0),)) for row in rows(0, 2)]
     skipped = other.step([replace(row, weights=np.zeros_like(row.weights)) for row in batch], LOSS)

@@ -12,6 +12,7 @@ from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError, EngineError, MissingExtraError
 from lightning.installation import install_command
+from lightning_credits.value_head import CriticHead
 from lightning_verl import megatron_settings
 from lightning_verl.megatron_settings import (
     layout,
@@ -72,8 +73,8 @@ def test_what_is_missing_is_named(installed: set[str]) -> None:
 
 
 def test_a_critic_is_refused_before_anything_starts(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a critic .* set engine\.verl\.strategy = fsdp2"):
-        verl_engine(configured()).open(model, OptimizerConfig(), seed=0, critic=True)
+    with pytest.raises(ConfigError, match=r"the head 'critic' .* set engine\.verl\.strategy = fsdp2"):
+        verl_engine(configured()).open(model, OptimizerConfig(), seed=0, head=CriticHead())
 
 
 def test_ours_goes_with_theirs() -> None:
@@ -135,6 +136,6 @@ def test_a_state_is_read_by_workers_that_are_cut_as_its_own(tmp_path: Path) -> N
     with pytest.raises(EngineError, match=r"set engine\.verl\.strategy = fsdp2"):
         read_state(tmp_path, None, by_two)
     state = json.loads((tmp_path / "state.json").read_text())
-    (tmp_path / "state.json").write_text(json.dumps(state | {"format": 2}))
-    with pytest.raises(EngineError, match="has format 2, but this version of lightning works with format 1 only"):
+    (tmp_path / "state.json").write_text(json.dumps(state | {"format": 3}))
+    with pytest.raises(EngineError, match="has format 3, but this version of lightning works with format 2 only"):
         read_state(tmp_path, None, by_two)

@@ -21,10 +21,9 @@ from torch import nn
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
-from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
 from lightning.engines.export import contents, whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.loading import read_model
-from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.protocol import Head, OptimizerConfig, StepResult
 from lightning.engines.rows import (
     Numbers,
     States,
@@ -39,11 +38,14 @@ from lightning.engines.rows import (
 from lightning.engines.step import (
     MORE_ROOM,
     SMALLER_ROWS,
+    MadeHead,
     NonFiniteError,
     StepDriver,
     is_prepared,
     needing_room,
+    no_head,
     prepared,
+    refuse_targets,
 )
 from lightning.engines.torch.layouts import Forest, GradientPass, Layout, Linear, read_logprobs, read_values
 from lightning.engines.torch.model import CausalLM, Reference, load_model, resolve_device
@@ -76,16 +78,14 @@ class TorchEngine:
         lora: LoraConfig | None = None,
         max_model_len: int | None = None,
         step: StepKind = "auto",
-        critic_trunk: Trunk = "frozen",
         max_nonfinite_steps: int = 3,
     ) -> None:
         self._dtype, self._device_name, self._threads, self._kind = dtype, device, threads, step
         self._budget, self._gradient_checkpointing, self._lora = tokens_per_microbatch, gradient_checkpointing, lora
-        self._trunk: Trunk = critic_trunk
         self._served = max_model_len
         self._lm: CausalLM | None = None
         self._reference: Reference | None = None
-        self._critic: ValueHead | None = None
+        self._head: MadeHead | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._config = OptimizerConfig()
         self._parameters: dict[str, nn.Parameter] = {}
@@ -105,7 +105,13 @@ class TorchEngine:
         read_model(teacher, device_map="meta")
 
     def open(
-        self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        *,
+        seed: int,
+        head: Head | None = None,
+        reference: Path | None = None,
     ) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
         device = resolve_device(self._device_name)
@@ -123,9 +129,9 @@ class TorchEngine:
                 max_model_len=self._served,
             )
         self._reference = Reference(self._lm, lora=self._lora is not None, folder=reference, max_model_len=self._served)
-        self._critic = ValueHead(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
+        self._head = MadeHead(head, head.module(self._lm.model, dtype=self._lm.dtype, device=device)) if head else None
         self._parameters = self._lm.trainable()
-        self._optimizer = _adamw(self._parameters, self._critic, optimizer)
+        self._optimizer = _adamw(self._parameters, self._head, optimizer)
         self._config, self._no_tree = optimizer, None
         self._driver.begin(optimizer, seed)
         self._forget()
@@ -140,13 +146,15 @@ class TorchEngine:
         return [np.append(np.float32(np.nan), own) for own in _apart(found, [length - 1 for length in lengths])]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Return the critic's value of the state before each span, shape (spans,) for each sample."""
-        lm, critic = self._checked(samples), self._critic
-        if critic is None:
-            raise no_critic()
+        """Return the head's value of the state before each span, shape (spans,) for each sample."""
+        lm, head = self._checked(samples), self._head
+        if head is None:
+            raise no_head()
         lengths = [max((span.start for span in sample.spans), default=0) + 1 for sample in samples]
         layout = self._layout(samples, lengths, wanted_tokens((), ()), states_of(samples, every=True))
-        found = self._within_memory(layout, lambda: read_values(layout, lm, critic, self._budget)).astype(np.float32)
+        found = self._within_memory(layout, lambda: read_values(layout, lm, head.module, self._budget)).astype(
+            np.float32
+        )
         return _apart(found, [len(sample.spans) for sample in samples])
 
     def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
@@ -209,7 +217,7 @@ class TorchEngine:
             todo, added = added, [*self._summed, (layout, loss)]
             if len(todo) == len(added):
                 self._opened_optimizer().zero_grad(set_to_none=True)
-            return [GradientPass(lm, each, own, self._critic, step).run(self._budget) for each, own in todo][-1]
+            return [GradientPass(lm, each, own, self._head, step).run(self._budget) for each, own in todo][-1]
 
         try:
             tally = self._within_memory(layout, attempt)
@@ -219,13 +227,13 @@ class TorchEngine:
         self._summed.append((layout, loss))
         return tally
 
-    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+    def update(self, lr: float, step: int) -> dict[str, float]:
         """Clip the gradient, update the weights, discard the gradient, and return its norms (`Computer.update`)."""
         optimizer = self._opened_optimizer()
         try:
             norms = self._clipped(step)
             for group in optimizer.param_groups:
-                group["lr"] = critic_lr if group["critic"] else lr
+                group["lr"] = lr * group["head"].lr / self._config.lr if group["head"] else lr
             cures = f"it may have been taken in part, so resume the run; {MORE_ROOM}"
             with needing_room(f"taking step {step}", cures):
                 optimizer.step()  # the first step allocates the moments
@@ -243,7 +251,7 @@ class TorchEngine:
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; an existing folder is replaced."""
         lm, optimizer = self._opened(), self._opened_optimizer()
-        progress = Progress(self._driver.steps, self._budget, self._config, self._critic.trunk if self._critic else "")
+        progress = Progress(self._driver.steps, self._budget, self._config, str(self._head.kind) if self._head else "")
         save_state(folder, self._learning(), optimizer, progress, lm.device)
 
     def load(self, folder: Path) -> None:
@@ -255,9 +263,10 @@ class TorchEngine:
         reference model is not part of the state.
         """
         lm, optimizer = self._opened(), self._opened_optimizer()
-        critic = self._critic.trunk if self._critic else ""
         with needing_room(f"loading the training state in {folder}"):
-            progress = load_state(folder, self._learning(), optimizer, lm.device, critic=critic)
+            progress = load_state(
+                folder, self._learning(), optimizer, lm.device, head=str(self._head.kind) if self._head else ""
+            )
         saved = progress.tokens_per_microbatch
         if saved < self._budget:
             logger.warning("going on with the %d tokens per micro-batch that the training state was saved with", saved)
@@ -292,7 +301,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the model's memory. Further calls do nothing."""
-        self._lm, self._reference, self._critic, self._optimizer, self._parameters = None, None, None, None, {}
+        self._lm, self._reference, self._head, self._optimizer, self._parameters = None, None, None, None, {}
         gc.collect()  # a model's modules refer to each other, and Python would collect such cycles too late
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -324,12 +333,12 @@ class TorchEngine:
 
     def _check_trainable(self, samples: Sequence[Sample]) -> None:
         self._checked(samples)
-        if self._critic is None:
+        if self._head is None:
             refuse_targets(samples)
 
     def _learning(self) -> dict[str, nn.Parameter]:
-        """Return all parameters that the optimizer changes, by name: the policy's and the critic's."""
-        return self._parameters | (self._critic.parameters() if self._critic else {})
+        """Return all parameters that the optimizer changes, by name: the policy's and the head's."""
+        return self._parameters | (self._head.parameters() if self._head else {})
 
     def _read(self, layout: Layout, *, reference: bool) -> Numbers:
         """Return the logprobs (N,) of a layout's tokens in the order of the rows, under the reference or the trained model."""
@@ -376,14 +385,16 @@ class TorchEngine:
         return not self._no_tree
 
     def _clipped(self, step: int) -> dict[str, float]:
-        """Clip the policy's gradient and the critic's, each by its own norm, and return the norms before clipping.
+        """Clip the policy's gradient and the head's, each by its own norm, and return the norms before clipping.
 
         Raises `NonFiniteError` if a norm is not finite.
         """
         norms = {"grad_norm": float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))}
-        if self._critic is not None:
-            own = self._critic.parameters().values()
-            norms["critic_grad_norm"] = float(nn.utils.clip_grad_norm_(own, self._config.max_grad_norm))
+        if self._head is not None:
+            own = self._head.module.parameters()
+            norms[f"{self._head.kind.name}_grad_norm"] = float(
+                nn.utils.clip_grad_norm_(own, self._config.max_grad_norm)
+            )
         if not all(map(math.isfinite, norms.values())):
             largest = _largest([sample for layout, _ in self._summed for sample in layout.samples])
             raise NonFiniteError(f"the gradient is not finite at step {step} (the largest advantage is {largest})")
@@ -424,16 +435,16 @@ def _largest(samples: Sequence[Sample]) -> str:
 
 
 def _adamw(
-    parameters: dict[str, nn.Parameter], critic: ValueHead | None, config: OptimizerConfig
+    parameters: dict[str, nn.Parameter], head: MadeHead | None, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return AdamW (arXiv 1711.05101) over all parameters. Weight decay acts on matrices, not on norms, biases and the
-    critic."""
+    """Return AdamW (arXiv 1711.05101) over all parameters. Weight decay acts on matrices, not on norms, biases and a
+    head."""
     matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "critic": False},
-        {"params": vectors, "weight_decay": 0.0, "critic": False},
+        {"params": matrices, "weight_decay": config.weight_decay, "head": None},
+        {"params": vectors, "weight_decay": 0.0, "head": None},
     ]
-    if critic is not None:
-        groups.append({"params": [*critic.parameters().values()], "weight_decay": 0.0, "critic": True})
+    if head is not None:
+        groups.append({"params": [*head.module.parameters()], "weight_decay": 0.0, "head": head.kind})
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.batch.sample import Sample
-from lightning.engines.critic import ValueHead
 from lightning.engines.rows import (
     Entries,
     Ints,
@@ -36,12 +36,11 @@ from lightning.engines.rows import (
     plan,
     reordered,
     row_order,
-    state_loss,
     states_of,
     token_batch,
     trained_tokens,
 )
-from lightning.engines.step import NonFiniteError, ran_out
+from lightning.engines.step import MadeHead, NonFiniteError, ran_out
 from lightning.engines.torch.logprobs import chunks, token_logprobs
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.tree import TreeWalk
@@ -299,12 +298,12 @@ def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
     return ordered
 
 
-def read_values(layout: Layout, lm: CausalLM, critic: ValueHead, budget: int) -> Numbers:
-    """Return the critic's values (M,) of a layout's states, in the order of the rows."""
+def read_values(layout: Layout, lm: CausalLM, values: nn.Module, budget: int) -> Numbers:
+    """Return the values (M,) that a head's module gives to a layout's states, in the order of the rows."""
     found = np.full(len(layout.states), np.nan, _precision(lm))
 
     def visit(part: LayoutPart) -> None:
-        found[part.states] = critic(_picked(part.hidden, part.at)).cpu().numpy()
+        found[part.states] = values(_picked(part.hidden, part.at)).cpu().numpy()
 
     with lm.evaluating():
         layout.walk(lm, budget, visit)
@@ -319,7 +318,7 @@ class GradientPass:
     lm: CausalLM
     layout: Layout
     loss: Loss
-    critic: ValueHead | None
+    head: MadeHead | None
     number: int
     """The number of the step, for messages."""
     tally: Tally = field(default_factory=Tally)
@@ -362,13 +361,13 @@ class GradientPass:
         return known
 
     def _value_loss(self, part: LayoutPart) -> torch.Tensor:
-        """Return the critic's loss of a part's states."""
-        assert self.critic is not None, "rows with value targets are refused without a critic"
+        """Return the head's loss of a part's states."""
+        assert self.head is not None, "rows with value targets are refused without a head"
         states = reordered(self.layout.states, part.states)
-        values = self.critic(_picked(part.hidden, part.at))
-        output = state_loss(states, values)
+        values = self.head.module(_picked(part.hidden, part.at))
+        output = self.head.kind.loss(values, states.targets, states.weights)
         self._check("value loss", output.loss, part)
-        self.tally.add_values(output.metrics)
+        self.tally.add_states(output.metrics, self.head.kind.metrics)
         return output.loss
 
     def _check(self, what: str, loss: torch.Tensor, part: LayoutPart) -> None:

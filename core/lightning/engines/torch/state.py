@@ -1,7 +1,7 @@
 """The training state on disk: safetensors for tensors, JSON for the rest, never pickle.
 
 The invariant: training continues bit for bit from a state that was saved and loaded. So the state holds the trained weights in
-their master precision (the critic's too), both moments and the step count of every parameter, torch's random state, and the
+their master precision (the head's too), both moments and the step count of every parameter, torch's random state, and the
 micro-batch size.
 
 A state with a weight or moment that is not finite is neither written nor read, because nothing can be trained from it, and good
@@ -21,14 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning.engines.critic import same_critic
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.step import CURES
+from lightning.engines.step import CURES, same_head
 from lightning.errors import EngineError
 from lightning.installation import other_format
 
-FORMAT = 1
+FORMAT = 2
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
     "weights.safetensors",
     "optimizer.safetensors",
@@ -41,12 +40,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The part of a state besides tensors: the number of steps taken, the micro-batch size that memory has allowed so far, the
-    optimizer's settings, and the critic's kind of trunk (empty without a critic)."""
+    optimizer's settings, and the head as text (empty without a head)."""
 
     steps: int
     tokens_per_microbatch: int
     optimizer: OptimizerConfig
-    critic: str = ""
+    head: str = ""
 
 
 def save_state(
@@ -84,13 +83,13 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     *,
-    critic: str = "",
+    head: str = "",
 ) -> Progress:
     """Restore the state that `save_state` wrote into the model and the optimizer.
 
     Files are read on the CPU, and weights are then copied into the parameters, so that the device needs further room for the
     moments only. Raises `EngineError`, before anything is changed, if the folder is missing, broken, of another model, or was
-    not saved with this kind of `critic`.
+    not saved with this `head`.
     """
     recover(folder)
     try:
@@ -104,7 +103,7 @@ def load_state(
             steps=int(state["steps"]),
             tokens_per_microbatch=int(state["tokens_per_microbatch"]),
             optimizer=OptimizerConfig(**{**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}),
-            critic=str(state["critic"]),
+            head=str(state["head"]),
         )
         if broken := _not_finite(weights) or _not_finite(moments):
             raise ValueError(broken)
@@ -116,7 +115,7 @@ def load_state(
             "again, a resume then continues from the checkpoint before it, or from the start, and repeats the steps since then "
             "from the store. Without one the run cannot go on if these steps changed the weights: give another `out`"
         ) from error
-    same_critic(folder, progress.critic, critic)
+    same_head(folder, progress.head, head)
     _refuse_other_model(folder, parameters, weights)
     restored = {
         parameter: {key: moments[f"{name}|{key}"].to(device) for key in _MOMENTS if f"{name}|{key}" in moments}

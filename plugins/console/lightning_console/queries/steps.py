@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 from lightning.algorithms.intake import Overlong, with_rules
-from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
+from lightning.algorithms.protocol import Algorithm, Batch, head_of
 from lightning.batch import Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
@@ -146,7 +146,7 @@ async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lo
     try:
         groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
         algorithm = rebuild_algorithm(epoch.config)
-        if algorithm is not None and needs_critic(algorithm):
+        if algorithm is not None and head_of(algorithm):
             groups = await recorded_values(store, run.id, record.step, groups)
     except LightningError as error:
         algorithm, why = None, str(error)

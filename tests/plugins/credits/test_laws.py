@@ -8,26 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import (
-    Branched,
-    Credit,
-    Critic,
-    Decayed,
-    Discounted,
-    GiGPO,
-    GroupAdvantage,
-    Intermediate,
-    LeaveOneOut,
-    Weighted,
-    centre,
-    grpo,
-    identical,
-    per_agent,
-    rloo,
-)
+from lightning.credit import Credit, Decayed, Discounted, GroupAdvantage, centre, grpo, identical, per_agent, rloo
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import Caller, StepReward
+from lightning_credits import Branched, Critic, GiGPO, Intermediate, LeaveOneOut, Weighted
 
 COMPARING: dict[str, Credit] = {
     "identical": identical,

@@ -14,7 +14,6 @@ from lightning.batch.trajectory import Group, Trajectory, inherited
 from lightning.credit import (
     Credit,
     Discounted,
-    Intermediate,
     call_rewards,
     centre,
     group_returns,
@@ -25,6 +24,7 @@ from lightning.credit import (
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import CallStatus, StepReward, ToolEvent
+from lightning_credits import Intermediate
 
 
 def timed(made: Trajectory, begins: float) -> Trajectory:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import LowLevel
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import GiGPO, LeaveOneOut, centre, group_returns, grpo, returns_to_go, rloo, state_ids
+from lightning.credit import centre, group_returns, grpo, returns_to_go, rloo, state_ids
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import StepReward, token_ids
+from lightning_credits import GiGPO, LeaveOneOut
 
 Prompt = tuple[int, ...]
 few = settings(max_examples=40)

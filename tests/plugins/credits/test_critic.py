@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import Critic, centre
+from lightning.credit import centre
 from lightning.errors import ConfigError, DataError
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import StepReward
+from lightning_credits import Critic
 
 CALL = ((1, 2), (3,))
 NAN = float("nan")
@@ -87,7 +88,7 @@ def test_a_rollout_in_which_nothing_is_trained_needs_no_values() -> None:
 
 
 def test_without_values_it_says_what_the_algorithm_lacks() -> None:
-    with pytest.raises(DataError, match=r"rollout rollout-0 has no values.*critic = True"):
+    with pytest.raises(DataError, match=r"rollout rollout-0 has no values.*head = \"critic\""):
         spread(Critic(), make_trajectory([CALL]))
 
 

@@ -1,4 +1,4 @@
-"""The critic on verl's engine: the same value head as in the torch engine, on the hidden states of a sharded model.
+"""The head on verl's engine: the same as in the torch engine, on the hidden states of a sharded model.
 
 The invariant: the head and its moments are the same on all ranks, bit for bit: all begin with zeros and take the same steps, on
 gradients averaged over all ranks as FSDP averages the policy's. The head is in no shard of the model, so that the policy's
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.engines.critic import Trunk, ValueHead
 from lightning.engines.loading import unwrapped
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Head, OptimizerConfig
+from lightning.engines.step import MadeHead
 from torch import nn
 
 from lightning_verl import api
@@ -25,18 +25,18 @@ WANTED = "values_wanted"
 
 
 class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
-    """verl's engine for language models, whose passes also compute values if a critic was attached and they are `WANTED`."""
+    """verl's engine for language models, whose passes also compute values if a head was attached and they are `WANTED`."""
 
-    _critic: ValueHead | None = None
+    _head: nn.Module | None = None
     _wanted: Wanted = "none"
     _hidden: torch.Tensor | None = None
     _keeps_logits = False
 
-    def attach(self, critic: ValueHead) -> None:
-        """Compute values with this critic from now on."""
+    def attach(self, head: nn.Module) -> None:
+        """Compute values with this head from now on."""
         model = unwrapped(self.module)
         getattr(model, model.base_model_prefix).register_forward_hook(self._note)
-        self._critic, self._keeps_logits = critic, "logits_to_keep" in signature(model.forward).parameters
+        self._head, self._keeps_logits = head, "logits_to_keep" in signature(model.forward).parameters
 
     def read_again(self) -> nn.Module:
         """Load the folder's model again, sharded like the trained one and beside it. All ranks must call it."""
@@ -59,10 +59,10 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         found: dict[str, torch.Tensor] = {}
         if self._wanted != "only":
             found = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        if self._critic is not None and hidden is not None:
+        if self._head is not None and hidden is not None:
             # Ranks that share a sequence exchange values, not hidden states. All tokens get values, though
             # only the loss knows which few count: 8 bytes for each of a token's hidden units, beside 12 for each word.
-            values = self._gather_and_unpad_packed(self._critic(hidden.squeeze(0)), output_args["pad_size"])
+            values = self._gather_and_unpad_packed(self._head(hidden.squeeze(0)), output_args["pad_size"])
             found["values"] = torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())
         return found
 
@@ -73,14 +73,15 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
 
 
 class Learner:
-    """A critic and its optimizer, on one rank. All ranks call the same methods."""
+    """A head and its optimizer, on one rank. All ranks call the same methods."""
 
-    def __init__(self, model: nn.Module, trunk: Trunk, optimizer: OptimizerConfig) -> None:
-        self.critic = ValueHead(unwrapped(model), trunk, dtype=torch.float32, device=api.get_device_id())
-        self._largest = optimizer.max_grad_norm
+    def __init__(self, model: nn.Module, head: Head, optimizer: OptimizerConfig) -> None:
+        module = head.module(unwrapped(model), dtype=torch.float32, device=api.get_device_id())
+        self.made = MadeHead(head, module)
+        self._lr, self._largest = optimizer.lr, optimizer.max_grad_norm
         self._optimizer = torch.optim.AdamW(
-            [*self.critic.parameters().values()],
-            lr=optimizer.critic_lr,
+            module.parameters(),
+            lr=head.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=0.0,
@@ -93,7 +94,7 @@ class Learner:
 
     def clip(self) -> float:
         """Average the gradient over the ranks and clip it. Returns the norm before clipping, the same on all ranks."""
-        parameters = [*self.critic.parameters().values()]
+        parameters = [*self.made.module.parameters()]
         # A rank whose rows have no valued state has no gradient.
         grads = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -105,9 +106,9 @@ class Learner:
         return float(nn.utils.clip_grad_norm_(parameters, self._largest))
 
     def update(self, lr: float) -> None:
-        """Update the head with the clipped gradient."""
+        """Update the head with the clipped gradient, in a step at the policy's rate `lr`."""
         (group,) = self._optimizer.param_groups
-        group["lr"] = lr
+        group["lr"] = lr * self.made.kind.lr / self._lr
         self._optimizer.step()
         self.discard()
 
@@ -116,15 +117,15 @@ class Learner:
         read."""
         self.discard()
         self._optimizer.state.clear()
-        for own in self.critic.parameters().values() if steps else ():
+        for own in self.made.module.parameters() if steps else ():
             taken = torch.tensor(float(steps), device=own.device)
             moments = {name: torch.zeros_like(own) for name in ("exp_avg", "exp_avg_sq")}
             self._optimizer.state[own] = {"step": taken, **moments}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the critic in a training state, by their names there. They share memory with the critic."""
+        """Return the tensors of the head in a training state, by their names there. They share memory with the head."""
         found: dict[str, torch.Tensor] = {}
-        for name, own in self.critic.parameters().items():
+        for name, own in self.made.parameters().items():
             found[f"weight.{name}"] = own.data.view(-1)
             moments = self._optimizer.state.get(own, {})
             found |= {f"optimizer.state.{name}.{key}": moments[key].view(-1) for key in moments if key != "step"}

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-
-from lightning.batch.trajectory import Group
-from lightning.credit.protocol import GroupAdvantage, group_returns
+from lightning.batch import Group
+from lightning.credit import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning.credit.protocol import Credit
+    from lightning.credit import Credit
 
 WeightBy = Literal["difficulty", "variance"]
 
@@ -74,19 +73,17 @@ class Weighted:
         return float(2.0 * (1.0 - success.mean()) if self.by == "difficulty" else 4.0 * success.var())
 
     @property
-    def critic(self) -> bool:
-        """Whether the wrapped credit needs a critic's values."""
-        return bool(getattr(self._credit(), "critic", False))
+    def head(self) -> str:
+        """The head whose values the wrapped credit needs; "" without a head."""
+        return str(getattr(self._credit(), "head", None) or "")
 
     @property
     def value_targets(self) -> Callable[..., object] | None:
-        """The wrapped credit's method that gives the values for the critic to learn; None for a credit without a critic."""
+        """The wrapped credit's method that gives the values for its head to learn; None for a credit without a head."""
         found: Callable[..., object] | None = getattr(self._credit(), "value_targets", None)
         return found
 
     def _credit(self) -> Credit:
-        if not isinstance(self.credit, str):
-            return self.credit
         from lightning.plugins import plugins
 
         return _without_rewards(plugins().credit(self.credit))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import Branched, centre, group_returns, grpo, rloo
+from lightning.credit import centre, group_returns, grpo, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.decisions import (
@@ -24,6 +24,7 @@ from lightning.testing.decisions import (
     path_trajectory,
 )
 from lightning.testing.trajectories import make_trajectory
+from lightning_credits import Branched
 
 few = settings(max_examples=60)
 number = st.integers(-8, 8).map(lambda value: value / 4)

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-
-from lightning.batch.trajectory import Group, Trajectory, branched_at, is_prefix
-from lightning.credit.advantage import all_equal, centre, rloo
-from lightning.credit.assign import check_discount, returns_to_go, state_ids
-from lightning.credit.protocol import GroupAdvantage, group_returns
+from lightning.batch import Group, Trajectory, branched_at, is_prefix
+from lightning.credit import (
+    GroupAdvantage,
+    all_equal,
+    centre,
+    check_discount,
+    group_returns,
+    returns_to_go,
+    rloo,
+    state_ids,
+)
 from lightning.errors import ConfigError
 from lightning.types import Transition
 
@@ -151,6 +158,9 @@ class Branched:
 
     prior: float = 1.0
     shared: bool = True
+
+    knows_branches: ClassVar[bool] = True
+    """True: this credit compares branches with what they part from."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prior < np.inf:

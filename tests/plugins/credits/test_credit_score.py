@@ -7,18 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from lightning.batch.trajectory import Group
-from lightning.credit import (
-    Credit,
-    Critic,
-    GiGPO,
-    GroupAdvantage,
-    Intermediate,
-    LeaveOneOut,
-    centre,
-    identical,
-    per_agent,
-    rloo,
-)
+from lightning.credit import Credit, GroupAdvantage, centre, identical, per_agent, rloo
 from lightning.errors import ConfigError, DataError
 from lightning.testing.decisions import (
     Action,
@@ -35,6 +24,7 @@ from lightning.testing.decisions import (
     score_credits,
     wasteful_tool,
 )
+from lightning_credits import Critic, GiGPO, Intermediate, LeaveOneOut
 
 
 def certain() -> DecisionTask:

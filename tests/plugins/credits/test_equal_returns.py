@@ -14,23 +14,12 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import (
-    Credit,
-    Decayed,
-    Discounted,
-    GiGPO,
-    GroupAdvantage,
-    Intermediate,
-    LeaveOneOut,
-    group_returns,
-    grpo,
-    identical,
-    per_agent,
-)
+from lightning.credit import Credit, Decayed, Discounted, GroupAdvantage, group_returns, grpo, identical, per_agent
 from lightning.errors import DataError
 from lightning.testing.trajectories import make_group, make_trajectory
 from lightning.trainer.training_data import batch_digest
 from lightning.types import StepReward
+from lightning_credits import GiGPO, Intermediate, LeaveOneOut
 
 CALLS = [((1, 2), (3,)), ((7, 8), (9,)), ((7, 8), (4,))]
 COMPARING = [name for name, preset in PRESETS.items() if not preset.equal_teaches]
@@ -254,7 +243,7 @@ def test_plain_lists_of_numbers_are_welcome() -> None:
 
 def test_value_targets_are_counted_too() -> None:
     class Short:
-        critic = True
+        head = "critic"
 
         def __call__(self, group, advantage):
             return [np.ones(len(own.transitions)) for own in group.trajectories]

@@ -11,11 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-
-from lightning.batch.trajectory import Group, Trajectory, is_trained
-from lightning.credit.assign import check_discount
-from lightning.credit.intermediate import call_rewards
-from lightning.credit.protocol import GroupAdvantage
+from lightning.batch import Group, Trajectory, is_trained
+from lightning.credit import GroupAdvantage, call_rewards, check_discount
 from lightning.errors import DataError
 
 
@@ -30,14 +27,14 @@ class Critic:
     critic's value of the next state (least variance).
 
     Neither the rest of the group nor the estimator is used: the critic is the baseline. An algorithm that uses this credit must
-    have `critic = True`, as the credit has, and train the critic with `value_targets`.
+    have `head = "critic"`, as the credit has, and train the critic with `value_targets`.
     """
 
     gamma: float = 1.0
     lam: float = 0.95
 
-    critic: ClassVar[bool] = True
-    """True: this credit needs a critic's values in `Trajectory.values`."""
+    head: ClassVar[str] = "critic"
+    """The head whose values this credit needs in `Trajectory.values`."""
 
     def __post_init__(self) -> None:
         check_discount(self.gamma)
@@ -88,7 +85,7 @@ def _values(trajectory: Trajectory, calls: npt.NDArray[np.intp]) -> npt.NDArray[
     if not trajectory.values:
         raise DataError(
             f"rollout {rollout} has no values of its states, which the critic's credit needs: the algorithm must have "
-            "`critic = True`, so that the engine is opened with a critic and values the states before credit is assigned"
+            '`head = "critic"`, so that the engine is opened with a critic and values the states before credit is assigned'
         )
     if len(trajectory.values) != count:
         raise DataError(f"rollout {rollout} has {count} calls, but values of {len(trajectory.values)} states")

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.protocol import needs_critic
+from lightning.algorithms.protocol import head_of
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.batch.trajectory import Group
-from lightning.credit.critic import Critic
 from lightning.errors import ConfigError, DataError
 from lightning.testing.trajectories import make_group
 from lightning.trainer.training_data import batch_digest
+from lightning_credits.critic import Critic
 
 CALLS = [((1, 2), (3,)), ((1, 2, 3, 4), (5, 6))]
 
@@ -93,15 +93,15 @@ def test_the_critic_learns_the_return_with_all_that_counts_as_reward() -> None:
 
 
 def test_who_wants_a_critic() -> None:
-    assert needs_critic(LightningRL("ppo"))
-    assert needs_critic(LightningRL("grpo", credit="critic"))
-    assert not needs_critic(LightningRL("reinforce++"))
+    assert head_of(LightningRL("ppo"))
+    assert head_of(LightningRL("grpo", credit="critic"))
+    assert not head_of(LightningRL("reinforce++"))
     assert LightningRL("ppo", group_size=1).group_size == 1
     assert LightningRL("grpo", credit=Critic(), group_size=1).teaches(make_group([1.0]))
 
 
 def test_ppo_without_a_critic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'ppo' needs a credit function that uses a critic"):
+    with pytest.raises(ConfigError, match="'ppo' needs a credit function that uses a head"):
         LightningRL("ppo", credit="identical")
 
 
@@ -112,7 +112,7 @@ def test_values_that_were_not_asked_for_are_missed_by_name() -> None:
 
 def test_a_credit_that_wants_a_critic_has_to_teach_it() -> None:
     class Half:
-        critic = True
+        head = "critic"
 
         def __call__(self, group, advantage):
             return [np.ones(len(member.transitions)) for member in group.trajectories]

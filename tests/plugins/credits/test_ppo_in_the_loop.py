@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.protocol import needs_critic
+from lightning.algorithms.protocol import head_of
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_group
@@ -25,12 +25,12 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 
 def test_ppo_wants_a_critic() -> None:
-    assert needs_critic(PPO)
-    assert not needs_critic(LightningRL("grpo"))
+    assert head_of(PPO)
+    assert not head_of(LightningRL("grpo"))
 
 
 async def test_values_of_a_step_that_was_not_valued_are_an_error(store: MemoryStore) -> None:
-    with pytest.raises(StoreError, match=r"the critic's values of step 4 are not in the store \(rollout group-0/0"):
+    with pytest.raises(StoreError, match=r"the head's values of step 4 are not in the store \(rollout group-0/0"):
         await recorded_values(store, "run", 4, [make_group([0.0, 1.0])])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,16 @@ import pytest
 import torch
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch import Sample
-from lightning.config import LoraConfig
+from lightning.config import Config, EngineConfig, LoraConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_group
 from lightning.trainer.training_data import fresh_values, recorded_values
+from lightning_credits.value_head import CriticHead
 from safetensors.torch import load_file
 
 Open = Callable[..., TorchEngine]
@@ -148,9 +151,9 @@ def test_rows_without_targets_are_trained_as_ever(open_engine: Open, make_row: M
 
 
 def test_values_without_a_critic_say_how_to_get_one(open_engine: Open, make_row: Make) -> None:
-    with pytest.raises(EngineError, match="has no critic: open it with critic=True"):
+    with pytest.raises(EngineError, match="has no head: open it with head="):
         open_engine().values(some_rows(make_row))
-    with pytest.raises(EngineError, match="no critic to learn them: open it with critic=True"):
+    with pytest.raises(EngineError, match="no head to learn them: open it with head="):
         open_engine().step(some_rows(make_row), LOSS)
 
 
@@ -211,7 +214,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(
 
 def test_another_critic_setting_is_refused(open_engine: Open, tmp_path: Path) -> None:
     kinds: dict[str, dict[str, object]] = {
-        "without a critic": {},
+        "without a head": {},
         "with a critic on a frozen trunk": {"critic": True},
         "with a critic on a shared trunk": {"critic": True, "critic_trunk": "shared"},
     }
@@ -265,3 +268,12 @@ async def test_a_replay_from_recorded_values_is_bit_for_bit(open_engine: Open, t
     for name, value in first._learning().items():
         assert torch.equal(value, second._learning()[name])
     await store.close()
+
+
+def test_the_settings_of_the_engine_are_those_of_the_head() -> None:
+    section = EngineConfig(critic_trunk="shared", critic_lr=0.25)
+    head = plugins().head("critic")(Config(engine=section))
+    assert head == CriticHead("shared", 0.25)
+    assert str(head) == "critic on a shared trunk"
+    assert (head.trains_model, CriticHead().trains_model) == (True, False)
+    assert pickle.loads(pickle.dumps(head)) == head

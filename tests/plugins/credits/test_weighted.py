@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
-from lightning.credit import Critic, Decayed, GroupAdvantage, Weighted, identical, rloo
+from lightning.credit import Decayed, GroupAdvantage, identical, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
+from lightning_credits import Critic, Weighted
 
 BY = st.sampled_from(["difficulty", "variance"])
 
@@ -92,11 +93,11 @@ def test_what_is_no_weight_is_refused(given: dict[str, object], says: str) -> No
 def test_a_critic_below_is_still_trained() -> None:
     inner = Critic(lam=0.5)
     over = Weighted(inner)
-    assert over.critic
-    assert Weighted("critic").critic
-    assert LightningRL("ppo", credit=over).critic
+    assert over.head
+    assert Weighted("critic").head
+    assert LightningRL("ppo", credit=over).head
     assert over.value_targets == inner.value_targets
-    assert not Weighted().critic
+    assert not Weighted().head
     assert Weighted().value_targets is None
 
 
@@ -130,6 +131,6 @@ def test_a_credit_that_adds_rewards_is_refused_by_object_and_by_name(monkeypatch
     cure = r"Weighted cannot wrap Judging.*Judging\(\.\.\., credit=Weighted\(\.\.\.\)\)"
     with pytest.raises(ConfigError, match=cure):
         Weighted(Judging(), by="variance")
-    monkeypatch.setattr(type(plugins()), "credit", lambda self, name: Judging())
+    monkeypatch.setattr(type(plugins()), "get", lambda self, kind, name: Judging())
     with pytest.raises(ConfigError, match=cure):
-        _ = LightningRL(credit=Weighted("judging")).critic
+        _ = LightningRL(credit=Weighted("judging")).head
