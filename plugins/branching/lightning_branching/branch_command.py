@@ -21,60 +21,60 @@ from lightning_branching.branch_parent import unused
 from lightning_branching.branching import BranchOutcome, BranchReport
 from lightning_branching.branching import branch as run_branches
 from lightning_branching.prompt_texts import read_prompt, warn_of_name
+from lightning_branching.replay_command import Attempt, Place, RunTools
+
+At = Annotated[
+    int, typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew.")
+]
+Prompt = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="A model, RUN@STEP or a version of weights, as for `lightning eval`; default: those that answered the call.",
+    ),
+]
+Live = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="Start no vLLM: the policy of the rollout's run answers, while its trainer serves the version that answered "
+        "the call.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a sampling parameter of the new calls (temperature=0.7), or a setting (runner.timeout=60).",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for vLLM's log and weights that are made again; default: branches, in the run's folder."),
+]
 
 
 def branch(
     rollout: Annotated[str, typer.Argument(help="The rollout's id, as `lightning runs show` lists it.")],
     agent: Annotated[str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm).")],
-    at: Annotated[
-        int,
-        typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew."),
-    ],
+    at: At,
     n: Annotated[int, typer.Option("-n", min=1, help="Number of branches.")] = 8,
-    where: Annotated[
-        str,
-        typer.Option(
-            "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
-        ),
-    ] = "runs",
-    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")] = None,
+    where: Place = "runs",
+    attempt: Attempt = None,
     edit: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Answer the call with this text instead of sampling it.")
     ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
-    ] = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="A model, RUN@STEP or a version of weights, as for `lightning eval`; default: those that answered the call.",
-        ),
-    ] = "",
-    live: Annotated[
-        bool,
-        typer.Option(
-            "--live",
-            help="Start no vLLM: the policy of the rollout's run answers, while its trainer serves the version that answered "
-            "the call.",
-        ),
-    ] = False,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a sampling parameter of the new calls (temperature=0.7), or a setting (runner.timeout=60).",
-        ),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
+    prompt: Prompt = None,
+    weights: Weights = "",
+    live: Live = False,
+    set_: Set = None,
+    yes: RunTools = False,
     runner: Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")] = "process",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for vLLM's log and weights that are made again; default: branches, in the run's folder."
-        ),
-    ] = None,
+    out: Out = None,
     as_json: AsJson = False,
     config: SettingsFile = None,
 ) -> None:

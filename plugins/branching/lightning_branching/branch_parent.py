@@ -98,11 +98,6 @@ class Parent:
         """The version of the policy that answered the call."""
         return version_of(self.at.transition, self.rollout)
 
-    def first_call_of(self, component: str) -> RecordedCall | None:
-        """The first call that a component made."""
-        calls = self.found.recorded.calls
-        return next((call for call in calls if component in call.caller.split("/")), None)
-
 
 def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Parent:
     """A rollout of the stores at a place, to be branched at its call number `at`. Raises `ConfigError` where none has it,
@@ -119,10 +114,6 @@ def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Paren
             raise DataError(f"the rollout {rollout} is {known.status}: branch it when it has ended")
 
     url, found = found_at(where, rollout, attempt, check=check)
-    return _parent(where, url, found, at)
-
-
-def _parent(where: str, url: str, found: Found, at: int) -> Parent:
     recorded, name = found.recorded, found.recorded.rollout.id
     count = len(recorded.calls)
     if not 1 <= at <= count:
@@ -253,18 +244,14 @@ def config_of(
     }
     check_sampling({name: value for name, value in asked.items() if name in SAMPLING})
     config = with_settings(config, {"gateway.override_sampling": {**asked, **sampling}})
-    if left := _left_out(recorded, config):
+    # What may matter to a branch, is none of `RECORDED`, and the caller has not given.
+    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    if left := [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]:
         lost.append(
             f"the run was recorded with {', '.join(left)}, which no record sets on this machine: give what its agent needs "
             "with --set or --config"
         )
     return config, lost
-
-
-def _left_out(recorded: Mapping[str, Any], config: Config) -> list[str]:
-    """The recorded settings that may matter to a branch, are none of `RECORDED`, and that the caller has not given."""
-    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
-    return [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:

@@ -19,7 +19,7 @@ from lightning.errors import DataError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.store.protocol import Store
-from lightning.types import BRANCH_VOID, ToolEvent, Transition
+from lightning.types import BRANCH_VOID, Transition
 from lightning_record import exchanges
 
 from lightning_branching.divergence import diverged
@@ -265,10 +265,6 @@ class Branches:
             await self.store.put_state(branch.run, edit_key(claims.rollout, claims.attempt), True, once=None)
         except StoreError as error:
             branch.refuse(f"the store does not keep that its edited answer was given: {error}")
-
-    async def tool_runs(self, claims: Claims) -> list[ToolEvent]:
-        """The runs of tools that are answered in a branch. Raises as `of` does."""
-        return list((await self.of(claims)).prefix.tool_events)
 
     async def _read(self, name: str, number: int) -> BranchedAttempt:
         rollout = await self.store.get_rollout(name)

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -405,20 +405,19 @@ async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
     )
 
 
-def _hints(plan: _Plan, outcomes: list[BranchOutcome]) -> list[str]:
+def _hints(plan: _Plan, outcomes: list[BranchOutcome]) -> Iterator[str]:
     """Why branches under another prompt are void, where that prompt is used too early."""
     if all(each.state != "void" for each in outcomes):
-        return []
+        return
     last = plan.parent.at.number if plan.edit is not None else plan.parent.at.number - 1
-    found = []
+    calls = plan.parent.found.recorded.calls
     for component in sorted(plan.prompts):
-        first = plan.parent.first_call_of(component)
+        first = next((call for call in calls if component in call.caller.split("/")), None)
         if first is not None and first.number <= last:
-            found.append(
+            yield (
                 f"a prompt holds from the beginning on, and {component} makes call {first.number} already, which is to be as "
                 f"it is recorded: branch at call {first.number} (--at {first.number})"
             )
-    return found
 
 
 def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:

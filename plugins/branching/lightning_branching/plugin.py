@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
     """`branches`."""
-    from lightning_branching.stage import BranchesStage
-    from lightning_branching.tools import BRANCHES
-
-    register(BRANCHES, BranchesStage)
+    register("branches", made_later("lightning_branching.stage:BranchesStage"))
 
 
 @hookimpl
@@ -37,17 +34,13 @@ def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], At
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
     """`GET tool_runs`."""
-    from lightning_branching.stage import ToolRuns
-
-    register("GET tool_runs", ToolRuns)
+    register("GET tool_runs", made_later("lightning_branching.stage:ToolRuns"))
 
 
 @hookimpl
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
     """`tree`."""
-    from lightning_branching.tree_sampling import TREE, tree_sampler
-
-    register(TREE, tree_sampler)
+    register("tree", made_later("lightning_branching.tree_sampling:tree_sampler"))
 
 
 @hookimpl

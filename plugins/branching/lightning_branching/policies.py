@@ -156,7 +156,13 @@ async def _of_run(
     if delivered and at and at == kept:
         return EvaluatedModel(name, final, place)
     base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
-    _check_begins(there)
+    kept_begin = FORKED not in run.config or (folder / MODEL).is_dir()  # else `base` is the model before the fork
+    if not kept_begin and there.checkpoints.newest(at) is None:
+        raise ConfigError(
+            f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} "
+            f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
+            f"Checkpoints: {there.there}"
+        )
     if not at and there.checkpoints.newest(0) is None:
         return EvaluatedModel(name, base, place)
     async with _alone(made):
@@ -205,18 +211,6 @@ async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], l
         if made.get("run") == run.id and isinstance(step := made.get("steps"), int):
             return step
     return last
-
-
-def _check_begins(there: RunAt) -> None:
-    """Raise `ConfigError` where what a forked run began with is needed and was not kept; its model is that before the fork."""
-    run = there.run
-    if FORKED not in run.config or (there.folder / MODEL).is_dir() or there.checkpoints.newest(there.step) is not None:
-        return
-    raise ConfigError(
-        f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{there.step} "
-        f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
-        f"Checkpoints: {there.there}"
-    )
 
 
 def _base(run: Run, folder: Path | None) -> Path:

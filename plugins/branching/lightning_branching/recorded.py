@@ -170,13 +170,11 @@ def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
         )
     beside = tuple(call for call in recorded.calls if call is not at and call not in answered)
     ids = {call.transition.id for call in answered}
-    events = (event for event in recorded.tool_events if _is_before(event, ids, sent))
+    # A tool's clock may be another machine's: the id of the call that asked for its run says more.
+    events = (
+        event for event in recorded.tool_events if (event.response_id in ids if event.response_id else event.at <= sent)
+    )
     return Prefix(answered, at, beside, tuple(events))
-
-
-def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
-    """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
-    return event.response_id in answered if event.response_id else event.at <= sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,12 +99,28 @@ def replay_agent(
         )
         closing.callback(install_tap(reroute))
         closing.callback(plugins().install_adapters(emit, adapters))
-        tools = _Tools(recorded.tool_events, run_unrecorded=run_unrecorded)
+        tools = RecordedRuns(recorded.tool_events)
+
+        def take(name: str, arguments: Json, function: object) -> ToolEvent | None:
+            found = tools.take(name, arguments, function)
+            if found is None and not run_unrecorded:
+                raise DataError(
+                    f"the tool {name} has no recorded run with the arguments {_text(arguments)[:200]} left, and was not run: "
+                    "--yes (run_unrecorded) runs it"
+                )
+            return found
+
         if recorded_tools:
-            closing.enter_context(answer_tools(server.llm.api_key, tools.take))
+            closing.enter_context(answer_tools(server.llm.api_key, take))
         closing.callback(seed_process, None)
         seed_process(seed)
-        outcome = _run(recorded, agent, server)
+
+        def run() -> Outcome:
+            server.threads = threading.active_count()
+            with asyncio.Runner() as loop:
+                return run_here(agent, recorded.rollout.task, server.llm, loop)
+
+        outcome = outside_of_loops(run)
     return result_of(server, outcome, tools.answered)
 
 
@@ -122,15 +138,6 @@ def served(server: ReplayServer) -> Iterator[ReplayServer]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outcome:
-    def run() -> Outcome:
-        server.threads = threading.active_count()
-        with asyncio.Runner() as loop:
-            return run_here(agent, recorded.rollout.task, server.llm, loop)
-
-    return outside_of_loops(run)
 
 
 def result_of(server: ReplayServer, outcome: Outcome | None = None, answered: Sequence[ToolEvent] = ()) -> ReplayResult:
@@ -193,21 +200,3 @@ def _tool_runs(events: Sequence[ToolEvent], answered: Sequence[ToolEvent]) -> Co
 
 def _text(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-class _Tools(RecordedRuns):
-    """The recorded runs of tools; one that is not there is refused, or runs."""
-
-    def __init__(self, events: Sequence[ToolEvent], *, run_unrecorded: bool) -> None:
-        super().__init__(events)
-        self._run_unrecorded = run_unrecorded
-
-    def take(self, name: str, arguments: Json, function: object) -> ToolEvent | None:
-        """See `RecordedRuns.take`. Raises `DataError` where there is none."""
-        found = super().take(name, arguments, function)
-        if found is None and not self._run_unrecorded:
-            raise DataError(
-                f"the tool {name} has no recorded run with the arguments {_text(arguments)[:200]} left, and was not run: --yes "
-                "(run_unrecorded) runs it"
-            )
-        return found

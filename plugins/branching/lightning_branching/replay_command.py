@@ -34,6 +34,15 @@ from lightning_branching.recorded import RecordedRollout, read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
 from lightning_branching.replay_server import ReplayServer
 
+Place = Annotated[
+    str,
+    typer.Option(
+        "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
+    ),
+]
+Attempt = Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")]
+RunTools = Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")]
+
 
 class Tools(StrEnum):
     """What a tool of the agent's does in a replay."""
@@ -77,13 +86,8 @@ def replay(
     agent: Annotated[
         str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm). Not with --serve.")
     ] = "",
-    where: Annotated[
-        str,
-        typer.Option(
-            "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
-        ),
-    ] = "runs",
-    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")] = None,
+    where: Place = "runs",
+    attempt: Attempt = None,
     until: Annotated[int | None, typer.Option(min=0, help="End the replay after this many calls.")] = None,
     tools: Annotated[
         Tools,
@@ -91,7 +95,7 @@ def replay(
             help="recorded: a @lightning.tool gives what it gave; live: it runs. Tools of frameworks always run."
         ),
     ] = Tools.RECORDED,
-    yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
+    yes: RunTools = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Run no agent: print a URL and a key, and answer whoever calls there.")
     ] = False,
@@ -126,7 +130,7 @@ def replay(
         _check_tools(found.recorded, tools, yes=yes)
         recorded_tools = tools is Tools.RECORDED
         result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
-    show(result)
+    say(escape(str(result)))
     raise typer.Exit(2 if result.same is None else 0 if result.same else 1)
 
 
@@ -195,31 +199,28 @@ async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tool
         return str(resource.content)
 
     settings = await _settings_of(store, run, recorded.rollout)
-    adapters, reroute = _runner_settings(settings)
-    prompts = await how.prompts(named, text)
-    seed = how.agent_seed(recorded.rollout)
-    return Found(recorded, prompts, seed, adapters, reroute, how, run, settings)
+    runner = settings.get("runner")
+    said = runner if isinstance(runner, Mapping) else {}
+    adapters, reroute = said.get("adapters"), said.get("reroute")
+    return Found(
+        recorded,
+        await how.prompts(named, text),
+        how.agent_seed(recorded.rollout),
+        tuple(map(str, adapters)) if isinstance(adapters, list) else None,
+        tuple(map(str, reroute)) if isinstance(reroute, list) else (),
+        how,
+        run,
+        settings,
+    )
 
 
 async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mapping[str, Json]:
     """The settings of a run when it made a rollout, as far as it says them."""
-    found: Json = None
-    if run is not None:
-        found = epoch_at(await read_epochs(store, run), max(1, rollout.step + (rollout.split != TRAIN))).config.get(
-            "config"
-        )
+    if run is None:
+        return {}
+    epoch = epoch_at(await read_epochs(store, run), max(1, rollout.step + (rollout.split != TRAIN)))
+    found = epoch.config.get("config")
     return found if isinstance(found, Mapping) else {}
-
-
-def _runner_settings(settings: Mapping[str, Json]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """`runner.adapters` and `runner.reroute`, as far as settings say them."""
-    runner = settings.get("runner")
-    said = runner if isinstance(runner, Mapping) else {}
-    adapters, reroute = said.get("adapters"), said.get("reroute")
-    return (
-        tuple(map(str, adapters)) if isinstance(adapters, list) else None,
-        tuple(map(str, reroute)) if isinstance(reroute, list) else (),
-    )
 
 
 def _check_tools(recorded: RecordedRollout, tools: Tools, *, yes: bool) -> None:
@@ -248,8 +249,3 @@ async def _serve(found: Found, until: int | None, port: int, seconds: float | No
             async with asyncio.timeout(seconds):
                 await server.finished()
         return result_of(server)
-
-
-def show(result: ReplayResult) -> None:
-    """The result in words."""
-    say(escape(str(result)))

@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -24,6 +24,7 @@ from lightning_branching.divergence import Divergence, diverged
 from lightning_branching.recorded import RecordedCall, RecordedCalls, RecordedRollout
 from lightning_branching.streams import STREAMS, answer_of
 
+HOST: Final = "127.0.0.1"
 MODEL: Final = "policy"
 ALIAS: Final = "policy:"
 NO_RETRY: Final = {"x-should-retry": "false"}
@@ -36,7 +37,6 @@ class ReplayServer:
 
     recorded: RecordedRollout
     until: int | None = None
-    host: str = "127.0.0.1"
     port: int = 0
     prompts: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
@@ -65,14 +65,10 @@ class ReplayServer:
         return LLM(f"{self._url}/v1", self._key, MODEL, prompts=self.prompts, seed=self.seed)
 
     @property
-    def left(self) -> Sequence[RecordedCall]:
-        """The recorded calls that have not been asked for, but for those that broke off when they were recorded."""
-        return [call for call in self._calls.left if call.exchange.status]
-
-    @property
     def missing(self) -> tuple[str, ...]:
-        """The callers of what was recorded and not asked for, refused calls included."""
-        return (*(call.caller for call in self.left), *(refused.caller.name for refused in self._refusals))
+        """The callers of what was recorded and not asked for: refused calls included, but not calls that broke off."""
+        left = (call.caller for call in self._calls.left if call.exchange.status)
+        return (*left, *(refused.caller.name for refused in self._refusals))
 
     async def finished(self) -> None:
         """Return when every recorded call has been answered, or `end` was called."""
@@ -87,14 +83,13 @@ class ReplayServer:
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
+        site = web.TCPSite(self._runner, HOST, self.port)
         try:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error}. Give another --port") from error
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        self._url = f"http://{host}:{self._runner.addresses[0][1]}"
+            raise ConfigError(f"cannot listen on {HOST}:{self.port}: {error}. Give another --port") from error
+        self._url = f"http://{HOST}:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

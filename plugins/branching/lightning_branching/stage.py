@@ -6,10 +6,10 @@ the store is told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_branching.branches import BranchedAttempt, Branches, Inherits
-from lightning_branching.recorded import RecordedCall, prefix_of, read_rollout, why_no_branch
+from lightning_branching.recorded import prefix_of, read_rollout, why_no_branch
 from lightning_branching.streams import answer_of
 from lightning_branching.tools import BRANCHES
 
@@ -71,7 +71,8 @@ class BranchesStage(CallStage):
         if found is not None:
             if branch.has_edit:
                 await self.branches.keep_edit(branch, call.claims)
-            return recorded_answer(found, request.body)
+            status, kind, content = answer_of(found, request.body)
+            return Response(content, status, {"content-type": kind, "x-request-id": found.transition.id})
         self._calls[call] = branch, branch.prefix.at.key == (path, asked)
         # An agent acts upon what it has read, and it is not known before the end whether that is of the right version.
         call.withheld = "a branch" if branch.is_live else ""
@@ -119,11 +120,6 @@ class ToolRuns:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         claims, stage = self._identity.claims(scope), self._line.named(BRANCHES)
-        runs = await stage.branches.tool_runs(claims) if claims.branch and isinstance(stage, BranchesStage) else []
+        asked = stage.branches.of(claims) if claims.branch and isinstance(stage, BranchesStage) else None
+        runs = () if asked is None else (await asked).prefix.tool_events
         await send_bytes(send, 200, orjson.dumps({"tool_runs": [asdict(run) for run in runs]}))
-
-
-def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> Response:
-    """A recorded answer, as a stream where one is asked for."""
-    status, kind, content = answer_of(call, body)
-    return Response(content, status, {"content-type": kind, "x-request-id": call.transition.id})
