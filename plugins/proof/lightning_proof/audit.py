@@ -83,12 +83,11 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     epochs = await read_epochs(store, stored)
     algorithms = {epoch.number: rebuild_algorithm(epoch.config) or algorithm for epoch in epochs}
     records = await store.steps(run)
-    findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
+    gaps = [record for number, record in enumerate(records, 1) if record.step != number]
     declared, undeclared = _declared(records)
-    findings.extend(undeclared)
-    findings.extend(_repeated(records, declared, epochs))
     changed, unreadable = _changed(records)
-    findings.extend(unreadable)
+    findings = [Finding(record.step, "", "a step before this one is missing") for record in gaps]
+    findings += [*undeclared, *_repeated(records, declared, epochs), *unreadable]
     committed = {record.step for record in records}
     everything = await all_rollouts(store, run, split=TRAIN)
     findings.extend(
@@ -143,9 +142,11 @@ async def _step(
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:
         return [Finding(record.step, "", f"cannot be read: {error}")], {}
-    findings = _compare(record, epoch, members, groups, algorithm, reused)
-    findings += _no_branches(record, groups)
-    findings += _too_stale(record, groups, epoch.max_staleness)
+    findings = [
+        *_compare(record, epoch, members, groups, algorithm, reused),
+        *_no_branches(record, groups),
+        *_too_stale(record, groups, epoch.max_staleness),
+    ]
     used = {name for name, _ in record.rollouts}
     trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
     calls = [call for member in trajectories for call in member.transitions]
@@ -161,49 +162,44 @@ def _compare(
     groups: Sequence[Group],
     algorithm: Algorithm | None,
     reused: Collection[str],
-) -> list[Finding]:
+) -> Iterator[Finding]:
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
     by_id = {rollout.id: rollout for rollout in members}
-    findings = []
     for (name, attempt), digest in zip(record.rollouts, record.digests, strict=False):
         rollout, trajectory = by_id.get(name), trajectories.get(name)
         if rollout is None or trajectory is None or rollout.attempt != attempt:
-            findings.append(Finding(record.step, name, f"attempt {attempt} was trained, but is not the stored outcome"))
+            yield Finding(record.step, name, f"attempt {attempt} was trained, but is not the stored outcome")
         elif rollout_digest(trajectory) != digest:
-            findings.append(
-                Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
-            )
+            yield Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
         elif name not in reused and rollout.trained_at_step != record.step:
-            findings.append(Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}"))
+            yield Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}")
         if rollout is not None and name in reused and (problem := _not_reusable(record, rollout)):
-            findings.append(Finding(record.step, name, problem))
+            yield Finding(record.step, name, problem)
     if record.policy_version != record.step:
-        findings.append(Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step}"))
+        yield Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step}")
     if record.context.get("epoch", epoch.number) != epoch.number:
         named = record.context["epoch"]
-        findings.append(Finding(record.step, "", f"says it is of config epoch {named}, and the run's are other ones"))
+        yield Finding(record.step, "", f"says it is of config epoch {named}, and the run's are other ones")
     if len(record.rollouts) != len(record.digests):
-        findings.append(Finding(record.step, "", "has not one digest for each rollout"))
+        yield Finding(record.step, "", "has not one digest for each rollout")
     if algorithm is not None:
-        findings.extend(_compare_batch(record, groups, algorithm))
-    return findings
+        yield from _compare_batch(record, groups, algorithm)
 
 
-def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algorithm) -> list[Finding]:
+def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algorithm) -> Iterator[Finding]:
     try:
         batch = algorithm.batch(groups)
         alike = is_batch_of(record, batch)
     except DataError as error:
-        return [Finding(record.step, "", f"its batch cannot be built again: {error}")]
-    findings = []
+        yield Finding(record.step, "", f"its batch cannot be built again: {error}")
+        return
     if tuple((rollout.id, rollout.attempt) for rollout in batch.used) != record.rollouts:
-        findings.append(Finding(record.step, "", "its rollouts, or their order, are not the trained ones"))
+        yield Finding(record.step, "", "its rollouts, or their order, are not the trained ones")
     if not alike:
         problem = "its training rows are not the ones the engine computed on"
         if batch.loss is not None:
             problem += ", or its loss was another (which pairs are compared, and how)"
-        findings.append(Finding(record.step, "", problem))
-    return findings
+        yield Finding(record.step, "", problem)
 
 
 def _changed(records: Sequence[StepRecord]) -> tuple[tuple[int, ...], list[Finding]]:
@@ -248,27 +244,27 @@ def _not_reusable(record: StepRecord, rollout: Rollout) -> str:
     )
 
 
-def _repeated(records: Sequence[StepRecord], declared: Mapping[int, Reuse], epochs: Sequence[Epoch]) -> list[Finding]:
+def _repeated(
+    records: Sequence[StepRecord], declared: Mapping[int, Reuse], epochs: Sequence[Epoch]
+) -> Iterator[Finding]:
     """Rollouts that were trained, and groups that were looked at, by more steps than the run allows and the step declares."""
-    findings = []
     trained_in: dict[str, list[int]] = {}
     taken_by: dict[str, list[int]] = {}
     for record in records:
         limit, reuse = epoch_at(epochs, record.step).max_reuse, declared[record.step]
         if reuse.rollouts and reuse.limit != limit:
             problem = f"declares a reuse under trainer.max_reuse = {reuse.limit}, and the run's is {limit}"
-            findings.append(Finding(record.step, "", problem))
+            yield Finding(record.step, "", problem)
         for name, _ in record.rollouts:
             before = trained_in.setdefault(name, [])
             if problem := _problem_of(before, limit, declared=name in reuse.rollouts):
-                findings.append(Finding(record.step, name, problem))
+                yield Finding(record.step, name, problem)
             before.append(record.step)
         for group in record.groups:
             before = taken_by.setdefault(group, [])
             if len(before) > limit:
-                findings.append(Finding(record.step, group, f"taken already by step {_listed(before)}"))
+                yield Finding(record.step, group, f"taken already by step {_listed(before)}")
             before.append(record.step)
-    return findings
 
 
 def _problem_of(before: Sequence[int], limit: int, *, declared: bool) -> str:
@@ -286,10 +282,9 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def _no_branches(record: StepRecord, groups: Sequence[Group]) -> list[Finding]:
+def _no_branches(record: StepRecord, groups: Sequence[Group]) -> Iterator[Finding]:
     """Branches of which the record does not show that they begin as their parent did: one of their calls has the prompt of the
     call that they branch at, token for token."""
-    findings = []
     for group in groups:
         calls = {call.key: call for member in group.trajectories for call in member.transitions}
         for member in group.trajectories:
@@ -298,35 +293,31 @@ def _no_branches(record: StepRecord, groups: Sequence[Group]) -> list[Finding]:
             at, name = calls.get(member.rollout.parent), member.rollout.id
             if at is None:
                 problem = f"branches at a call that its group does not have: {member.rollout.parent}"
-                findings.append(Finding(record.step, name, problem))
+                yield Finding(record.step, name, problem)
             elif not begins_at(member.transitions, at):
                 problem = f"has no call with the prompt of that at which it branches, {member.rollout.parent}"
-                findings.append(Finding(record.step, name, problem))
-    return findings
+                yield Finding(record.step, name, problem)
 
 
-def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> list[Finding]:
+def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> Iterator[Finding]:
     """Trained calls with tokens of a policy older than the run allows, or younger than the step's own."""
     if bound is None:
-        return []
+        return
     used = {name for name, _ in record.rollouts}
-    findings = []
     for member in (member for group in groups for member in group.trajectories if member.rollout.id in used):
         versions = [run.version for call in member.transitions for run in call.versions]
         if not all(record.step - bound <= version + 1 <= record.step for version in versions):
             found = f"sampled by versions {min(versions)} to {max(versions)}"
             problem = f"{found}, which is not within trainer.max_staleness = {bound} of step {record.step}"
-            findings.append(Finding(record.step, member.rollout.id, problem))
-    return findings
+            yield Finding(record.step, member.rollout.id, problem)
 
 
-def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str]:
+def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> Iterator[str]:
     """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows; where the
     teacher does, though its name does not; and where stages of plugins do."""
-    warnings = []
     for before, record in itertools.pairwise(records):
         for of, others in other_stages(before.context, stages_of(record.context)).items():
-            warnings.append(f"from step {record.step} on {of} were made with other stages than before: {others}")
+            yield f"from step {record.step} on {of} were made with other stages than before: {others}"
         if epoch_at(epochs, before.step) is not epoch_at(epochs, record.step) or not (
             before.context and record.context
         ):
@@ -334,13 +325,8 @@ def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str
         old, new = before.context, record.context
         changed = [key for key in NUMERIC if key != "path" and old.get(key) != new.get(key)]
         if other := [f"{key} {old.get(key)} → {new.get(key)}" for key in changed]:
-            warnings.append(f"from step {record.step} on sums are rounded otherwise than before: {', '.join(other)}")
+            yield f"from step {record.step} on sums are rounded otherwise than before: {', '.join(other)}"
         then, now = recorded_teacher(before), recorded_teacher(record)
         if then is not None and now is not None and then.digest != now.digest:
             change = f"SHA-256 {then.digest[:12]}... → {now.digest[:12]}..."
-            warnings.append(f"from step {record.step} on the teacher {now.name} is another model than before: {change}")
-    return warnings
-
-
-def _gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
-    return [record for number, record in enumerate(records, 1) if record.step != number]
+            yield f"from step {record.step} on the teacher {now.name} is another model than before: {change}"
