@@ -1,7 +1,7 @@
-"""`lightning branch`: a recorded rollout from one of its calls on, again and again.
+"""`lightning branch`: run a recorded rollout again from one of its calls on, several times.
 
-The invariant: exit code 0 says that every branch is one and has a reward; 1: some are void or failed; 2: nothing could be
-branched.
+The invariant: exit code 0 says that every branch is valid and has a reward; 1: some are void or failed; 2: the rollout could
+not be branched.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def branch(
 
 
 def _prompts(given: list[str]) -> dict[str, str]:
-    """The texts by component. Raises `ConfigError`, or `DataError` for a file that cannot be read."""
+    """Read the values of `--prompt` into texts by component. Raises `ConfigError` for a value that is not NAME=FILE or repeats
+    a name, `DataError` for a file that cannot be read."""
     found = {}
     for each in given:
         name, equals, file = each.partition("=")
@@ -133,7 +134,8 @@ def _prompts(given: list[str]) -> dict[str, str]:
 
 
 def _split(given: list[str]) -> tuple[dict[str, float | int], list[str]]:
-    """Sampling parameters, which have a bare name, and settings, which have a section."""
+    """Split the values of `--set` into sampling parameters, whose names have no dot, and settings, whose names have a
+    section."""
     sampling: dict[str, float | int] = {}
     settings = []
     for each in given:
@@ -154,7 +156,7 @@ def _number(text: str, given: str) -> float | int:
 
 
 def show(report: BranchReport, where: str, agent: str) -> None:
-    """Branches in a table, and what they say of the call."""
+    """Print a table of the branches, the value that they estimate, and their warnings."""
     call = f"call {report.at} of {report.calls} ({escape(report.caller)})"
     say(f"{len(report.branches)} branches of {escape(report.parent)} at {call}, with {escape(report.model)}")
     print_table(

@@ -1,7 +1,7 @@
-"""`lightning replay`: a recorded rollout runs again, and what it does otherwise is shown.
+"""`lightning replay`: run a recorded rollout again and print where it differs, or train a recorded run again.
 
-The invariant: it only reads the store. Exit code 0: the replay is the recorded rollout, or the trained weights are the recorded
-ones; 1: they are others; 2: it cannot be replayed, or nothing can be proven.
+The invariant: the store is only read. Exit code 0: the replay equals the recorded rollout, or the trained weights equal the
+recorded ones; 1: they differ; 2: the rollout cannot be replayed, or nothing was proven.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RunTools = Annotated[bool, typer.Option("--yes", help="Run tools that the record
 
 
 class Tools(StrEnum):
-    """What a tool of the agent's does in a replay."""
+    """How the agent's tools get their results in a replay: from the record, or by running."""
 
     RECORDED = "recorded"
     LIVE = "live"
@@ -53,8 +53,8 @@ class Tools(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A rollout, and how its agent ran: the prompts and the seed that it was given, its adapters and rerouted hosts. `how` is
-    what its run's trainer has kept, and `settings` are the run's when the rollout was made."""
+    """A recorded rollout, and how its agent ran: its prompts and seed, its adapters and rerouted hosts. `how` is the stored
+    record of how the run's agents are called; `settings` are the run's settings at the time of the rollout."""
 
     recorded: RecordedRollout
     prompts: dict[str, str]
@@ -66,7 +66,7 @@ class Found:
     settings: Mapping[str, Json]
 
     def replay(self, agent: Agent, **how: Any) -> ReplayResult:
-        """Run the agent again, as it ran; `how` are further arguments of `replay_agent`."""
+        """Replay the rollout with this agent, under the recorded conditions; `how` are more arguments of `replay_agent`."""
         return replay_agent(
             self.recorded,
             agent,
@@ -148,7 +148,8 @@ def _retrain(run: str, where: str, model: Path | None) -> int:
 
 
 def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:
-    """A rollout of the stores at a place. Raises `ConfigError` where none has it, `DataError` where it cannot be replayed."""
+    """Find a rollout in the stores at the place `where`. Raises `ConfigError` if no store has it, `DataError` if it cannot be
+    replayed."""
     return found_at(where, rollout, attempt, with_tools=with_tools)[1]
 
 
@@ -160,7 +161,8 @@ def found_at(
     with_tools: bool = True,
     check: Callable[[Rollout], None] = lambda rollout: None,
 ) -> tuple[str, Found]:
-    """As `find`, with the URL of the rollout's store. `check` raises for a rollout that is of no use."""
+    """Find a rollout as `find` does, and return it with the URL of its store. `check` is called with the rollout before its
+    calls are read, and may raise a `LightningError` to refuse it."""
 
     async def look(_: str, store: Store) -> Found | LightningError | None:
         known = await store.get_rollout(rollout)
@@ -169,7 +171,7 @@ def found_at(
         try:
             check(known)
             return await found_in(store, rollout, attempt, with_tools=with_tools)
-        except LightningError as error:  # not raised: other stores would be asked then
+        except LightningError as error:  # returned, because the search goes on in other stores after a raised one
             return error
 
     for url, found in answers(where, look):
@@ -183,7 +185,8 @@ def found_at(
 
 
 async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tools: bool = True) -> Found:
-    """A rollout of this store, of a branch with what it inherits. Raises `DataError` where it cannot be replayed."""
+    """Read a rollout of this store, a branch with the calls that it inherited, and how its agent ran. Raises `DataError` if it
+    cannot be replayed."""
     recorded = await read_whole(store, rollout, attempt, with_tools=with_tools)
     run = await store.get_run(recorded.rollout.run)
     how = await HowToCall.of_run(store, recorded.rollout.run)
@@ -215,7 +218,7 @@ async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tool
 
 
 async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mapping[str, Json]:
-    """The settings of a run when it made a rollout, as far as it says them."""
+    """Return the settings that a run had when it made a rollout; empty if they are not recorded."""
     if run is None:
         return {}
     epoch = epoch_at(await read_epochs(store, run), max(1, rollout.step + (rollout.split != TRAIN)))
@@ -224,7 +227,7 @@ async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mappi
 
 
 def _check_tools(recorded: RecordedRollout, tools: Tools, *, yes: bool) -> None:
-    """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
+    """Raise `ConfigError` if tools would run again without `--yes`, because a tool may change something outside."""
     ran = [event for event in recorded.tool_events if not event.kind]
     live = {event.name for event in ran if tools is Tools.LIVE or event.call_id}
     if live and not yes:
