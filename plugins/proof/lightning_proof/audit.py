@@ -1,8 +1,8 @@
-"""Derives every trained batch of a run again from its store and says where it is not what was trained.
+"""Derive every trained batch of a run again from its store, and find where it differs from the one that was trained.
 
-The invariant: a clean audit means that each token id, logprob, reward, version and the order of each step are what the
-engine computed on; any single change to them is found and named. Weights and advantages are, too, but for the steps that it
-names as changed by a loop of somebody's own.
+The invariant: a clean audit means that the engine computed each step on exactly the stored token ids, logprobs, rewards,
+versions and order; any single change to them is found and named. The same holds for weights and advantages, except in steps
+that the report lists as changed by a loop of the user's own (`Trainer.session`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from lightning_proof.bring_forward import policy_fault_of, recorded_teacher, tra
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it was trained. `rollout` is a rollout's or a group's id, empty when it is the whole step."""
+    """One difference from the trained data. `rollout` is the id of a rollout or a group; empty if it concerns the whole
+    step."""
 
     step: int
     rollout: str
@@ -39,13 +40,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit looked at and found. `rederived` is False when only the user's own code can make an algorithm of the run
-    again, so that recorded data, but not advantages, could be compared. `warnings` say where steps of one config epoch were
-    computed otherwise than those before them, so that they can be taken again but for rounding only, or where calls,
-    attempts or steps were made with other stages. `rollouts` counts each
-    once; `reused` is how often one was trained again by a step that declares it (a replay buffer), which `calls` and `tokens`
-    count, too. `changed` are the steps of a loop of somebody's own (`Trainer.session`) that were computed on other rows than
-    the run's algorithm made: some of them, or with other weights or advantages."""
+    """The result of an audit, with the amount of data that was checked. `rederived` is False if only the user's own code can
+    make an algorithm of the run again, so that recorded data were compared, but not advantages. `warnings` name steps that were
+    computed with other numerics than the steps before them in the same config epoch, so that they can be taken again only up to
+    rounding, and calls, attempts or steps that were made with other stages. `rollouts` counts each rollout once; `reused`
+    counts how often a step trained one again and declared that (a replay buffer), which `calls` and `tokens` include.
+    `changed` are the steps of a loop of the user's own (`Trainer.session`) that were computed on other rows than the algorithm
+    made: on some of them, or with other weights or advantages."""
 
     run: str
     steps: int
@@ -61,15 +62,15 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that is not as it was trained."""
+        """Whether the audit has no findings."""
         return not self.findings
 
 
 async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> AuditReport:
-    """Audit a run, each step by the algorithm and the settings of its own config epoch. `algorithm` is needed only for epochs
-    whose own cannot be rebuilt from its stored arguments.
+    """Audit a run, each step with the algorithm and the settings of its config epoch. `algorithm` is used for epochs whose
+    algorithm cannot be made again from its stored arguments.
 
-    Raises `StoreError` when there is no such run, or calls that it was trained on were removed.
+    Raises `StoreError` if there is no such run, or if calls that it was trained on were removed.
     """
     stored = await store.get_run(run)
     if stored is None:
@@ -119,7 +120,7 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
 
 
 def _members(records: Sequence[StepRecord], rollouts: Sequence[Rollout]) -> Iterator[tuple[StepRecord, list[Rollout]]]:
-    """Each step with the rollouts that it looked at."""
+    """Yield each step with the rollouts of its groups."""
     by_group: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         by_group.setdefault(rollout.group, []).append(rollout)
@@ -135,7 +136,7 @@ async def _step(
     algorithm: Algorithm | None,
     reused: Collection[str],
 ) -> tuple[list[Finding], dict[str, int]]:
-    """What is wrong with a step, and how much of it was looked at."""
+    """Return the findings about a step, and the amount of data that was checked: `rollouts`, `calls`, `tokens` and `reused`."""
     try:
         groups = await load_groups(store, members, train_agents_of(epoch), policy_fault_of(epoch))
         if algorithm is not None and needs_critic(algorithm):
@@ -203,7 +204,8 @@ def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algor
 
 
 def _changed(records: Sequence[StepRecord]) -> tuple[tuple[int, ...], list[Finding]]:
-    """The steps that a loop of somebody's own computed on other rows than the batch's, and where that cannot be told."""
+    """Return the steps that a loop of the user's own computed on other rows than the batch's, and a finding for each step whose
+    updates cannot be read from the record, or do not have the recorded digest."""
     changed, findings = [], []
     for record in records:
         try:
@@ -221,7 +223,8 @@ def _changed(records: Sequence[StepRecord]) -> tuple[tuple[int, ...], list[Findi
 
 
 def _declared(records: Sequence[StepRecord]) -> tuple[dict[int, Reuse], list[Finding]]:
-    """What each step declares as reused, and where that cannot be read."""
+    """Return the rollouts that each step declares as reused, by step, and a finding for each declaration that cannot be
+    read."""
     found, findings = {}, []
     for record in records:
         try:
@@ -233,7 +236,8 @@ def _declared(records: Sequence[StepRecord]) -> tuple[dict[int, Reuse], list[Fin
 
 
 def _not_reusable(record: StepRecord, rollout: Rollout) -> str:
-    """Why a step cannot have reused a rollout: it was not there yet, or is not marked as trained before; empty where it can."""
+    """Return the reason why a step cannot have reused a rollout: it was sampled for a later step, or no earlier step is marked
+    as having trained it; empty if it can."""
     if rollout.step > record.step:
         return f"declared as reused, and sampled for step {rollout.step}, which is later"
     first = rollout.trained_at_step
@@ -247,7 +251,8 @@ def _not_reusable(record: StepRecord, rollout: Rollout) -> str:
 def _repeated(
     records: Sequence[StepRecord], declared: Mapping[int, Reuse], epochs: Sequence[Epoch]
 ) -> Iterator[Finding]:
-    """Rollouts that were trained, and groups that were looked at, by more steps than the run allows and the step declares."""
+    """Yield findings about rollouts that more steps trained, and groups that more steps took, than the run allows or the steps
+    declare."""
     trained_in: dict[str, list[int]] = {}
     taken_by: dict[str, list[int]] = {}
     for record in records:
@@ -268,7 +273,7 @@ def _repeated(
 
 
 def _problem_of(before: Sequence[int], limit: int, *, declared: bool) -> str:
-    """What is wrong with a rollout in a step, where the steps `before` trained it, too; empty where nothing is."""
+    """Return the problem with a rollout that a step trained after the steps `before`; empty if there is none."""
     if declared and not before:
         return "declared as reused, and no step before trained it"
     if before and not declared:
@@ -283,8 +288,8 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _no_branches(record: StepRecord, groups: Sequence[Group]) -> Iterator[Finding]:
-    """Branches of which the record does not show that they begin as their parent did: one of their calls has the prompt of the
-    call that they branch at, token for token."""
+    """Yield findings about branches whose records do not show that they branched. A branch must have a call with the prompt of
+    its parent's branching call, token for token."""
     for group in groups:
         calls = {call.key: call for member in group.trajectories for call in member.transitions}
         for member in group.trajectories:
@@ -300,7 +305,8 @@ def _no_branches(record: StepRecord, groups: Sequence[Group]) -> Iterator[Findin
 
 
 def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> Iterator[Finding]:
-    """Trained calls with tokens of a policy older than the run allows, or younger than the step's own."""
+    """Yield findings about trained rollouts with tokens of a policy version that is older than the run allows, or newer than
+    the one that the step trained."""
     if bound is None:
         return
     used = {name for name, _ in record.rollouts}
@@ -313,8 +319,8 @@ def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -
 
 
 def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> Iterator[str]:
-    """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows; where the
-    teacher does, though its name does not; and where stages of plugins do."""
+    """Yield warnings about steps where the stages of plugins change, where the numeric context changes within an epoch (except
+    for `path`, which follows from the step's rows), and where the teacher is another model than before."""
     for before, record in itertools.pairwise(records):
         for of, others in other_stages(before.context, stages_of(record.context)).items():
             yield f"from step {record.step} on {of} were made with other stages than before: {others}"
