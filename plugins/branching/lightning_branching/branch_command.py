@@ -1,7 +1,7 @@
-"""`lightning branch`: a recorded rollout from one of its calls on, again and again.
+"""`lightning branch`: run a recorded rollout again from one of its calls on, several times.
 
-The invariant: exit code 0 says that every branch is one and has a reward; 1: some are void or failed; 2: nothing could be
-branched.
+The invariant: exit code 0 says that every branch is valid and has a reward; 1: some are void or failed; 2: the rollout could
+not be branched.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ from lightning_branching.branch_parent import unused
 from lightning_branching.branching import BranchOutcome, BranchReport
 from lightning_branching.branching import branch as run_branches
 from lightning_branching.prompt_texts import read_prompt, warn_of_name
+from lightning_branching.replay_command import Attempt, Place, RunTools
+
+At = Annotated[
+    int, typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew.")
+]
+Prompt = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="A model, RUN@STEP or a version of weights, as for `lightning eval`; default: those that answered the call.",
+    ),
+]
+Live = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="Start no vLLM: the policy of the rollout's run answers, while its trainer serves the version that answered "
+        "the call.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a sampling parameter of the new calls (temperature=0.7), or a setting (runner.timeout=60).",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for vLLM's log and weights that are made again; default: branches, in the run's folder."),
+]
 
 
 def branch(
     rollout: Annotated[str, typer.Argument(help="The rollout's id, as `lightning runs show` lists it.")],
     agent: Annotated[str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm).")],
-    at: Annotated[
-        int,
-        typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew."),
-    ],
+    at: At,
     n: Annotated[int, typer.Option("-n", min=1, help="Number of branches.")] = 8,
-    where: Annotated[
-        str,
-        typer.Option(
-            "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
-        ),
-    ] = "runs",
-    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")] = None,
+    where: Place = "runs",
+    attempt: Attempt = None,
     edit: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Answer the call with this text instead of sampling it.")
     ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
-    ] = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="A model, RUN@STEP or a version of weights, as for `lightning eval`; default: those that answered the call.",
-        ),
-    ] = "",
-    live: Annotated[
-        bool,
-        typer.Option(
-            "--live",
-            help="Start no vLLM: the policy of the rollout's run answers, while its trainer serves the version that answered "
-            "the call.",
-        ),
-    ] = False,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a sampling parameter of the new calls (temperature=0.7), or a setting (runner.timeout=60).",
-        ),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
+    prompt: Prompt = None,
+    weights: Weights = "",
+    live: Live = False,
+    set_: Set = None,
+    yes: RunTools = False,
     runner: Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")] = "process",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for vLLM's log and weights that are made again; default: branches, in the run's folder."
-        ),
-    ] = None,
+    out: Out = None,
     as_json: AsJson = False,
     config: SettingsFile = None,
 ) -> None:
@@ -119,7 +119,8 @@ def branch(
 
 
 def _prompts(given: list[str]) -> dict[str, str]:
-    """The texts by component. Raises `ConfigError`, or `DataError` for a file that cannot be read."""
+    """Read the values of `--prompt` into texts by component. Raises `ConfigError` for a value that is not NAME=FILE or repeats
+    a name, `DataError` for a file that cannot be read."""
     found = {}
     for each in given:
         name, equals, file = each.partition("=")
@@ -132,7 +133,8 @@ def _prompts(given: list[str]) -> dict[str, str]:
 
 
 def _split(given: list[str]) -> tuple[dict[str, float | int], list[str]]:
-    """Sampling parameters, which have a bare name, and settings, which have a section."""
+    """Split the values of `--set` into sampling parameters, whose names have no dot, and settings, whose names have a
+    section."""
     sampling: dict[str, float | int] = {}
     settings = []
     for each in given:
@@ -153,7 +155,7 @@ def _number(text: str, given: str) -> float | int:
 
 
 def show(report: BranchReport, where: str, agent: str) -> None:
-    """Branches in a table, and what they say of the call."""
+    """Print a table of the branches, the value that they estimate, and their warnings."""
     call = f"call {report.at} of {report.calls} ({escape(report.caller)})"
     say(f"{len(report.branches)} branches of {escape(report.parent)} at {call}, with {escape(report.model)}")
     print_table(

@@ -1,6 +1,7 @@
-"""The rollout that branches begin as: where it is, whether it can be branched at a call, and under which settings it ran.
+"""The parent of branches: find it in a store, check that it can be branched at a call, and derive the branches' settings.
 
-The invariant: what cannot be branched is refused here, before anything is started; a setting that cannot be kept is named.
+The invariant: a rollout that cannot be branched is refused here, before anything is started. A recorded setting that the
+branches cannot keep is named in a warning.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from lightning_branching.recorded import Prefix, RecordedCall, prefix_of, versio
 from lightning_branching.replay_command import Found, found_at
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
-"""Sampling parameters of a call that may be given other values."""
+"""The sampling parameters that the user may set for the new calls of branches."""
 WHOLE: Final[Mapping[str, tuple[int, int]]] = {
     **dict.fromkeys(TOKEN_LIMITS, (1, 2**31 - 1)),
     "min_tokens": (0, 2**31 - 1),
     "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
-"""Sampling parameters that are whole numbers, with the least and the greatest that vLLM takes."""
+"""The least and the greatest value that vLLM accepts for each sampling parameter that is a whole number."""
 RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -41,15 +42,15 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, math.inf),
 }
-"""The least and the greatest value of the others."""
+"""The least and the greatest value of the other sampling parameters."""
 POSITIVE: Final = ("top_p", "repetition_penalty")
-"""Those of them that may not be 0."""
+"""The parameters in `RANGES` that may not be 0."""
 USED: Final[Mapping[str, tuple[str, ...]]] = {
     "trainer": ("seed", "eval_temperature", "project", "max_staleness"),
     "engine": ("dtype", *MACHINE_SETTINGS),
     "optimizer_model": (),
 }
-"""What branches use of these sections; of the others they use all but the prompts of `runner`."""
+"""The settings that branches use of these sections. Of every other section they use all settings, except `runner.prompts`."""
 RECORDED: Final = (
     "engine.dtype",
     "gateway.hosted_tools",
@@ -67,19 +68,19 @@ RECORDED: Final = (
     "trainer.eval_temperature",
     "trainer.seed",
 )
-"""What is taken from the record of a run: how its calls were sampled and its agents ran. The record may be a stranger's, so
-whatever names a file, a module, a program, a host to reach or a variable comes from the caller alone. (`runner.reroute` names
-hosts that are *not* reached.)"""
+"""The settings that branches take from the parent's run: how its calls were sampled and its agents ran. A record may come from
+a stranger, so a setting that names a file, a module, a program, a host to reach or a variable is never taken from it.
+(`runner.reroute` names hosts that are *not* reached.)"""
 CALLER_ONLY: Final = ("gateway.providers", "policy_server.args", "runner.preload", "runner.sandbox")
-"""Settings that a branch may need as its parent had them, and that only the caller can give."""
+"""Settings that a branch may need as its parent had them, but that only the user may set; see `RECORDED`."""
 INSTEAD: Final = "leave --live out (live=False): then a vLLM is started with the weights that answered the call"
-"""What to do where the policy of the parent's run cannot answer."""
+"""The cure in errors that say that the policy of the parent's run cannot answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A rollout that can be branched at the call `at`. `url` is its store's, `folder` that of its run, None where it is not
-    here."""
+    """A rollout that can be branched at the call `at`. `url` is the URL of its store, `folder` the folder of its run; None if
+    that is not on this machine."""
 
     url: str
     folder: Path | None
@@ -90,7 +91,7 @@ class Parent:
 
     @property
     def rollout(self) -> Rollout:
-        """The rollout, as the attempt ended that is branched."""
+        """The rollout, with the attempt that is branched."""
         return self.found.recorded.rollout
 
     @property
@@ -98,15 +99,10 @@ class Parent:
         """The version of the policy that answered the call."""
         return version_of(self.at.transition, self.rollout)
 
-    def first_call_of(self, component: str) -> RecordedCall | None:
-        """The first call that a component made."""
-        calls = self.found.recorded.calls
-        return next((call for call in calls if component in call.caller.split("/")), None)
-
 
 def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Parent:
-    """A rollout of the stores at a place, to be branched at its call number `at`. Raises `ConfigError` where none has it,
-    `DataError` where it cannot be branched there."""
+    """Find a rollout in the stores at the place `where`, to branch at its call number `at` (from 1). Raises `ConfigError` if no
+    store has it, `DataError` if it cannot be branched at that call."""
     if where.startswith(("http://", "https://")):
         raise ConfigError(
             f"{redacted(where)} is a Lightning Server, which answers agents itself: branch where its database can be reached"
@@ -119,10 +115,6 @@ def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Paren
             raise DataError(f"the rollout {rollout} is {known.status}: branch it when it has ended")
 
     url, found = found_at(where, rollout, attempt, check=check)
-    return _parent(where, url, found, at)
-
-
-def _parent(where: str, url: str, found: Found, at: int) -> Parent:
     recorded, name = found.recorded, found.recorded.rollout.id
     count = len(recorded.calls)
     if not 1 <= at <= count:
@@ -140,7 +132,8 @@ def _parent(where: str, url: str, found: Found, at: int) -> Parent:
 
 
 def _folder_of(run: str, where: str, url: str) -> Path | None:
-    """The folder of a run whose store this is, as far as it is at this place."""
+    """Return the folder of a run whose store has the URL `url`, looked for at and in the place `where`; None if it is not
+    there."""
     place = Path("runs" if "://" in where else where)
     candidates = [place, *sorted(place.iterdir())] if place.is_dir() else [place.parent]
     if (file := file_at(where)) is not None:
@@ -150,7 +143,7 @@ def _folder_of(run: str, where: str, url: str) -> Path | None:
 
 
 def file_at(place: str) -> Path | None:
-    """The database file at a place, which is one or an SQLite URL; None for a folder and for other URLs."""
+    """Return the database file that a place names by its path or by an SQLite URL; None for a folder and for other URLs."""
     if "://" in place:
         where = parse(place)
         return Path(where.path) if where.scheme == "sqlite" else None
@@ -158,14 +151,14 @@ def file_at(place: str) -> Path | None:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two URLs are those of one store."""
+    """Whether two URLs name the same store."""
     if parse(one).scheme == parse(other).scheme == "sqlite":
         return Path(parse(one).path).resolve() == Path(parse(other).path).resolve()
     return redacted(one) == redacted(other)
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what is no sampling parameter, or no number that it can be."""
+    """Raise `ConfigError` for an unknown sampling parameter, and for a value outside of its range."""
     for name, value in sampling.items():
         if name not in SAMPLING:
             raise ConfigError(
@@ -188,8 +181,8 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
 
 
 def unused(settings: Mapping[str, object], *, live: bool = False) -> str:
-    """What is to be said of settings with dotted names that branches have no use for; empty where they use all. Those that are
-    `live` start no vLLM."""
+    """Return a warning that names the given settings (by dotted names) that branches do not use; empty if they use all. With
+    `live` no vLLM is started, so that settings of `policy_server` have no use."""
     given = {name for key, value in settings.items() for name in _leaves(key, value)}
     names = sorted(name for name in given if not _uses(name) or (live and name.startswith("policy_server.")))
     return (
@@ -208,7 +201,7 @@ def _leaves(key: str, value: object) -> Iterator[str]:
 
 
 def _uses(name: str) -> bool:
-    """Whether branches use a setting; also for one that there is not, which is refused elsewhere."""
+    """Whether branches use a setting. True for an unknown setting, which is refused elsewhere."""
     section, _, rest = name.partition(".")
     first = rest.partition(".")[0]
     return (
@@ -221,8 +214,9 @@ def _uses(name: str) -> bool:
 def config_of(
     parent: Parent, sampling: Mapping[str, float | int], configure: Callable[[Config], Config]
 ) -> tuple[Config, list[str]]:
-    """The settings of branches: what the parent's run may say of them (`RECORDED`), as `configure` changes it, with these
-    sampling parameters; and what is to be said of them. Prompts are not among them. Raises `ConfigError`."""
+    """Return the settings of branches, and warnings about them. They are the settings in `RECORDED` of the parent's run,
+    changed by `configure` and by the sampling parameters `sampling`; prompts are given elsewhere. Raises `ConfigError` for
+    values that are not valid."""
     check_sampling(sampling)
     base, unknown = recorded_config(parent.found.settings)
     lost = [f"the run's setting {name} is not of this release, and left out" for name in unknown]
@@ -253,18 +247,14 @@ def config_of(
     }
     check_sampling({name: value for name, value in asked.items() if name in SAMPLING})
     config = with_settings(config, {"gateway.override_sampling": {**asked, **sampling}})
-    if left := _left_out(recorded, config):
+    # Recorded settings that may matter to a branch, that no record may set, and that the user has not set.
+    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    if left := [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]:
         lost.append(
             f"the run was recorded with {', '.join(left)}, which no record sets on this machine: give what its agent needs "
             "with --set or --config"
         )
     return config, lost
-
-
-def _left_out(recorded: Mapping[str, Any], config: Config) -> list[str]:
-    """The recorded settings that may matter to a branch, are none of `RECORDED`, and that the caller has not given."""
-    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
-    return [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:
@@ -273,7 +263,8 @@ def _at(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def remarks(parent: Parent, n: int, sampling: Mapping[str, float | int]) -> Iterator[str]:
-    """What makes branches alike, where that is so. `sampling` is what replaces the agent's own."""
+    """Yield a warning if all branches will be alike because the call is sampled at temperature 0. `sampling` replaces the
+    agent's own parameters."""
     request = parent.at.exchange.request
     asked = {**request, **sampling} if isinstance(request, dict) else {}
     if n > 1 and asked.get("temperature") == 0:

@@ -1,8 +1,8 @@
-"""At which calls of a group's finished rollouts to branch, for a number of tokens.
+"""Choose the calls of a group's finished rollouts (trunks) to branch at, for a number of tokens.
 
-The invariant: the answer is a pure function of its arguments, and no order of the trunks changes it. Every point can be
-branched: its call is trained, something was answered before it, and nothing before it broke off or was refused. The points
-together cost at most the tokens that may be spent.
+The invariant: the choice is a pure function of its arguments, and does not depend on the order of the trunks. Every chosen call
+can be branched: it is trained, some call was answered before it, and no call before it broke off or was refused. All branches
+together are expected to cost at most the given tokens.
 
 A branch at a call is expected to cost what its trunk sampled from that call on.
 
@@ -30,7 +30,7 @@ from lightning.types import Transition
 BranchPoint: TypeAlias = tuple[Trajectory, Transition]
 
 FIRST_TOKENS = 20
-"""How many of an answer's first tokens say how uncertain it was."""
+"""The number of an answer's first tokens whose mean logprob measures how uncertain the answer was."""
 
 
 def branch_points(
@@ -41,22 +41,23 @@ def branch_points(
     branches: Sequence[Trajectory] = (),
     per_call: float | None = None,
 ) -> list[BranchPoint]:
-    """The calls to branch at, in the order in which they were chosen; a call that is there twice gets two branches.
+    """Return the calls to branch at, in the order in which they were chosen; a call that is listed twice gets two branches.
 
-    `trunks` are the finished rollouts of a group, `tokens` how many may be sampled for branches. `branches` are those that
-    the group has already. The calls without one are taken in an order, and those that there are no tokens left for are passed
-    over; when each was taken once, the order begins again, with all calls. `per_call` is how many branches a call gets at most,
-    on average: with 0.3, each call is left out with the probability 0.7. None: what the tokens allow.
+    `trunks` are the finished rollouts of a group, `tokens` the number of tokens that may be sampled for branches, and
+    `branches` the branches that the group already has. Calls are taken in rounds, in an order that `by` gives; the first round
+    leaves out calls that have a branch. A call that costs more than the tokens that are left is passed over. `per_call` is the
+    mean number of branches of a call at most: with 0.3, each call is left out with probability 0.7. None: only the tokens
+    limit it.
 
-    - `random`: the order is drawn anew each time, from `seed`.
-    - `entropy`: calls that follow a tool run come first (ARPO, arXiv 2507.19849, branches after tool use). Among them the
-      answer is first whose `FIRST_TOKENS` first tokens have the least mean logprob; of equal ones, any. Answers without
+    - `random`: the order is drawn from `seed`, anew for each round.
+    - `entropy`: calls that follow a tool run come first (ARPO, arXiv 2507.19849, branches after tool use). Among them, calls
+      whose answers have a lower mean logprob over their first `FIRST_TOKENS` tokens come first; ties are drawn. Answers without
       logprobs come last.
-    - `variance`: the middle of each trunk, then the quarters, and so on. Where `branches` has returns that differ, these calls
-      come before the others: with n returns of variance s² (the trunk's among them) one more takes s² / (n (n + 1)) off the
-      variance of their mean, and each next branch goes where that is most for a token.
+    - `variance`: the middle call of each trunk, then the quarters, and so on. Calls whose `branches` have returns that differ
+      come before all others: with n returns of variance s² (the trunk's included), one more branch lowers the variance of their
+      mean by s² / (n (n + 1)), and each next branch goes to the call where this is largest per token.
 
-    Raises `ConfigError` for another `by`, and for numbers that mean nothing.
+    Raises `ConfigError` for an unknown `by`, for `tokens` that are not finite, and for a negative `per_call`.
     """
     if not np.isfinite(tokens):
         raise ConfigError(f"tokens={tokens}: say how many tokens may be sampled for branches")
@@ -82,7 +83,8 @@ def branch_points(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A call that can be branched. `rank` is its place among those of its trunk, of which there are `among`."""
+    """A call that can be branched at, with its expected `cost` in tokens. `rank` is its index among the `among` such calls of
+    its trunk."""
 
     trunk: Trajectory
     call: Transition
@@ -96,7 +98,8 @@ def _order(trunk: Trajectory) -> tuple[int, str]:
 
 
 def _places(trunk: Trajectory) -> list[_Place]:
-    """The calls of a trunk that can be branched, with what that is expected to cost."""
+    """Return the calls of a trunk that can be branched at. The expected cost of a branch is the number of tokens that the trunk
+    sampled from the call on."""
     able = [
         call
         for call, trainable in zip(trunk.transitions, trunk.trainable, strict=True)
@@ -109,13 +112,13 @@ def _places(trunk: Trajectory) -> list[_Place]:
 
 
 def _can_branch(trunk: Trajectory, at: Transition) -> bool:
-    """Whether something was answered before a call, and all that a branch asks again is on record."""
+    """Whether some call was answered before this call, and all calls that a branch would repeat are recorded."""
     unrecorded = any(call.seq < at.seq for call in trunk.refused) or any(is_prefix(call, at) for call in trunk.lost)
     return not unrecorded and any(is_prefix(call, at) for call in trunk.transitions)
 
 
 def _ordered(places: Sequence[_Place], by: BranchBy, seed: int | str, turn: int) -> list[_Place]:
-    """The order in which calls are taken for the `turn`-th time."""
+    """Return the calls in the order in which round `turn` takes them."""
     if by == "random":
         return sorted(places, key=lambda place: _drawn(place, seed, turn, "order"))
     if by == "entropy":
@@ -125,13 +128,14 @@ def _ordered(places: Sequence[_Place], by: BranchBy, seed: int | str, turn: int)
 
 
 def _drawn(place: _Place, seed: int | str, turn: int, what: str) -> float:
-    """A random number from 0 to 1 that depends on the call's place in the group alone, so that no resume changes it."""
+    """Return a random number from 0 to 1 that depends only on the arguments and the call's place in its group, so that a
+    resumed run draws the same number."""
     name = f"{seed}/{turn}/{what}/{place.trunk.rollout.index}/{place.call.seq}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) / 2.0**64
 
 
 def _follows_tool(place: _Place) -> bool:
-    """Whether tools ran for the last answer that the same agent got before the call."""
+    """Whether the last answer that the same agent got before the call made it run tools."""
     calls = [call for call in place.trunk.transitions if is_prefix(call, place.call)]
     own = [call for call in calls if call.caller.name == place.call.caller.name] or calls
     last = own[-1]
@@ -141,13 +145,15 @@ def _follows_tool(place: _Place) -> bool:
 
 
 def _mean_logprob(call: Transition) -> float:
-    """Of the first tokens of an answer: the lower, the less certain. Infinite where there are no logprobs."""
+    """Return the mean logprob of an answer's first tokens; the lower, the less certain the answer was. Infinite without
+    logprobs."""
     first = np.frombuffer(call.logprobs, dtype=np.float32)[:FIRST_TOKENS]
     return float(first.mean(dtype=np.float64)) if len(first) else float("inf")
 
 
 def _spread(rank: int, among: int) -> tuple[int, float]:
-    """The level at which halving the calls again and again comes to this one, the middle first; then its place."""
+    """Return the sort key that puts the middle of `among` calls first, then the quarters, and so on: the level at which
+    repeated halving reaches the call, and the call's place in its trunk."""
     low, high, level = 0, among, 0
     while (middle := (low + high) // 2) != rank:
         low, high = (low, middle) if rank < middle else (middle + 1, high)
@@ -156,7 +162,8 @@ def _spread(rank: int, among: int) -> tuple[int, float]:
 
 
 def _by_variance(places: Sequence[_Place], branches: Sequence[Trajectory], tokens: float) -> Iterator[_Place]:
-    """The calls with returns that differ, each time the one where another branch is worth most for its tokens."""
+    """Yield calls whose returns differ: each time the one where another branch lowers the variance most per token, until the
+    tokens are spent."""
     returns: dict[tuple[str, int, int], list[float]] = {}
     for branch in branches:
         if branch.rollout.parent is not None:

@@ -1,8 +1,7 @@
-"""The branches that a gateway answers, and the records of their parents, read once for all branches that come together.
+"""The branches that a gateway answers, and the records of their parents, read once for branches that come together.
 
-The invariant: nothing of a branch is sampled before all that its parent was answered, before the call at which it branches was
-sent, has been asked again exactly as it is recorded, and has been answered alike. What is at hand of all branches is bounded;
-what is not at hand any more is read from the store again.
+The invariant: a branch first repeats its parent's earlier calls exactly, and gets the recorded answers. Only then is anything
+sampled. The number of branches and parents in memory is bounded; the others are read from the store again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lightning.errors import DataError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.store.protocol import Store
-from lightning.types import BRANCH_VOID, ToolEvent, Transition
+from lightning.types import BRANCH_VOID, Transition
 from lightning_record import exchanges
 
 from lightning_branching.divergence import diverged
@@ -38,12 +37,13 @@ from lightning_branching.recorded import (
 )
 
 PATIENCE: Final = 120.0
-"""Seconds that a call waits for those of the prefix, since the last of them was asked again: tools run between them."""
+"""Seconds for which a call waits for the parent's earlier calls to be repeated, counted from the last one that was. Tools may
+run between two of them."""
 
 
 class BranchedAttempt:
-    """One attempt of a branch. What its `run` says is `meant`: where prompts are others, the call at which it branches may ask
-    something else than it did; with an edit it is answered with that text instead of being sampled."""
+    """One attempt of a branch. `meant` are the changes that its `run` declares: with other prompts the branching call may
+    differ from the recorded one; with an edit that call is answered with the edited text and is not sampled."""
 
     def __init__(self, prefix: Prefix, owner: tuple[str, int], run: str, meant: MeantChanges) -> None:
         self.prefix, self.owner, self.run = prefix, owner, run
@@ -55,7 +55,7 @@ class BranchedAttempt:
         self._open = {call.key for call in (prefix.at, *prefix.beside)}
         self._missing = len(answered)
         self.recorded_ids = frozenset(call.transition.id for call in answered)
-        """The ids of the answers that come from the record."""
+        """The ids of the calls that are answered from the record."""
         self._begun, self._whole, self._taken_at = asyncio.Event(), asyncio.Event(), 0.0
         self._beside, self._void = False, ""
         if not answered:
@@ -63,8 +63,9 @@ class BranchedAttempt:
         self._edited = edit is not None
 
     async def answer(self, caller: str, path: str, body: Mapping[str, Any], request: bytes) -> RecordedCall | None:
-        """The recorded call that answers a request, of which `request` is the canonical form; None for one that is to be
-        sampled, when it may be. Raises `RefusalError` (409) for what makes the branch void, and in a void one."""
+        """Return the recorded call that answers a request, or None for a request that is sampled, as soon as it may be sampled.
+        `request` is the canonical JSON of the body. Raises `RefusalError` (409) for a request that makes the branch void, and
+        for any request of a void branch."""
         self._check()
         key = (path, request)
         if (found := self._calls.take(caller, path, request)) is not None:
@@ -85,7 +86,7 @@ class BranchedAttempt:
         elif known:
             self._beside = True
         else:
-            await self._wait(self._begun)  # what follows from a call beside it comes after it
+            await self._wait(self._begun)  # it may follow from a call beside the branching one, which must come first
         return None
 
     def _taken(self, key: tuple[str, bytes], call: RecordedCall) -> None:
@@ -97,33 +98,34 @@ class BranchedAttempt:
                 self._begin()
 
     def goes_on(self, calls: Sequence[Transition]) -> None:
-        """The attempt has made these calls of its own already: another server has answered what comes before."""
+        """Take over an attempt that has made these calls of its own at another server: if they show that it branched there,
+        everything from now on is sampled."""
         if begins_at(calls, self.prefix.at.transition) or (self._changed and calls):
             self._missing = 0
             self._whole.set()
             self._begin()
 
     def _begin(self) -> None:
-        """From here on everything is sampled: what of the record is not needed any more may be megabytes."""
+        """Sample everything from now on, and drop the rest of the record, which may be megabytes."""
         self.prefix = replace(self.prefix, answered=(), beside=())
         self._calls, self._open, self._given = RecordedCalls(()), set(), {}
         self._begun.set()
 
     @staticmethod
     def own_seed(claims: Claims, seed: int) -> int:
-        """The seed of a sampled call whose agent gives one. The agent draws what its parent drew, and with the parent's seed
-        the model would answer what it answered there."""
+        """Return the seed for a sampled call whose request has the seed `seed`. It depends on the rollout and the attempt,
+        because an agent that runs again draws its parent's seeds, and with these the model would give its parent's answers."""
         text = f"{seed}/{claims.rollout}/{claims.attempt}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     @property
     def has_edit(self) -> bool:
-        """Whether the agent has been given the edited answer, and all that came before it."""
+        """Whether the agent got the edited answer, after all recorded answers before it."""
         return self._edited and not self._missing and not self._void
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """The policy server has read the call at which it branches, which has to have the recorded prompt, token for token.
-        Raises `RefusalError` (409)."""
+        """Check that the branching call has the recorded prompt, token for token; `prompt_ids` are the policy server's. With
+        other prompts nothing is checked. Raises `RefusalError` (409) and voids the branch if a token differs."""
         at = self.prefix.at
         if self._changed:
             return
@@ -138,12 +140,12 @@ class BranchedAttempt:
 
     @property
     def is_live(self) -> bool:
-        """Whether the policy of the parent's run answers, which may be updated."""
+        """Whether the branch is answered by the policy of the parent's run, which may be updated meanwhile."""
         return self._live is not None
 
     def check_version(self, sampled_by: set[int] | None) -> None:
-        """These versions have sampled a call, or nobody knows which: where the policy of the parent's run answers, it may have
-        been updated. Raises `RefusalError` (409)."""
+        """Check that only the version of the parent's call sampled a call of a live branch. `sampled_by` are the versions that
+        did; None if they are unknown. Raises `RefusalError` (409) and voids the branch otherwise."""
         if self._live is None or sampled_by == {self._live}:
             return
         why = (
@@ -156,7 +158,7 @@ class BranchedAttempt:
         self.refuse(f"{why}. Branch without --live, with a vLLM of its own")
 
     def refuse(self, why: str) -> None:
-        """The branch is void. Raises `RefusalError`."""
+        """Make the branch void for this reason, and raise `RefusalError` (409)."""
         self._void = why
         self._whole.set()
         self._begun.set()
@@ -186,40 +188,41 @@ class BranchedAttempt:
 
 
 def void(why: str) -> RefusalError:
-    """The refusal (409) of a call in a branch that is no branch."""
+    """Return the refusal (409) of a call in a void branch."""
     return RefusalError(409, BRANCH_VOID, f"{VOID} {why}", [NO_RETRY])
 
 
 REMEMBERED: Final = 1024
-"""Branches at work whose prefixes are at hand."""
+"""Most attempts of branches that are kept in memory."""
 PARENTS: Final = 8
-"""Records of parents that are at hand: the branches of one come together."""
+"""Most records of parents that are kept in memory; the branches of one parent come together."""
 TOLD: Final = 4
-"""Calls of its parent that the first calls of a branch are told against."""
+"""Number of the parent's calls against which the first calls of a branch are packed."""
 SAID: Final = 4 * TOLD
-"""Calls of each of these whose texts are at hand: groups that are sampled as trees branch at several calls at once."""
+"""Most calls of each parent whose texts are kept in memory; a group that is sampled as a tree branches at several calls at
+once."""
 
 
 @runtime_checkable
 class Inherits(Protocol):
-    """The stage that keeps the texts of calls, as branches need it."""
+    """The interface of the stage that stores the texts of calls, as far as branches use it."""
 
     def inherit(self, attempt: tuple[str, int], calls: Sequence[exchanges.Said]) -> None:
-        """An attempt of a branch begins: its texts may be told against these of its parent."""
+        """Pack the texts of a new attempt of a branch as differences from these calls of its parent."""
 
 
 @dataclass(slots=True)
 class RecordedParent:
-    """The record of a parent, and of its calls what those of branches are packed against. Both are forgotten together: a parent
-    that is made again says something else."""
+    """The record of a parent, and the texts of its calls against which calls of branches are packed. Both are dropped together,
+    because a parent that was removed and made again has other texts."""
 
     recorded: RecordedRollout
     _said: Bounded[int, exchanges.Said] = field(default_factory=lambda: Bounded(SAID))
 
     def told_against(self, prefix: Prefix) -> list[exchanges.Said]:
-        """What the calls of a branch are packed against to begin with: the call at which it branches, which its first call
-        mostly asks again, and the last ones before that, as its parent's calls were. Its siblings get the same objects: to
-        unpack a long rollout takes milliseconds of the event loop, and its requests may be megabytes."""
+        """Return the calls against which the first calls of a branch are packed: the branching call, which the branch mostly
+        repeats, and the last `TOLD` - 1 calls that ended before it. Sibling branches get the same objects, because unpacking a
+        long rollout takes milliseconds of the event loop, and its requests may be megabytes."""
         last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - TOLD :]
         numbers = [call.transition.seq for call in (prefix.at, *last)]
         said = {number: self._said[number] for number in numbers if number in self._said}
@@ -235,14 +238,14 @@ class Branches:
 
     store: Store
     texts: Inherits | None
-    """The stage that keeps the texts of calls; None where none are kept."""
+    """The stage that stores the texts of calls; None if none are stored."""
     _known: Bounded[tuple[str, int], BranchedAttempt] = field(default_factory=lambda: Bounded(REMEMBERED))
     _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
     _parents: Bounded[tuple[str, int], asyncio.Task[RecordedParent]] = field(default_factory=lambda: Bounded(PARENTS))
 
     async def of(self, claims: Claims) -> BranchedAttempt:
-        """The branch of an attempt. Raises `RefusalError`: 409 where it is void from the beginning, 503 when the store cannot
-        tell."""
+        """Return the branch of the attempt in these claims. Raises `RefusalError`: 409 if it is void from the beginning, 503 if
+        the store fails."""
         key = (claims.rollout, claims.attempt)
         if (known := self._known.used(key)) is not None:
             return known
@@ -259,16 +262,12 @@ class Branches:
             raise RefusalError(503, "store_failed", message) from error
 
     async def keep_edit(self, branch: BranchedAttempt, claims: Claims) -> None:
-        """The agent is about to get the edited answer: keep that, since it may make no call of its own after it. Raises
-        `RefusalError` (409) where the store fails: the answer is given once, so that the branch is void."""
+        """Store that the agent gets the edited answer, because it may make no call of its own afterwards. Raises `RefusalError`
+        (409) and voids the branch if the store fails, because the answer is given only once."""
         try:
             await self.store.put_state(branch.run, edit_key(claims.rollout, claims.attempt), True, once=None)
         except StoreError as error:
             branch.refuse(f"the store does not keep that its edited answer was given: {error}")
-
-    async def tool_runs(self, claims: Claims) -> list[ToolEvent]:
-        """The runs of tools that are answered in a branch. Raises as `of` does."""
-        return list((await self.of(claims)).prefix.tool_events)
 
     async def _read(self, name: str, number: int) -> BranchedAttempt:
         rollout = await self.store.get_rollout(name)
@@ -281,7 +280,7 @@ class Branches:
             self.texts.inherit((name, number), found.told_against(prefix))
         branch = BranchedAttempt(prefix, (parent, attempt), rollout.run, meant)
         branch.goes_on(await self.store.transitions(name, number))
-        # before the reading is over: whoever comes then must not read again
+        # Kept before this task ends: a call that comes just then must not read again.
         return self._known.keep((name, number), branch)
 
     async def _parent(self, parent: str, attempt: int) -> RecordedParent:

@@ -1,8 +1,9 @@
-"""Branches of a recorded rollout: the agent's code runs again, several times, and is sampled anew from one of its calls on.
+"""Run branches of a recorded rollout: the agent's code runs again, several times, and is sampled anew from one of its calls on.
 
-The invariant: a branch that does not begin as its parent did has no reward and is in no figure. Branches are a run of their own
-in their parent's store, so that nothing of the parent's run is touched. The weights are those that answered the parent, or it
-is said which others they are. A vLLM of the branches' own has them, or that of the parent's run, while it is trained.
+The invariant: a branch that does not begin as its parent did has no reward and enters no statistic. The branches are a run of
+their own in their parent's store, so that the parent's run does not change. The weights are those that answered the parent;
+where they are others, a warning names them. They are served by a vLLM that is started for the branches, or by the vLLM of the
+parent's run while that run is trained.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ from lightning_branching.recorded import CHANGES, edited, is_void, live_tools
 
 @dataclass(frozen=True, slots=True)
 class LiveAgents:
-    """Runs the agents of a run's branches. Make one with `open_live`."""
+    """Runs the agents of branches against the policy that the parent's run serves. Make one with `open_live`."""
 
     store: Store
     agents: Agents
@@ -71,8 +72,8 @@ class LiveAgents:
 async def open_live(
     resources: AsyncExitStack, store: Store, run: Run, parent: Run, config: Config, runner: Runner, prompts: Prompts
 ) -> LiveAgents:
-    """Start a gateway of its own before the policy of the run `parent`, and the runner; `resources` closes them. Raises
-    `ConfigError` where no server of that policy answers."""
+    """Start a gateway in front of the policy server of the run `parent`, and the runner; `resources` closes them. Raises
+    `ConfigError` if no server of that policy answers."""
     gateway = await join_gateway(resources, store, config)
     if not await gateway.served(parent.id):
         raise ConfigError(
@@ -92,13 +93,13 @@ async def open_live(
 
 
 SPLIT: Final = "branch"
-"""The split of branches: they are neither trained on nor a held-out evaluation."""
+"""The split of branches: they are not trained on, and are no held-out evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchOutcome:
-    """How a branch ended. `calls` are those that it made itself. `state` is `valid` with a `reward`, `void` where it did not
-    begin as its parent did, or `failed`; `why` says why it has no reward."""
+    """How a branch ended. `calls` counts its own answered calls, without those from the record. `state` is `valid` for a branch
+    with a `reward`, `void` for one that did not begin as its parent did, else `failed`; `why` says why there is no reward."""
 
     id: str
     calls: int
@@ -109,9 +110,9 @@ class BranchOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BranchReport:
-    """What branches at a call have shown. `mean` is that of the valid branches' rewards, `error` its standard error (None for
-    fewer than two). It is the value of the state before the call, and with an `edit` that of the edited answer there.
-    `warnings` say what was not as it was asked for, or as it was for the parent."""
+    """The results of the branches at one call. `mean` is the mean reward of the valid branches, `error` its standard error
+    (None for fewer than two branches). The mean estimates the value of the state before the call, or with an `edit` the value
+    of the edited answer. `warnings` name what differs from the user's options or from the parent's run."""
 
     run: str
     parent: str
@@ -128,18 +129,18 @@ class BranchReport:
 
     @property
     def valid(self) -> int:
-        """How many branches have a reward."""
+        """The number of branches with a reward."""
         return sum(each.state == "valid" for each in self.branches)
 
     @property
     def advantage(self) -> float | None:
-        """The parent's reward less the mean: what the parent's way from the call on was worth beside the branches'."""
+        """The parent's reward minus the mean reward of the branches; None if either is unknown."""
         return None if self.mean is None or self.parent_reward is None else self.parent_reward - self.mean
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is to run: checked, with its weights found."""
+    """Everything that is needed to run the branches: the checked options, and the weights that were found."""
 
     parent: Parent
     agent: Agent
@@ -174,17 +175,19 @@ def branch(
     out: str | Path | None = None,
     progress: bool = False,
 ) -> BranchReport:
-    """Run an agent `n` times more from call number `at` of a recorded rollout on; blocks until all branches have ended.
+    """Run an agent `n` times more from call number `at` of a recorded rollout on; return when all branches have ended.
 
-    What the rollout was answered before that call is answered from its record, the rest is sampled by a vLLM that is started
-    with the weights that answered it, or with `weights` (as for `lightning eval`). With `live` none is started: the policy of
-    the rollout's run answers, while its trainer serves the version that answered the call. The call is answered with `edit`
-    where that is given. `prompts` are texts by component, `sampling` parameters of the new calls (`{"temperature": 0.7}`),
-    `settings` those of the run with dotted names, or a function that changes them; all else is as the parent's run had it.
-    `runs` is where the rollout is: a folder of runs, a run's folder, a database, a URL. The agent is a function, or
-    `MODULE:FUNCTION`. Tools that run again need `run_tools`. `out` is a folder for vLLM's log and weights that are made again.
+    Calls before that call are answered from the record. The rest is sampled by a vLLM that is started with the weights that
+    answered the call, or with `weights` (as for `lightning eval`). With `live` no vLLM is started: the policy of the rollout's
+    run answers, as long as its trainer serves the version that answered the call. With `edit`, the call gets that text as its
+    answer. `prompts` are other prompts by component, `sampling` parameters of the new calls (`{"temperature": 0.7}`),
+    `settings` changes of the run's settings by dotted names, or a function that changes them; all else is as in the parent's
+    run. `runs` is the place of the rollout: a folder of runs, a run's folder, a database, a URL. The agent is a function, or
+    `MODULE:FUNCTION`. `run_tools` must be true if tools run again. `out` is a folder for vLLM's log and for weights that are
+    computed again.
 
-    Raises `ConfigError` or `DataError` for what cannot be branched so; a branch that fails is in the report.
+    Raises `ConfigError` or `DataError` for a rollout that cannot be branched with these options; a branch that fails is in the
+    report.
     """
     if n < 1:
         raise ConfigError(f"n = {n}: give the number of branches, 1 or more")
@@ -219,12 +222,13 @@ def branch(
 
 
 def _with(settings: Mapping[str, object]) -> Callable[[Config], Config]:
-    """What changes settings to these, and to those of the environment."""
+    """Return a function that applies the environment's settings and then these to a configuration."""
     return lambda base: with_settings(load_config(base=base), settings)
 
 
 def _check_tools(parent: Parent, n: int, *, run_tools: bool) -> None:
-    """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
+    """Raise `ConfigError` if tools of the rollout would run again and `run_tools` is false, because a tool may change
+    something outside."""
     if (live := live_tools(parent.found.recorded, parent.prefix)) and not run_tools:
         raise ConfigError(
             f"these tools of the rollout run again in {n} branches: {', '.join(live)}. If that does no harm, say --yes "
@@ -234,7 +238,7 @@ def _check_tools(parent: Parent, n: int, *, run_tools: bool) -> None:
 
 
 def _folder(parent: Parent) -> Path:
-    """Where the log of vLLM and weights that are made again belong."""
+    """Return the default folder for vLLM's log and for weights that are computed again."""
     where = parse(parent.url)
     if parent.folder is not None:
         return parent.folder / "branches"
@@ -242,7 +246,7 @@ def _folder(parent: Parent) -> Path:
 
 
 def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) -> tuple[EvaluatedModel, str]:
-    """The weights, and what is to be said of them."""
+    """Find the weights for the branches; return them with a warning about them, which is empty if they are the right ones."""
     if weights:
         return find_model(weights, _folder_of_runs(runs), into, config), ""
     return asyncio.run(
@@ -254,10 +258,10 @@ def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) 
 
 
 def _served(parent: Parent) -> EvaluatedModel:
-    """The policy that the trainer of the parent's run serves, whatever folder its weights are in. Raises `ConfigError` where it
-    serves none, or another version."""
+    """Return the policy that the trainer of the parent's run serves. Raises `ConfigError` if the trainer serves none, or serves
+    another version than the one that answered the call."""
     base, _ = recorded_config(parent.found.settings)
-    # A copy of its database says what was once served, too.
+    # The database alone may be a copy, which still says that the policy is served.
     if parent.folder is not None and not is_claimed(parent.folder):
         raise ConfigError(f"no process trains or serves the run in {parent.folder} now: {INSTEAD}")
     asked = with_store(parent.url, lambda store: why_not_served(store, parent.run.id, parent.version, base))
@@ -268,7 +272,7 @@ def _served(parent: Parent) -> EvaluatedModel:
 
 
 def _folder_of_runs(place: str) -> Path:
-    """Where runs are looked for by name, from the place of one of them."""
+    """Return the folder in which other runs are looked up by name, given the place of one run."""
     file = file_at(place)
     if file is None and "://" in place:
         return Path("runs")
@@ -314,7 +318,8 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
 
 
 def _rollouts(plan: _Plan, run: str, number: int) -> list[Rollout]:
-    """The branches to run. Their ids have the run's number, so that a second run's calls have other seeds."""
+    """Return the rollouts of the branches. Their ids contain the number of the run, so that a second run of branches at the
+    same call draws other seeds."""
     return [
         Rollout(
             id=f"{run}/{number}/{index}",
@@ -331,7 +336,7 @@ def _rollouts(plan: _Plan, run: str, number: int) -> list[Rollout]:
 
 
 async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
-    """A run that is not there yet, and which one it is of this call's."""
+    """Return a new run for the branches, and its number among the runs of branches at this call, from 0."""
     parent = plan.parent
     base = base_name(parent.rollout.id, parent.at.number)
     known = {run.id for run in await store.list_runs(brief=True)}
@@ -363,7 +368,7 @@ async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
 
 
 def base_name(rollout: str, at: int) -> str:
-    """How the ids of runs begin whose rollouts branch at this call."""
+    """Return the prefix of the ids of all runs of branches at call `at` of a rollout."""
     return f"{rollout.replace('/', '.')}-call{at}"
 
 
@@ -403,23 +408,22 @@ async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
     )
 
 
-def _hints(plan: _Plan, outcomes: list[BranchOutcome]) -> list[str]:
-    """Why branches under another prompt are void, where that prompt is used too early."""
+def _hints(plan: _Plan, outcomes: list[BranchOutcome]) -> Iterator[str]:
+    """Yield the reason why branches are void, for each changed prompt that is used by a call before the one to branch at."""
     if all(each.state != "void" for each in outcomes):
-        return []
+        return
     last = plan.parent.at.number if plan.edit is not None else plan.parent.at.number - 1
-    found = []
+    calls = plan.parent.found.recorded.calls
     for component in sorted(plan.prompts):
-        first = plan.parent.first_call_of(component)
+        first = next((call for call in calls if component in call.caller.split("/")), None)
         if first is not None and first.number <= last:
-            found.append(
+            yield (
                 f"a prompt holds from the beginning on, and {component} makes call {first.number} already, which is to be as "
                 f"it is recorded: branch at call {first.number} (--at {first.number})"
             )
-    return found
 
 
 def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:
-    """Whether a request has one of the texts."""
+    """Whether a request contains one of the prompts, by the longest part of it that is no field."""
     literals = [longest_literal(text) for text in prompts.values()]
     return any(literal in text for request in requests for text in texts_in(request) for literal in literals if literal)

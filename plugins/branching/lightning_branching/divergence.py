@@ -1,6 +1,6 @@
-"""Where a replayed agent asked something else than it did when it was recorded, and what usually makes agents do that.
+"""Find where a replayed agent's request differs from its record, and name the usual cause of such a difference.
 
-The invariant: what is named as the first difference is one, in the order in which a model reads a request.
+The invariant: the place that is named is a difference, and the first one in the order in which a model reads a request.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning_record.exchanges import written
 from lightning_branching.recorded import RecordedCall
 
 MOST_VALUES: Final = 20_000
-"""Values of a request by which it is likened to others."""
+"""Most values of a request that are compared with those of another, to find the most similar one."""
 SHOWN: Final = 160
-"""Characters of a text that are shown around its first difference."""
+"""Number of characters that are shown of a text around its first difference."""
 UUID: Final = re.compile(r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b", re.IGNORECASE)
 TIME: Final = re.compile(
     r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?)?"
@@ -33,18 +33,18 @@ NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 HEX: Final = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b0x[0-9a-f]+\b", re.IGNORECASE)
 WORD: Final = re.compile(r"[^\W\d_][\w'-]*|\d+(?:\.\d+)?")
 MISSING: Final = object()
-"""Stands where a request has nothing, which is not null."""
+"""The value for a place that a request does not have; None stands for JSON's null."""
 FIRST: Final = ("model", "system", "instructions", "messages", "input", "prompt", "tools")
-"""What a model reads first; the rest of a request follows by name."""
+"""The fields of a request that a model reads first, in this order; the other fields follow by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """A request that is not in the record.
 
-    `nearest` is the recorded call that it resembles most, None where none of this API is left. `place` is where both differ
-    first, as a path into the request, `recorded` and `sent` what stands there, and `suspect` the usual cause of such a
-    difference, in words.
+    `nearest` is the most similar recorded call; None if no call of this API is left. `place` is the path to the first
+    difference between the two requests, `recorded` and `sent` are the values there, and `suspect` names the usual cause of
+    such a difference.
     """
 
     caller: str
@@ -68,8 +68,8 @@ class Divergence:
 def diverged(
     body: Mapping[str, Any], caller: str, path: str, candidates: Sequence[RecordedCall], *, threads: bool = False
 ) -> Divergence:
-    """What is different about a request. `candidates` are the recorded calls that were not answered yet, and `threads` says
-    that the agent has started some."""
+    """Describe how a request differs from the most similar recorded call. `candidates` are the recorded calls that were not
+    answered yet; `threads` says that the agent's calls may overlap, so that a changed order may be a race."""
     same_api = [call for call in candidates if call.exchange.path == path and isinstance(call.exchange.request, dict)]
     if not same_api:
         return Divergence(caller, path, None, suspect="all recorded calls of this API have been answered already")
@@ -87,21 +87,22 @@ def diverged(
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Where two requests differ first, in the order in which a model reads them, and what stands there in each; None where they
-    are equal."""
+    """Return the path to the first difference of two requests, in the order in which a model reads them, and both values there;
+    None if they are equal."""
     for place, before, now in _differences(one, other, ""):
         return place, *_around(_text(before), _text(now))
     return None
 
 
 def _alike(sent: Counter[tuple[str, bytes]], other: Any) -> float:
-    """How much two requests share, from 0 to 1, of their values at the same places."""
+    """Return the share, from 0 to 1, of values that two requests have in common at the same places."""
     known = Counter(islice(_leaves(other), MOST_VALUES))
     return 2 * (known & sent).total() / max(known.total() + sent.total(), 1)
 
 
 def _shared_ends(one: bytes, other: bytes) -> int:
-    """How many bytes two texts share at their beginnings and ends: it tells apart parallel calls whose texts all differ."""
+    """Count the bytes that two texts share at their beginnings and ends. This finds the right one of parallel calls that have
+    no value in common."""
     most = min(len(one), len(other))
     return shared_prefix(one, other) + min(most, shared_prefix(one[::-1], other[::-1]))
 
@@ -118,7 +119,8 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, bytes]]:
 
 
 def _differences(one: Any, other: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-    """Where two values differ, in the order in which a model reads them; `MISSING` where one has nothing."""
+    """Yield the place and both values of each difference, in the order in which a model reads a request; `MISSING` stands for a
+    value that one of the two does not have."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         names = {*one, *other}
         for name in sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
@@ -135,7 +137,7 @@ def _differences(one: Any, other: Any, place: str) -> Iterator[tuple[str, Any, A
 def suspect(
     place: str, before: Any, now: Any, nearest: RecordedCall, body: Mapping[str, Any], *, threads: bool = False
 ) -> str:
-    """The usual cause of a difference, in words."""
+    """Return a sentence that names the usual cause of a difference between a recorded and a sent value."""
     was, is_ = _text(before), _text(now)
     request = nearest.exchange.request
     if _is_reordered(request, body):
@@ -167,7 +169,7 @@ RACE: Final = "Suspect: a race: threads or tasks end in another order each time:
 
 
 def _is_reordered(one: Any, other: Any) -> bool:
-    """Whether the lists of both have the same items in another order."""
+    """Whether the first list field in which two requests differ has the same items in another order."""
     for name in ("messages", "input", "tools"):
         theirs, ours = one.get(name), other.get(name)
         if isinstance(theirs, list) and isinstance(ours, list) and theirs != ours:
@@ -187,7 +189,7 @@ def _without(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _tool_of(place: str, body: Mapping[str, Any]) -> str:
-    """The tool whose output stands at a place of a request; empty where none does."""
+    """Return the name of the tool whose output is at this place of a request; empty if the place is no tool's output."""
     if not (found := re.match(r"(messages|input)\[(\d+)\](?:\.content(?:\[(\d+)\])?|\.output)", place)):
         return ""
     items = body.get(found[1]) or []
@@ -204,7 +206,7 @@ def _tool_of(place: str, body: Mapping[str, Any]) -> str:
 
 
 def _names(items: Iterable[Any], called: str) -> Iterator[str]:
-    """The name of the tool that was called under an id."""
+    """Yield the name of the tool that was called with this call id."""
     for item in items:
         if not isinstance(item, Mapping):
             continue
@@ -221,7 +223,7 @@ def _text(value: Any) -> str:
 
 
 def _around(one: str, other: str) -> tuple[str, str]:
-    """Both texts around their first difference."""
+    """Return the part of each text around their first difference."""
     start = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start = max(0, start - SHOWN // 4)
     return _cut(one, start), _cut(other, start)

@@ -1,4 +1,4 @@
-"""The pytest fixture `replayed`: a recorded rollout as a regression test of an agent."""
+"""The pytest fixture `replayed`, which makes a recorded rollout a regression test of an agent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def replayed() -> Callable[..., ReplayResult]:
     """A function that runs an agent again on a recorded rollout and returns the `ReplayResult`.
 
     `replayed(rollout, agent, runs="runs", same=True, recorded_tools=True, until=None)`: `runs` is a folder of runs, a run's
-    folder, a database file or a store's URL. The test fails where the replay is another rollout, unless `same` is false.
-    Raises `ConfigError` for a rollout that is not there, and `DataError` for one that cannot be replayed.
+    folder, a database file or a store's URL. The test fails if the replay differs from the record, unless `same` is false.
+    Raises `ConfigError` for a rollout that no store has, and `DataError` for one that cannot be replayed.
     """
     return _replayed
 

@@ -1,12 +1,12 @@
-"""Branches and replays of recorded rollouts, as a plugin: a stage of calls and one around attempts, the route of a branch's
-tools, groups that are sampled as trees, and two commands."""
+"""The plugin `branching`, for branches and replays of recorded rollouts: a call stage, an attempt stage, the route for a
+branch's tools, the sampler of trees, and two commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
-    """`branches`."""
-    from lightning_branching.stage import BranchesStage
-    from lightning_branching.tools import BRANCHES
-
-    register(BRANCHES, BranchesStage)
+    """Register the call stage `branches`."""
+    register("branches", made_later("lightning_branching.stage:BranchesStage"))
 
 
 @hookimpl
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
-    """`branches`."""
+    """Register the attempt stage `branches`."""
     from lightning_branching.tools import BRANCHES, BranchToolsStage
 
     register(BRANCHES, lambda config: BranchToolsStage())
@@ -36,23 +33,19 @@ def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], At
 
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
-    """`GET tool_runs`."""
-    from lightning_branching.stage import ToolRuns
-
-    register("GET tool_runs", ToolRuns)
+    """Register the route `GET tool_runs`."""
+    register("GET tool_runs", made_later("lightning_branching.stage:ToolRuns"))
 
 
 @hookimpl
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
-    """`tree`."""
-    from lightning_branching.tree_sampling import TREE, tree_sampler
-
-    register(TREE, tree_sampler)
+    """Register the sampler `tree`."""
+    register("tree", made_later("lightning_branching.tree_sampling:tree_sampler"))
 
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """The commands of this plugin."""
+    """Register the commands `replay` and `branch`."""
     register(
         "replay",
         later("lightning_branching.replay_command:replay", "Run a recorded rollout again, answered from the record."),

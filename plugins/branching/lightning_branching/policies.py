@@ -1,7 +1,7 @@
-"""What `lightning branch`, `eval` and `ab` may be pointed at: a model, a run's step, a version of a run's weights.
+"""Find the model that a user names for `lightning branch`, `eval` or `ab`: a model, a run's step, a version of a run's weights.
 
-The invariant: the weights are those that were named, or an error says what there is instead: a step is taken from its
-checkpoint or made again from the store, and a resource's files are compared with its digests.
+The invariant: the weights are exactly the named ones, or an error says which ones exist. A step's weights come from its
+checkpoint or are computed again from the store; the files of a version are compared with its digests.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
-    """The folder of a model, and what it is called: what was asked for, with its step or version where that was left out.
-    `place` is the run's folder or the store that the name is of, without passwords; empty for a model's own folder."""
+    """The folder of a model, and its name: the name that the user gave, completed with the step or version. `place` is the
+    run's folder, or the store of the named weights without passwords; empty for a model that belongs to no run."""
 
     name: str
     folder: Path
@@ -49,15 +49,15 @@ class EvaluatedModel:
 
     @property
     def title(self) -> str:
-        """The name, with its place where it has one: what tells two of the same name apart."""
+        """The name, followed by its place if it has one, so that two models of one name can be told apart."""
         return f"{self.name} of {self.place}" if self.place else self.name
 
 
 def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedModel:
-    """The model that `what` names: a folder or a hub's name, RUN or RUN@STEP, or [PLACE#]policy/weights@ALIAS.
+    """Return the model that `what` names: a folder or a hub's name, RUN or RUN@STEP, or [PLACE#]policy/weights@ALIAS.
 
-    Weights that have to be made again are written below `into`, once. `runs` is where names are looked for.
-    Raises `ConfigError` or `StoreError`, naming what there is, for what is not there.
+    Weights that have to be computed again are written below `into`, once. `runs` is the folder in which names of runs are
+    looked up. Raises `ConfigError` or `StoreError`, which lists the existing ones, for a model that does not exist.
     """
     if split_reference(what, "#", runs)[1]:
         reference = parse_reference(what)
@@ -103,9 +103,10 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
 async def model_of_run(
     store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
 ) -> tuple[EvaluatedModel, str]:
-    """What a run had after `step` steps; where that is not there any more, the nearest that is, and what is to be said of it.
+    """Return a run's model after `step` steps, and an empty text; or, if that model is lost, the model of the nearest step, and
+    a warning about it.
 
-    `folder` is the run's, None where it has none here. Raises `ConfigError` where nothing of it is left.
+    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left.
     """
     if folder is None:
         if step:
@@ -156,7 +157,13 @@ async def _of_run(
     if delivered and at and at == kept:
         return EvaluatedModel(name, final, place)
     base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
-    _check_begins(there)
+    kept_begin = FORKED not in run.config or (folder / MODEL).is_dir()  # else `base` is the model before the fork
+    if not kept_begin and there.checkpoints.newest(at) is None:
+        raise ConfigError(
+            f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} "
+            f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
+            f"Checkpoints: {there.there}"
+        )
     if not at and there.checkpoints.newest(0) is None:
         return EvaluatedModel(name, base, place)
     async with _alone(made):
@@ -166,13 +173,14 @@ async def _of_run(
 
 
 def _is_made(made: Path) -> bool:
-    """Whether the weights are there: they are written whole or not at all."""
+    """Whether the weights in a folder are complete: they are written whole or not at all."""
     return (made / "config.json").is_file()
 
 
 @asynccontextmanager
 async def _alone(made: Path) -> AsyncIterator[None]:
-    """Hold what is made at a place: another process, or thread, that makes the same waits. The lock goes with its process."""
+    """Hold a lock on a folder while it is made, so that another process or thread that makes the same folder waits. The kernel
+    releases the lock when the process ends. Raises `ConfigError` if the folder cannot be written."""
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         lock = made.with_name(f".{made.name}.lock").open("w")
@@ -195,7 +203,8 @@ async def _alone(made: Path) -> AsyncIterator[None]:
 
 
 async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], last: int) -> int:
-    """The step that a run's final model is of: the last one, or with `trainer.keep = "best"` that of the best evaluation."""
+    """Return the step of a run's final model: the last step, or with `trainer.keep = "best"` the step of the best
+    evaluation."""
     if epochs[-1].setting("trainer", "keep") != "best":
         return last
     if len(steps := Checkpoints(folder / BEST, keep=1).steps()) == 1:
@@ -207,20 +216,9 @@ async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], l
     return last
 
 
-def _check_begins(there: RunAt) -> None:
-    """Raise `ConfigError` where what a forked run began with is needed and was not kept; its model is that before the fork."""
-    run = there.run
-    if FORKED not in run.config or (there.folder / MODEL).is_dir() or there.checkpoints.newest(there.step) is not None:
-        return
-    raise ConfigError(
-        f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{there.step} "
-        f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
-        f"Checkpoints: {there.there}"
-    )
-
-
 def _base(run: Run, folder: Path | None) -> Path:
-    """The model that a run began with; `folder` is the run's, if it is here."""
+    """Return the folder of the model that a run began with; `folder` is the run's, None if it is not on this machine. Raises
+    `ConfigError` if the model is gone."""
     base = Path(str(run.config.get("model", ""))) if folder is None else model_of(run, folder)
     if not (base / "config.json").is_file():
         raise ConfigError(f"the model that the run {run.id} began with is not at {base} any more: bring it back there")

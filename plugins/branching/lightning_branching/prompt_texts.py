@@ -1,4 +1,4 @@
-"""Prompts that are tried in the place of an agent's own: their files, and whether the agent's requests had them."""
+"""Helpers for prompts that replace an agent's own: read them from files, and find their texts in the agent's requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from lightning.text_files import read_text
 
 
 def warn_of_name(name: str, then: str) -> None:
-    """Warn that the agent's module makes other components. It may still make this one later; `then` says what tells."""
+    """Warn if the agent's module makes components with prompts, but none called `name`. The agent may still make it later;
+    `then` ends the warning and says when that shows."""
     known = sorted(declared_prompts())
     if known and name not in known:
         warn(f"the agent's module has a prompt for {', '.join(known)}, and none for {name!r}: {then}")
 
 
 def read_prompt(file: Path) -> str:
-    """A prompt's text. Raises `DataError`."""
+    """Read a prompt from a file. Raises `DataError` if the file cannot be read."""
     try:
         return read_text(file, DataError)
     except OSError as error:
@@ -29,16 +30,16 @@ def read_prompt(file: Path) -> str:
 
 
 def longest_literal(template: str) -> str:
-    """The longest part of a template that stays as it is when its fields are filled in."""
+    """Return the longest part of a template without fields, which is the same in each text that is made from the template."""
     try:
         parts = [literal for literal, *_ in string.Formatter().parse(template)]
-    except ValueError:  # no template, but a text with braces
+    except ValueError:  # braces that are no fields: the text is no template
         parts = [template]
     return max(parts, key=len, default=template)
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value."""
+    """Yield every text in a JSON value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

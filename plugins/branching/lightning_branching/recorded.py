@@ -1,9 +1,8 @@
-"""The record of a rollout that is run again: its calls, each given once; the part of a parent's record that a branch begins
-with; what is meant to be another in a branch; and whether a branch began as its parent did.
+"""The record of a rollout that is run again: its calls, each given once; the part of a parent's record that a branch repeats;
+the changes that a branch declares; and the check that a branch began as its parent did.
 
-The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part. The calls stand in the
-order in which the agent made them. Those that a branch inherits come before its own, with the ids and the answers that it was
-given.
+The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part. Calls are in the order in
+which the agent made them. The calls that a branch inherits come before its own, with the ids and answers that it got.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from lightning_record import exchanges
 from lightning_record.exchanges import Exchange, Parent, parents_of
 
 VOID: Final = "This branch is void:"
-"""How the error of a void branch begins."""
+"""The beginning of the error of a void branch."""
 NEVER_BRANCHED: Final = (
     f"{VOID} the agent ended without an answer to the call at which it branches. It has to run as it did: give it the time and "
     "random numbers with its task"
 )
 CHANGES: Final = "branch"
-"""Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`; and with `{"live":
-version}` that the policy of the parent's run answers them, while it has that version."""
+"""The key of a run's configuration for the changes of its branches: `{"edit": text, "prompts": true}`. `{"live": version}`
+there says that the policy of the parent's run answers, as long as it has that version."""
 EDIT_TAKEN: Final = "edit_taken"
-"""Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
+"""The prefix of the keys in a run's state that say that the agent of a branch got its edited answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +42,20 @@ class RecordedCall:
 
     @property
     def caller(self) -> str:
-        """The path of who made it."""
+        """The path of the agent that made the call."""
         return self.transition.caller.name
 
     @property
     def key(self) -> tuple[str, bytes]:
-        """What a request is looked up by: the API, and the canonical JSON of what was asked."""
+        """The key by which a request is looked up: the API's path, and the canonical JSON of the body."""
         body = self.exchange.request
         return self.exchange.path, exchanges.canonical(body) if isinstance(body, dict) else b""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """A rollout of one attempt. `refusals` are calls that were refused before their request was recorded. `has_outcome` says
-    that the outcome in `rollout` is this attempt's: of an earlier one it is not kept."""
+    """The record of one attempt of a rollout. `refusals` are calls that were refused before their request was recorded.
+    `has_outcome` says that the outcome in `rollout` is that of this attempt; outcomes of earlier attempts are not kept."""
 
     rollout: Rollout
     calls: tuple[RecordedCall, ...]
@@ -69,11 +68,11 @@ class RecordedRollout:
 async def read_rollout(
     store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True, may_be_empty: bool = False
 ) -> RecordedRollout:
-    """What is recorded of a rollout; of a branch its own calls.
+    """Read the record of a rollout from a store; for a branch, only its own calls.
 
-    `attempt` None is the current one; `with_tools` says that its tools are to be answered as well, `may_be_empty` that it may
-    have no call. Raises `DataError` for one that is not there or cannot be replayed, `ParentGoneError` for a branch whose
-    parent was removed or made again.
+    `attempt` None means the current attempt. `with_tools` also requires that the runs of tools can be answered from the record;
+    `may_be_empty` allows a rollout without calls. Raises `DataError` for a rollout that does not exist or cannot be replayed,
+    `ParentGoneError` for a branch whose parent was removed or made again.
     """
     found = await store.get_rollout(rollout)
     if found is None:
@@ -106,8 +105,8 @@ def recorded_rollout(
     with_tools: bool = True,
     may_be_empty: bool = False,
 ) -> RecordedRollout:
-    """The record of an attempt, from its rows; of a branch also from those of its `parent`. Raises `DataError` for one that
-    cannot be replayed, `StoreError` for rows that cannot be read."""
+    """Make the record of an attempt from its rows; a branch also needs the rows of its `parent`. Raises `DataError` for an
+    attempt that cannot be replayed, `StoreError` for rows that cannot be read."""
     if not transitions and not may_be_empty:
         raise DataError(
             f"no call of the rollout {rollout.id} is stored: it made none, or `lightning db prune` removed them"
@@ -127,16 +126,15 @@ def recorded_rollout(
 
 
 def version_of(call: Transition, rollout: Rollout) -> int:
-    """The version of the policy that answered a call of a rollout; where that is not known, the one that the rollout was
-    planned for."""
+    """Return the version of the policy that answered a call; if it is unknown, the version that the rollout was planned for."""
     return call.versions[0].version if call.versions else max(0, rollout.step - (rollout.split == TRAIN))
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What of a rollout's record comes again in its branches at the call `at`. `answered` are the calls that were answered
-    before it was sent; `beside` are all others, which are made anew as it is: what of them did not know its answer may come
-    before it."""
+    """The part of a rollout's record that its branches at the call `at` repeat. `answered` are the calls that were answered
+    before `at` was sent; they are answered from the record. `beside` are all other calls, which are sampled anew; those that
+    do not depend on the answer to `at` may come before it. `tool_events` are the runs of tools before `at`."""
 
     answered: tuple[RecordedCall, ...]
     at: RecordedCall
@@ -145,7 +143,8 @@ class Prefix:
 
 
 def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
-    """What comes before the call with this `seq`. Raises `DataError` where there is none, or no answer is kept."""
+    """Return the part of the record that branches at the call with this `seq` repeat. Raises `DataError` if there is no such
+    answered call, or if an earlier call has no recorded answer."""
     name = recorded.rollout.id
     at = next((call for call in recorded.calls if call.transition.seq == seq), None)
     if at is None or not at.transition.status.answered:
@@ -170,19 +169,17 @@ def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
         )
     beside = tuple(call for call in recorded.calls if call is not at and call not in answered)
     ids = {call.transition.id for call in answered}
-    events = (event for event in recorded.tool_events if _is_before(event, ids, sent))
+    # A tool's clock may be another machine's: the id of the call that asked for its run says more.
+    events = (
+        event for event in recorded.tool_events if (event.response_id in ids if event.response_id else event.at <= sent)
+    )
     return Prefix(answered, at, beside, tuple(events))
-
-
-def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
-    """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
-    return event.response_id in answered if event.response_id else event.at <= sent
 
 
 @dataclass(frozen=True, slots=True)
 class MeantChanges:
-    """What is meant to be another than in a branch's parent: the answer to the call at which it branches, and prompts. `live`
-    is the version that the policy of the parent's run has to have when it answers; None where another one answers."""
+    """The changes from its parent that a branch declares: an `edit` of the answer to the branching call, and other prompts.
+    `live` is the version with which the policy of the parent's run must answer; None if a vLLM of the branches' own answers."""
 
     edit: str | None = None
     prompts: bool = False
@@ -190,7 +187,7 @@ class MeantChanges:
 
 
 async def meant_changes(store: Store, rollout: Rollout) -> MeantChanges:
-    """What the run of a branch says of it."""
+    """Return the changes that the run of a branch declares."""
     run = await store.get_run(rollout.run)
     said = run.config.get(CHANGES) if run is not None else None
     if not isinstance(said, Mapping):
@@ -202,8 +199,8 @@ async def meant_changes(store: Store, rollout: Rollout) -> MeantChanges:
 
 
 async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transition]) -> str:
-    """Why the calls of a branch's attempt do not show that it branched; empty where they do. An agent whose prompts were
-    changed, or that was given an edited answer, need not have asked what its parent did."""
+    """Return the reason why a branch is void if its calls do not show that it branched; empty if they do. A branch that got its
+    edited answer, or one with other prompts and any answered call, need not have made its parent's call."""
     assert rollout.parent is not None, "asked of branches"
     if await store.get_state(rollout.run, edit_key(rollout.id, rollout.attempt)) is True:
         return ""
@@ -215,23 +212,24 @@ async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transiti
 
 
 def is_void(rollout: Rollout) -> bool:
-    """Whether an ended rollout is a branch that did not begin as its parent did."""
+    """Whether an ended rollout is a void branch: one that did not begin as its parent did."""
     return rollout.parent is not None and rollout.error.startswith(VOID)
 
 
 def edit_key(rollout: str, attempt: int) -> str:
-    """Where a branch's run says that its agent was given the edited answer."""
+    """Return the key in the state of a branch's run which says that the agent got the edited answer."""
     return f"{EDIT_TAKEN}/{rollout}/{attempt}"
 
 
 class RecordedCalls:
-    """The recorded calls that have not been asked for yet: each is given once, equal ones in their order."""
+    """The recorded calls that were not given yet. Each is given once; calls with equal requests are given in their order."""
 
     def __init__(self, calls: Iterable[RecordedCall]) -> None:
         self._left = by_key(calls, lambda call: call.key)
 
     def take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
-        """The recorded call of this request: of the same caller if there is one, else the first; None without one."""
+        """Remove and return the recorded call with this request: that of the same caller if there is one, else the first; None
+        if there is none."""
         same = self._left.get((path, request))
         if not same:
             return None
@@ -243,15 +241,16 @@ class RecordedCalls:
 
     @property
     def left(self) -> list[RecordedCall]:
-        """Those that have not been asked for, in their order."""
+        """The calls that were not given yet, in their order."""
         return sorted((call for calls in self._left.values() for call in calls), key=lambda call: call.number)
 
 
 async def read_whole(
     store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True
 ) -> RecordedRollout:
-    """What the agent of a rollout asked and got, as `read_rollout` gives it. Tools that were answered in a branch are among its
-    own already. Raises `DataError` for a rollout that cannot be replayed, or a branch whose parent cannot."""
+    """Read the record of a rollout as `read_rollout` does; for a branch, with the calls that it inherited. Its tool events
+    already include the runs that were answered from the record. Raises `DataError` for a rollout that cannot be replayed, and
+    for a branch whose parent cannot."""
     found = await store.get_rollout(rollout)
     if found is None or found.parent is None:
         return await read_rollout(store, rollout, attempt, with_tools=with_tools)
@@ -266,13 +265,15 @@ async def read_whole(
 
 
 def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
-    """The tools of a rollout that run again in a branch that begins so: those of frameworks, and all from the call on."""
+    """Return the names of the tools that run again in a branch with this prefix: tools of frameworks, and all tools that ran
+    after the branching call was sent."""
     answered = {id(event) for event in prefix.tool_events if not event.call_id}
     return sorted({event.name for event in recorded.tool_events if id(event) not in answered and not event.kind})
 
 
 def edited(call: RecordedCall, text: str) -> RecordedCall:
-    """The call as if the model had said this text, and called no tool."""
+    """Return the call as if the model had answered with this text and called no tool. Raises `DataError` for a call without an
+    answer."""
     path, reply = call.exchange.path, call.exchange.reply
     if not isinstance(reply, dict):
         raise DataError(f"call {call.number} has no answer that could be edited")

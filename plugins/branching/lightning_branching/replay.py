@@ -1,6 +1,6 @@
-"""A recorded rollout is run again: the agent's own code in this process, its model calls answered from the record.
+"""Replay a recorded rollout: the agent's own code runs in this process, and its model calls are answered from the record.
 
-The invariant: no model is asked, and nothing is stored. What the agent did otherwise than it is recorded is in the result.
+The invariant: no model is asked, and nothing is stored. The result lists all differences from the record.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_branching.replay_server import ReplayServer
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay showed. `answered` of `calls` recorded calls were asked for; `missing` are the callers of those that were
-    not. `outcome` is the agent's, None where a program of another language ran (`--serve`). `stopped` says that it was ended
-    after the calls that were asked for (`until`). `changes` are differences of the outcome and of the tools, in words."""
+    """The result of a replay. Of the `calls` recorded calls, the agent made `answered` again; `missing` are the callers of the
+    others. `outcome` is the agent's; None if a program that lightning did not start ran (`--serve`). `stopped` says that the
+    replay was ended after a number of calls (`until`). `changes` describe differences of the outcome and of the tools."""
 
     calls: int
     answered: int
@@ -42,11 +42,11 @@ class ReplayResult:
     outcome: Outcome | None = None
     stopped: bool = False
     has_outcome: bool = True
-    """Whether the recorded outcome is known: of an attempt before the last it is not kept."""
+    """Whether the recorded outcome is known; that of an attempt before the last is not kept."""
 
     @property
     def same(self) -> bool | None:
-        """Whether the agent did what is recorded, as far as it was replayed; None where nothing was compared."""
+        """Whether the replay equals the record, as far as it went; None if nothing was compared."""
         if self.divergences or self.changes or (self.missing and not self.stopped):
             return False
         compared = not self.stopped and self.outcome is not None and self.has_outcome
@@ -87,11 +87,11 @@ def replay_agent(
 ) -> ReplayResult:
     """Run an agent once more on its task, with the stages of plugins around it as around any attempt.
 
-    `until` ends the replay after so many calls. With `recorded_tools` each `lightning.tool` gives what it gave; one with other
-    arguments than were recorded raises `DataError`, or runs with `run_unrecorded`. Tools of frameworks run. `prompts` and
-    `seed` are those that the rollout had. `longer`: see `ReplayServer`. `random`, numpy, torch and `uuid.uuid4` are
-    seeded while the agent runs, and are random again afterwards. The agent runs in this thread, or in another one while an
-    event loop runs here.
+    `until` ends the replay after that many calls. With `recorded_tools` each `lightning.tool` returns its recorded result; for
+    arguments without a recorded run it raises `DataError`, or with `run_unrecorded` it runs. Tools of frameworks always run.
+    `prompts` and `seed` are those that the rollout had. `longer` is that of `ReplayServer`. `random`, numpy, torch and
+    `uuid.uuid4` are seeded while the agent runs, and random again afterwards. The agent runs in this thread, or in another
+    thread if an event loop runs in this one.
     """
     with ExitStack() as closing:
         server = closing.enter_context(
@@ -99,18 +99,34 @@ def replay_agent(
         )
         closing.callback(install_tap(reroute))
         closing.callback(plugins().install_adapters(emit, adapters))
-        tools = _Tools(recorded.tool_events, run_unrecorded=run_unrecorded)
+        tools = RecordedRuns(recorded.tool_events)
+
+        def take(name: str, arguments: Json, function: object) -> ToolEvent | None:
+            found = tools.take(name, arguments, function)
+            if found is None and not run_unrecorded:
+                raise DataError(
+                    f"the tool {name} has no recorded run with the arguments {_text(arguments)[:200]} left, and was not run: "
+                    "--yes (run_unrecorded) runs it"
+                )
+            return found
+
         if recorded_tools:
-            closing.enter_context(answer_tools(server.llm.api_key, tools.take))
+            closing.enter_context(answer_tools(server.llm.api_key, take))
         closing.callback(seed_process, None)
         seed_process(seed)
-        outcome = _run(recorded, agent, server)
+
+        def run() -> Outcome:
+            server.threads = threading.active_count()
+            with asyncio.Runner() as loop:
+                return run_here(agent, recorded.rollout.task, server.llm, loop)
+
+        outcome = outside_of_loops(run)
     return result_of(server, outcome, tools.answered)
 
 
 @contextmanager
 def served(server: ReplayServer) -> Iterator[ReplayServer]:
-    """The server on an event loop in a thread of its own, so that the agent may block this one."""
+    """Run the server on an event loop in a thread of its own, so that the agent may block this thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="lightning-replay", daemon=True)
     thread.start()
@@ -124,17 +140,9 @@ def served(server: ReplayServer) -> Iterator[ReplayServer]:
         loop.close()
 
 
-def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outcome:
-    def run() -> Outcome:
-        server.threads = threading.active_count()
-        with asyncio.Runner() as loop:
-            return run_here(agent, recorded.rollout.task, server.llm, loop)
-
-    return outside_of_loops(run)
-
-
 def result_of(server: ReplayServer, outcome: Outcome | None = None, answered: Sequence[ToolEvent] = ()) -> ReplayResult:
-    """What a server has seen, and the outcome of the agent that asked it. `answered` are the tool runs that were."""
+    """Make the result of a replay from its server and the agent's outcome. `answered` are the tool runs that were answered from
+    the record."""
     stopped = server.stopped or len(server.served) == server.until
     compared = outcome is not None and not stopped
     changes = _changes(server.recorded, outcome, server.divergences, answered) if outcome and compared else ()
@@ -153,7 +161,8 @@ def result_of(server: ReplayServer, outcome: Outcome | None = None, answered: Se
 def _changes(
     recorded: RecordedRollout, outcome: Outcome, divergences: Sequence[Divergence], answered: Sequence[ToolEvent]
 ) -> Iterator[str]:
-    """How an outcome differs from the recorded one. After a divergence the agent's failure is no news."""
+    """Yield a sentence for each difference between an outcome and the recorded one. A failure of the agent after a divergence
+    is left out, because it follows from that."""
     before = recorded.rollout
     if outcome.fault is not None and (before.reward is not None or not recorded.has_outcome):
         if not divergences and recorded.has_outcome:
@@ -177,13 +186,14 @@ def _changes(
 
 
 def _tool_runs(events: Sequence[ToolEvent], answered: Sequence[ToolEvent]) -> Counter[tuple[str, str, str, str]]:
-    """The runs by name, arguments and what they gave; those that were answered gave the same."""
+    """Count runs of tools by name, arguments, status and result, without the runs that were answered from the record, whose
+    results are equal."""
     left = Counter((event.name, _text(event.arguments)) for event in answered)
     found: Counter[tuple[str, str, str, str]] = Counter()
     for event in events:
         asked = (event.name, _text(event.arguments))
         if event.kind:
-            continue  # nothing ran
+            continue  # no tool ran
         if left[asked]:
             left[asked] -= 1
         else:
@@ -193,21 +203,3 @@ def _tool_runs(events: Sequence[ToolEvent], answered: Sequence[ToolEvent]) -> Co
 
 def _text(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-class _Tools(RecordedRuns):
-    """The recorded runs of tools; one that is not there is refused, or runs."""
-
-    def __init__(self, events: Sequence[ToolEvent], *, run_unrecorded: bool) -> None:
-        super().__init__(events)
-        self._run_unrecorded = run_unrecorded
-
-    def take(self, name: str, arguments: Json, function: object) -> ToolEvent | None:
-        """See `RecordedRuns.take`. Raises `DataError` where there is none."""
-        found = super().take(name, arguments, function)
-        if found is None and not self._run_unrecorded:
-            raise DataError(
-                f"the tool {name} has no recorded run with the arguments {_text(arguments)[:200]} left, and was not run: --yes "
-                "(run_unrecorded) runs it"
-            )
-        return found

@@ -1,7 +1,7 @@
-"""`lightning replay`: a recorded rollout runs again, and what it does otherwise is shown.
+"""`lightning replay`: run a recorded rollout again and print where it differs, or train a recorded run again.
 
-The invariant: it only reads the store. Exit code 0: the replay is the recorded rollout, or the trained weights are the recorded
-ones; 1: they are others; 2: it cannot be replayed, or nothing can be proven.
+The invariant: the store is only read. Exit code 0: the replay equals the recorded rollout, or the trained weights equal the
+recorded ones; 1: they differ; 2: the rollout cannot be replayed, or nothing was proven.
 """
 
 from __future__ import annotations
@@ -32,9 +32,18 @@ from lightning_branching.recorded import RecordedRollout, read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
 from lightning_branching.replay_server import ReplayServer
 
+Place = Annotated[
+    str,
+    typer.Option(
+        "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
+    ),
+]
+Attempt = Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")]
+RunTools = Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")]
+
 
 class Tools(StrEnum):
-    """What a tool of the agent's does in a replay."""
+    """How the agent's tools get their results in a replay: from the record, or by running."""
 
     RECORDED = "recorded"
     LIVE = "live"
@@ -42,8 +51,8 @@ class Tools(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A rollout, and how its agent ran: the prompts and the seed that it was given, its adapters and rerouted hosts. `how` is
-    what its run's trainer has kept, and `settings` are the run's when the rollout was made."""
+    """A recorded rollout, and how its agent ran: its prompts and seed, its adapters and rerouted hosts. `how` is the stored
+    record of how the run's agents are called; `settings` are the run's settings at the time of the rollout."""
 
     recorded: RecordedRollout
     prompts: dict[str, str]
@@ -55,7 +64,7 @@ class Found:
     settings: Mapping[str, Json]
 
     def replay(self, agent: Agent, **how: Any) -> ReplayResult:
-        """Run the agent again, as it ran; `how` are further arguments of `replay_agent`."""
+        """Replay the rollout with this agent, under the recorded conditions; `how` are more arguments of `replay_agent`."""
         return replay_agent(
             self.recorded,
             agent,
@@ -75,13 +84,8 @@ def replay(
     agent: Annotated[
         str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm). Not with --serve.")
     ] = "",
-    where: Annotated[
-        str,
-        typer.Option(
-            "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
-        ),
-    ] = "runs",
-    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")] = None,
+    where: Place = "runs",
+    attempt: Attempt = None,
     until: Annotated[int | None, typer.Option(min=0, help="End the replay after this many calls.")] = None,
     tools: Annotated[
         Tools,
@@ -89,7 +93,7 @@ def replay(
             help="recorded: a @lightning.tool gives what it gave; live: it runs. Tools of frameworks always run."
         ),
     ] = Tools.RECORDED,
-    yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
+    yes: RunTools = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Run no agent: print a URL and a key, and answer whoever calls there.")
     ] = False,
@@ -124,7 +128,7 @@ def replay(
         _check_tools(found.recorded, tools, yes=yes)
         recorded_tools = tools is Tools.RECORDED
         result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
-    show(result)
+    say(escape(str(result)))
     raise typer.Exit(2 if result.same is None else 0 if result.same else 1)
 
 
@@ -142,7 +146,8 @@ def _retrain(run: str, where: str, model: Path | None) -> int:
 
 
 def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:
-    """A rollout of the stores at a place. Raises `ConfigError` where none has it, `DataError` where it cannot be replayed."""
+    """Find a rollout in the stores at the place `where`. Raises `ConfigError` if no store has it, `DataError` if it cannot be
+    replayed."""
     return found_at(where, rollout, attempt, with_tools=with_tools)[1]
 
 
@@ -154,7 +159,8 @@ def found_at(
     with_tools: bool = True,
     check: Callable[[Rollout], None] = lambda rollout: None,
 ) -> tuple[str, Found]:
-    """As `find`, with the URL of the rollout's store. `check` raises for a rollout that is of no use."""
+    """Find a rollout as `find` does, and return it with the URL of its store. `check` is called with the rollout before its
+    calls are read, and may raise a `LightningError` to refuse it."""
 
     async def look(_: str, store: Store) -> Found | LightningError | None:
         known = await store.get_rollout(rollout)
@@ -163,7 +169,7 @@ def found_at(
         try:
             check(known)
             return await found_in(store, rollout, attempt, with_tools=with_tools)
-        except LightningError as error:  # not raised: other stores would be asked then
+        except LightningError as error:  # returned, because the search goes on in other stores after a raised one
             return error
 
     for url, found in answers(where, look):
@@ -177,7 +183,8 @@ def found_at(
 
 
 async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tools: bool = True) -> Found:
-    """A rollout of this store, of a branch with what it inherits. Raises `DataError` where it cannot be replayed."""
+    """Read a rollout of this store, a branch with the calls that it inherited, and how its agent ran. Raises `DataError` if it
+    cannot be replayed."""
     recorded = await read_whole(store, rollout, attempt, with_tools=with_tools)
     run = await store.get_run(recorded.rollout.run)
     how = await HowToCall.of_run(store, recorded.rollout.run)
@@ -193,35 +200,32 @@ async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tool
         return str(resource.content)
 
     settings = await _settings_of(store, run, recorded.rollout)
-    adapters, reroute = _runner_settings(settings)
-    prompts = await how.prompts(named, text)
-    seed = how.agent_seed(recorded.rollout)
-    return Found(recorded, prompts, seed, adapters, reroute, how, run, settings)
-
-
-async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mapping[str, Json]:
-    """The settings of a run when it made a rollout, as far as it says them."""
-    found: Json = None
-    if run is not None:
-        found = epoch_at(await read_epochs(store, run), max(1, rollout.step + (rollout.split != TRAIN))).config.get(
-            "config"
-        )
-    return found if isinstance(found, Mapping) else {}
-
-
-def _runner_settings(settings: Mapping[str, Json]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """`runner.adapters` and `runner.reroute`, as far as settings say them."""
     runner = settings.get("runner")
     said = runner if isinstance(runner, Mapping) else {}
     adapters, reroute = said.get("adapters"), said.get("reroute")
-    return (
+    return Found(
+        recorded,
+        await how.prompts(named, text),
+        how.agent_seed(recorded.rollout),
         tuple(map(str, adapters)) if isinstance(adapters, list) else None,
         tuple(map(str, reroute)) if isinstance(reroute, list) else (),
+        how,
+        run,
+        settings,
     )
 
 
+async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mapping[str, Json]:
+    """Return the settings that a run had when it made a rollout; empty if they are not recorded."""
+    if run is None:
+        return {}
+    epoch = epoch_at(await read_epochs(store, run), max(1, rollout.step + (rollout.split != TRAIN)))
+    found = epoch.config.get("config")
+    return found if isinstance(found, Mapping) else {}
+
+
 def _check_tools(recorded: RecordedRollout, tools: Tools, *, yes: bool) -> None:
-    """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
+    """Raise `ConfigError` if tools would run again without `--yes`, because a tool may change something outside."""
     ran = [event for event in recorded.tool_events if not event.kind]
     live = {event.name for event in ran if tools is Tools.LIVE or event.call_id}
     if live and not yes:
@@ -246,8 +250,3 @@ async def _serve(found: Found, until: int | None, port: int, seconds: float | No
             async with asyncio.timeout(seconds):
                 await server.finished()
         return result_of(server)
-
-
-def show(result: ReplayResult) -> None:
-    """The result in words."""
-    say(escape(str(result)))

@@ -1,7 +1,7 @@
-"""The model server of a replay: it answers an agent's calls with what was recorded.
+"""The model server of a replay, which answers an agent's calls from the record.
 
-The invariant: it has no model and asks nobody. An answer is the recorded one to the same request, given once; a request that is
-not in the record is refused, with where it differs.
+The invariant: the server has no model and calls no other server. Each recorded answer is given once, to the same request; a
+request that is not in the record is refused with an error that says where it differs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -24,30 +24,32 @@ from lightning_branching.divergence import Divergence, diverged
 from lightning_branching.recorded import RecordedCall, RecordedCalls, RecordedRollout
 from lightning_branching.streams import STREAMS, answer_of
 
+HOST: Final = "127.0.0.1"
 MODEL: Final = "policy"
 ALIAS: Final = "policy:"
 NO_RETRY: Final = {"x-should-retry": "false"}
-"""On what the replay itself refuses."""
+"""The header of refusals by the replay itself: clients do not send such a request again."""
 
 
 @dataclass
 class ReplayServer:
-    """Use it with `async with`; `llm` is then what the agent needs. With `until` only so many calls are answered."""
+    """The server. Use it with `async with`; within it, `llm` has the address and key for the agent. At most `until` calls are
+    answered; None: all."""
 
     recorded: RecordedRollout
     until: int | None = None
-    host: str = "127.0.0.1"
     port: int = 0
     prompts: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
     served: list[RecordedCall] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
     diverges: Callable[[Divergence], object] = lambda found: None
-    """Is told of each divergence when it comes."""
+    """Called with each divergence when it happens."""
     longer: float = 10.0
-    """Seconds for which a call that the agent broke off is held beyond the time that it took: it breaks it off again."""
+    """A call that the agent broke off when it was recorded is held for its recorded time and this many seconds more, so that
+    the agent breaks it off again."""
     stopped: bool = False
-    """Whether a call came after the last that was to be answered."""
+    """Whether a call came after `until` calls were answered."""
 
     def __post_init__(self) -> None:
         self._calls = RecordedCalls(self.recorded.calls)
@@ -55,31 +57,28 @@ class ReplayServer:
         self._key = f"replay-{secrets.token_urlsafe(16)}"
         self._url = ""
         self.threads = threading.active_count()
-        """How many threads there were before the agent ran."""
+        """The number of threads before the agent ran."""
         self._runner: web.AppRunner | None = None
         self._finished = asyncio.Event()
 
     @property
     def llm(self) -> LLM:
-        """What the agent is given, with the prompts and the seed that it had."""
+        """The address, key and model for the agent, with the rollout's prompts and seed."""
         return LLM(f"{self._url}/v1", self._key, MODEL, prompts=self.prompts, seed=self.seed)
 
     @property
-    def left(self) -> Sequence[RecordedCall]:
-        """The recorded calls that have not been asked for, but for those that broke off when they were recorded."""
-        return [call for call in self._calls.left if call.exchange.status]
-
-    @property
     def missing(self) -> tuple[str, ...]:
-        """The callers of what was recorded and not asked for, refused calls included."""
-        return (*(call.caller for call in self.left), *(refused.caller.name for refused in self._refusals))
+        """The callers of recorded calls that the agent did not make again: refused calls included, but not calls that broke
+        off."""
+        left = (call.caller for call in self._calls.left if call.exchange.status)
+        return (*left, *(refused.caller.name for refused in self._refusals))
 
     async def finished(self) -> None:
         """Return when every recorded call has been answered, or `end` was called."""
         await self._finished.wait()
 
     def end(self) -> None:
-        """Wait for no more calls."""
+        """Let `finished` return."""
         self._finished.set()
 
     async def __aenter__(self) -> Self:
@@ -87,14 +86,13 @@ class ReplayServer:
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
+        site = web.TCPSite(self._runner, HOST, self.port)
         try:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error}. Give another --port") from error
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        self._url = f"http://{host}:{self._runner.addresses[0][1]}"
+            raise ConfigError(f"cannot listen on {HOST}:{self.port}: {error}. Give another --port") from error
+        self._url = f"http://{HOST}:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -145,7 +143,8 @@ class ReplayServer:
             self.end()
 
     async def _broken_off(self, call: RecordedCall, path: str) -> web.Response:
-        """A call that was not answered: the policy server failed, or its agent lost patience, and does so again."""
+        """Refuse a call that had no answer when it was recorded. If the policy server failed, fail at once; if the agent broke
+        it off, wait until the agent does so again, and note a divergence if it does not."""
         seen = call.transition
         if seen.status is not CallStatus.ABORTED:
             return _refuse(path, 502, "upstream_failed", "The policy server did not answer this call.", headers={})
@@ -155,7 +154,7 @@ class ReplayServer:
         return _refuse(path, 504, "not_recorded", why)
 
     def _unknown(self, caller: str, path: str, body: Mapping[str, Any]) -> web.Response:
-        nameless = caller == UNNAMED.name  # a program without adapter, which may have had one
+        nameless = caller == UNNAMED.name  # the agent has no adapter now, but may have had one when it was recorded
         refused = next((each for each in self._refusals if nameless or each.caller.name == caller), None)
         if refused is not None:
             self._refusals.remove(refused)
@@ -171,7 +170,7 @@ class ReplayServer:
         self.diverges(found)
 
     def _overlap(self) -> bool:
-        """Whether calls were under way at the same time when they were recorded."""
+        """Whether some recorded calls ran at the same time."""
         times = sorted((call.transition.started_at, call.transition.ended_at) for call in self.recorded.calls)
         return any(later[0] < before[1] for before, later in itertools.pairwise(times))
 
@@ -187,7 +186,7 @@ class ReplayServer:
 
 
 async def _send(request: web.Request, call: RecordedCall, body: Mapping[str, Any]) -> web.StreamResponse:
-    """The recorded answer, written to its end."""
+    """Send a recorded answer, and return when it was written to its end."""
     status, kind, content = answer_of(call, body)
     response = web.Response(body=content, status=status, headers={"content-type": kind})
     await response.prepare(request)
@@ -196,7 +195,7 @@ async def _send(request: web.Request, call: RecordedCall, body: Mapping[str, Any
 
 
 def _caller(header: str | None, model: object) -> str:
-    """The path of who is calling: as its adapter says, else as the model's alias says."""
+    """Return the path of the calling agent, from the adapter's header, or else from the model's alias (`policy:NAME`)."""
     try:
         said = json.loads(header or "{}")
         found = Caller(str(said.get("agent") or UNNAMED.agent), tuple(map(str, said.get("path") or ())))
@@ -208,7 +207,7 @@ def _caller(header: str | None, model: object) -> str:
 
 
 def _refuse(path: str, status: int, code: str, message: str, *, headers: Mapping[str, str] = NO_RETRY) -> web.Response:
-    """An error in the shape of the API, that clients do not try again unless other `headers` are given."""
+    """Return an error in the API's shape. By default its headers tell clients not to send the request again."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error: dict[str, Any] = {"message": message, "type": kind, "code": code, "param": None}
     said = {"type": "error", "error": {"type": kind, "message": message}} if path == "/messages" else {"error": error}

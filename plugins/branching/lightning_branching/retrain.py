@@ -1,7 +1,7 @@
-"""A whole run trained again from its store: each committed step once more, and its weights compared with the recorded ones.
+"""Train a whole run again from its store: take each committed step again, and compare its weights with the recorded ones.
 
-The invariant: the verdict "equal" is given only where every step was taken again and the weights after each have the recorded
-digest. What stands in the way of a verdict is said; nothing of the run is changed.
+The invariant: the verdict "equal" is given only if every step was taken again and the weights after each have the recorded
+digest. If there is no verdict, the result says why. The run itself is not changed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ WEIGHTS: Final = "weights.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Retraining:
-    """What training a run again has shown. `equal` is None where it could not be proven; `why` says why not, or what differs.
+    """The result of training a run again. `equal` is None if equality could be neither proven nor disproven; `why` says why, or
+    what differs.
 
-    `step` is the first that differs. Of the states after `steps` steps, `compared` had a recorded digest that was compared.
+    `step` is the first step whose weights differ. `steps` were taken again; the weights after `compared` of them were compared
+    with a recorded digest.
     """
 
     run: str
@@ -55,7 +57,7 @@ class Retraining:
 
 
 class _DiffersError(LightningError):
-    """The weights after some steps are not those that were recorded."""
+    """The weights after this number of steps are not the recorded ones."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -69,10 +71,10 @@ async def retrain(
     said: Callable[[str], object] = lambda text: None,
     model: Path | None = None,
 ) -> Retraining:
-    """Train a run again, from its model and its store. `folder` is the run's, `said` is told of each step, and `model` is the
-    folder of the model that it began with, where that has moved.
+    """Train a run again, from its model and its store. `folder` is the run's folder; `said` is called with a text for each
+    step; `model` is the folder of the model that the run began with, if that has moved.
 
-    Raises `ConfigError` for a run that is not there.
+    Raises `ConfigError` for a run that the store does not have.
     """
     run = await store.get_run(run_id)
     if run is None:
@@ -114,7 +116,7 @@ async def retrain(
 
 
 async def _unprovable(store: Store, run: Run, records: Sequence[StepRecord], folder: Path, model: Path) -> str:
-    """Why nothing can be proven; empty where it can be tried."""
+    """Return the reason why nothing can be proven about a run; empty if its steps can be taken again."""
     if not records:
         return "it has no committed step"
     if own := [record.step for record in records if record.context.get(OWN_LOOP)]:
@@ -126,7 +128,8 @@ async def _unprovable(store: Store, run: Run, records: Sequence[StepRecord], fol
 
 
 def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) -> str:
-    """What of the beginning of a run is not there any more; empty where all is."""
+    """Return the reason why a run's beginning cannot be restored: a changed or missing model, or missing digests; empty if it
+    can."""
     if "weights" not in context:
         return "its steps do not record the digests of their weights"
     if not model.is_dir():
@@ -139,8 +142,8 @@ def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) ->
 
 
 def _machine_settings(record: StepRecord) -> Mapping[str, object]:
-    """The settings of the engine that a step was computed with, as they were in effect. Those of verl are this machine's: they
-    name hosts, and modules that its workers import."""
+    """Return the settings of the engine that were in effect when a step was computed. The section `verl` is this machine's own,
+    because it names hosts and modules that workers import."""
     known = {name: record.context[name] for name in ("threads", "tokens_per_microbatch") if record.context.get(name)}
     device = str(record.context.get("device") or "auto")  # of a GPU it is the product's name
     return {**known, "device": device if device in ("auto", "cpu") else "cuda", "verl": Config().engine.verl}
@@ -162,10 +165,10 @@ class _Watcher:
         self.compared = 0
         self.taken = 0
         self.other_numbers = ""
-        """What of the numeric context is another than it was, in words."""
+        """A sentence that names the differences of the numeric context from the recorded one; empty without any."""
 
     def before(self, engine: Engine, record: StepRecord) -> None:
-        """The engine is about to take a step again. Raises `_DiffersError`."""
+        """Compare the weights before a step that the engine is about to take again. Raises `_DiffersError`."""
         self.taken = record.step - 1
         now = (engine.numerics() if isinstance(engine, Numeric) else {}) | machine()
         other = [key for key in NUMERIC if key in now and record.context.get(key, now[key]) != now[key]]
@@ -179,7 +182,7 @@ class _Watcher:
         self._said(f"step {record.step}")
 
     def end(self, engine: Engine) -> None:
-        """The last step was taken: its weights are those of the run's last checkpoint, if there is one."""
+        """Compare the weights after the last step with the run's last checkpoint, if there is one. Raises `_DiffersError`."""
         self.taken = steps = len(self._records)
         kept = self._checkpoint(steps)
         if kept is None:
@@ -208,7 +211,7 @@ class _Watcher:
             raise _DiffersError(step, f"the weights after it have another digest than the recorded one{far}")
 
     def _digest(self, engine: Engine, record: StepRecord) -> str:
-        """Of what was handed to the policy server: adapters alone where it merges them itself."""
+        """Return the digest of the weights that the policy server got: only the adapters if the server merges them itself."""
         file, epoch = self._scratch / WEIGHTS, epoch_at(self._epochs, record.step)
         attached = epoch.setting("policy_server", "attach")
         alone = not attached and (epoch.setting("policy_server", "weight_transfer") or "auto") in FILES
@@ -222,7 +225,7 @@ class _Watcher:
 
 
 def _distance(made: Path, kept: Path) -> str:
-    """How far two files of weights are apart, in words; empty where that cannot be said."""
+    """Return a text with the largest difference between two files of weights; empty if the engine wrote no such file."""
     if not made.is_file():
         return ""
     from safetensors.torch import load_file

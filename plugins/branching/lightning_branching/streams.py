@@ -1,7 +1,7 @@
-"""A recorded answer as the stream that an agent asked for: in each API the events that add up to the answer.
+"""Turn a recorded answer into the stream of events that an agent asked for, in each API.
 
-The invariant: what a client puts together from the stream is the recorded answer. How it was cut when it was recorded is not
-kept: each text comes in one piece.
+The invariant: the events add up to the recorded answer. The pieces in which it was streamed when it was recorded are not kept:
+each text comes in one piece.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lightning_branching.recorded import RecordedCall
 
 Body = dict[str, Any]
 INVALID: Final = "INVALID_JSON"
-"""Under this name a Message has tool arguments that are no JSON; a stream passes them on as they are."""
+"""The name under which a Message wraps tool arguments that are no JSON object; a stream has them unwrapped."""
 DONE: Final = b"data: [DONE]\n\n"
 
 
 def answer_of(call: RecordedCall, request: Mapping[str, Any]) -> tuple[int, str, bytes]:
-    """Status, content type and body of a recorded answer, as a stream where the request asks for one."""
+    """Return the status, content type and body of a recorded answer; the body is a stream if the request asks for one."""
     status = call.exchange.status
     reply: Any = call.exchange.reply
     if request.get("stream") is True and status == 200:
@@ -76,7 +76,7 @@ EMPTY: Final[Mapping[str, Body]] = {
     "thinking": {"thinking": "", "signature": ""},
     "tool_use": {"input": {}},
 }
-"""What a block has when it begins, by its type."""
+"""The empty fields with which a block of a Message begins in a stream, by the block's type."""
 
 
 def _block_deltas(block: Body) -> Iterator[Body]:
@@ -138,4 +138,4 @@ STREAMS: Final[Mapping[str, Callable[[Body, Mapping[str, Any]], Iterator[bytes]]
     "/messages": _messages,
     "/responses": _responses,
 }
-"""What makes the server-sent events of an answer, by the API's path."""
+"""The functions that yield the server-sent events of an answer, by the API's path."""

@@ -1,9 +1,9 @@
-"""The tools of a branch: those that ran before the call at which it branches give what they gave, and do not run again.
+"""The attempt stage of branches: tools that ran before the branching call return their recorded results and do not run again.
 
-The stage of calls of the same name says which attempts are branches.
+The call stage of the same name marks the attempts that are branches.
 
-The invariant: only a run with the recorded arguments is answered; any other tool runs. Where nobody says which ran, the agent
-is not started.
+The invariant: only a call of a tool with recorded arguments is answered; any other tool runs. If the gateway does not send the
+recorded runs, the agent is not started.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ BRANCHES: Final = "branches"
 """The name of the stages of this plugin, in the line of calls and around attempts."""
 TIMEOUT: Final = 60.0
 TRIES: Final = 4
-"""How often the gateway is asked."""
+"""How often the gateway is asked for the recorded runs."""
 PAUSE: Final = 0.5
-"""Seconds after the first time; they double."""
+"""Seconds until the gateway is asked a second time; the pause doubles each time."""
 
 
 class BranchToolsStage(AttemptStage):
-    """Recorded runs of `lightning.tool` are answered in a branch."""
+    """Answers `lightning.tool`s in a branch from the recorded runs."""
 
     api = 1
 
     def around(self, task: Task, llm: LLM) -> AbstractContextManager[None] | None:
-        """Nothing outside of a branch."""
+        """Return a context in which tools are answered from the record; None if the attempt is no branch. The context raises
+        `AttemptRefusedError` if the gateway does not send the recorded runs."""
         return _answered(llm) if llm.extras.get(BRANCHES) else None
 
 
@@ -77,7 +78,7 @@ def _asked(llm: LLM) -> list[ToolEvent]:
 
 
 def _message(body: bytes) -> str:
-    """What an error object says."""
+    """Return the message in an error body; if there is none, the beginning of the body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Groups that are sampled as trees: a few rollouts from the task's beginning, and branches of them (`trainer.sampling`).
+"""Sample groups as trees: a few rollouts from the task's beginning (trunks), and branches of them (`trainer.sampling`).
 
-The invariant: a step samples no more tokens than it would without branches, as far as a branch needs what its trunk did from
-there on; and its branches follow from its trunks' records alone, so that a resumed step goes on with those that it had.
+The invariant: if a branch takes as many tokens as its trunk did from the branching call on, a step samples no more tokens than
+without branches. The branches depend only on the trunks' records, so that a resumed step continues with the same branches.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from lightning_branching.recorded import is_void
 logger = logging.getLogger(__name__)
 
 TREE: Final = "tree"
-"""The value of `trainer.sampling`."""
+"""The value of `trainer.sampling` that asks for trees."""
 
 
 def check_tree(asked: Asked) -> bool:
-    """Whether a run asks for trees. Raises `ConfigError` for settings under which its groups cannot be such."""
+    """Return whether a run asks for trees. Raises `ConfigError` for settings under which groups cannot be sampled as trees, and
+    for settings of trees without trees."""
     config, trainer = asked.config, asked.config.trainer
     if trainer.sampling != TREE:
         if trainer.sampling == TrainerConfig().sampling and (
@@ -65,12 +66,12 @@ def check_tree(asked: Asked) -> bool:
 
 
 def trunks_of(config: TrainerConfig, group_size: int) -> int:
-    """How many rollouts of a group begin at its task."""
+    """Return the number of trunks in a group: rollouts that begin at its task."""
     return config.trunks or max(1, group_size // 2)
 
 
 def tree_sampler(asked: Asked) -> TreeSampler | None:
-    """The sampler of a run that asks for trees; None for others. See `check_tree`."""
+    """Return the sampler for a run that asks for trees; None for other runs. Raises `ConfigError` as `check_tree` does."""
     if not check_tree(asked):
         return None
     warn_of_credit(algorithm for _, algorithm in asked.schedule.phases)
@@ -86,17 +87,18 @@ class TreeSampler(TurnSampler):
         self._said = Once()
 
     def begun(self, group_size: int) -> int:
-        """See `TurnSampler.begun`."""
+        """Return the number of rollouts of a group that begin at the task: its trunks."""
         return trunks_of(self.config, group_size)
 
     async def step(self, step: int) -> Sampled:
-        """See `Sampler.step`."""
+        """Sample the groups of a step, and add the metrics of `tree_metrics`."""
         sampled = await super().step(step)
         return replace(sampled, metrics=sampled.metrics | tree_metrics(sampled.groups, sampled.rollouts))
 
     async def grow(self, ended: list[Rollout], group_size: int, what: str) -> list[Rollout]:
-        """Add branches to groups of trunks that have ended; returns all of their rollouts. By `variance` half of the tokens go
-        first to calls that are spread, and the rest where the returns of these differ."""
+        """Run branches for groups whose trunks have ended; return all rollouts of the groups. With `branch_by = "variance"`,
+        half of the tokens first go to calls that are spread over the trunks, then the rest to calls whose branches' returns
+        differ."""
         count = self.begun(group_size)
         shares = [(group_size - count) / count]
         shares = [shares[0] / 2] * 2 if self.config.branch_by == "variance" else shares
@@ -117,14 +119,15 @@ class TreeSampler(TurnSampler):
         return ended
 
     def _branches_of(self, group: Group, first: int, count: int, share: float, number: int) -> list[Rollout]:
-        """The branches of a group that are numbered from `first` on. `share` of its trunks' tokens may be sampled for them."""
+        """Plan branches of a group, with indices from `first` on, in round `number`. They may sample `share` times the tokens
+        that its `count` trunks sampled."""
         known = [member for member in group.trajectories if member.rollout.index < first]
         trunks = [member for member in known if member.rollout.parent is None]
         able = [member for member in trunks if not self._is_lost(member)]
         if not trunks:
             return []
         sampled = sum(len(call.response_ids) for member in trunks for call in member.transitions)
-        tokens = share * sampled * count / len(trunks)  # as many as without branches, though a trunk has failed
+        tokens = share * sampled * count / len(trunks)  # as many as without branches, even if a trunk has failed
         points = branch_points(
             able,
             tokens,
@@ -139,7 +142,7 @@ class TreeSampler(TurnSampler):
         return branch_rollouts(points, first)
 
     def _is_lost(self, member: Trajectory) -> bool:
-        """Whether a trunk cannot be branched at all; each reason is said once."""
+        """Return whether no call of a trunk can be branched at; each reason is logged once."""
         calls: Sequence[Transition] = (*member.transitions, *member.refused, *member.lost)
         why = why_not_replayable(calls, member.tool_events)
         if why:
@@ -152,7 +155,8 @@ class TreeSampler(TurnSampler):
 
 
 def tree_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`branches` that have a reward, how many are `branches_void`, and their share of the sampled tokens."""
+    """Return the metrics of a step's trees: the number of `branches` with a reward, the number of void ones (`branches_void`),
+    and the share of the sampled tokens that branches sampled (`branch_tokens`)."""
     members = [member for group in groups for member in group.trajectories]
     sampled = [sum(len(call.response_ids) for call in member.transitions) for member in members]
     of_branches = sum(

@@ -110,7 +110,9 @@ def _result(found: list[Body], block: Body, where: str) -> None:
             if item.get("type") == "image":
                 images.append(_image(item))
             elif item.get("type") == "tool_reference":  # a found tool, which some templates show
-                tools.append({"type": "tool_reference", "name": _referred(item, f"{where}.content[{number}]")})
+                named = {"tool_name": item.get("tool_name") or item.get("name")}  # as vLLM does
+                name = text_field(named, "tool_name", f"{where}.content[{number}]")
+                tools.append({"type": "tool_reference", "name": name})
             else:
                 texts.append(_text(item, f"{where}.content[{number}]"))
     found.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
@@ -118,11 +120,6 @@ def _result(found: list[Body], block: Body, where: str) -> None:
         found.append({"role": "user", "content": images})
     if tools:
         found.append({"role": "tool", "tool_call_id": call_id, "content": tools})
-
-
-def _referred(item: Body, where: str) -> str:
-    """Return the name of a referred tool, from `tool_name` or `name`, as vLLM does."""
-    return text_field({**item, "tool_name": item.get("tool_name") or item.get("name")}, "tool_name", where)
 
 
 def _image(block: Body) -> Body:
@@ -263,7 +260,7 @@ def _is_hosted(tool: Body) -> bool:
 
 def _tool(tool: Body, where: str) -> Body:
     schema = tool.get("input_schema")
-    if tool.get("type") not in {None, "custom"} or not isinstance(schema, dict):
+    if _is_hosted(tool) or not isinstance(schema, dict):
         why = (
             f"is {tool.get('type')!r}, which only Anthropic's models know. Give the agent a tool with an input_schema, "
             "or set gateway.hosted_tools to 'drop' and let it do without."

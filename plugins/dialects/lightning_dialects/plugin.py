@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.config import GatewayConfig
@@ -18,17 +18,13 @@ if TYPE_CHECKING:
 def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect]], None]) -> None:
     """Register the dialects `completions`, `responses` and `messages`."""
     from lightning_dialects.completions import Completions
-    from lightning_dialects.messages import Messages
-    from lightning_dialects.responses import Responses
 
     register("completions", lambda _: Completions())
-    register("responses", Responses)
-    register("messages", Messages)
+    register("responses", made_later("lightning_dialects.responses:Responses"))
+    register("messages", made_later("lightning_dialects.messages:Messages"))
 
 
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
     """Register the route `messages/count_tokens`."""
-    from lightning_dialects.count_tokens import CountTokens
-
-    register("messages/count_tokens", CountTokens)
+    register("messages/count_tokens", made_later("lightning_dialects.count_tokens:CountTokens"))

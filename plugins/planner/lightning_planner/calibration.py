@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,7 @@ def calibrate(recorded: Recorded) -> Calibration:
     if not any(call.response for call in calls):
         raise DataError(f"run {recorded.run!r} has no call with response tokens to calibrate on: plan from another run")
     rests = [(max(call.ended for call in rollout.calls), rollout.end) for rollout in rollouts]
-    load = _Load(calls, rests, _between_rollouts(recorded))
+    load = _Load(calls, rests, list(_between_rollouts(recorded)))
     server, fit = _server(calls)
     costs = Costs(
         server=server,
@@ -285,17 +285,15 @@ def _spans(recorded: Recorded) -> dict[int, list[tuple[float, float]]]:
     return found
 
 
-def _between_rollouts(recorded: Recorded) -> list[tuple[float, float]]:
-    """Return the times from the end of a rollout to the beginning of the next one on its place, for steps in turns with more
+def _between_rollouts(recorded: Recorded) -> Iterator[tuple[float, float]]:
+    """Yield the times from the end of a rollout to the beginning of the next one on its place, for steps in turns with more
     rollouts than places. Empty where sampling goes on all the time, since a place may then be empty because no group may
     begin."""
     places = recorded.schedule.concurrency
     by_step = _spans(recorded)
     first = min(by_step, default=0)
-    found: list[tuple[float, float]] = []
     for step, times in by_step.items():
         if step > first or len(by_step) == 1:
             starts, ends = sorted(start for start, _ in times), sorted(end for _, end in times)
             pairs = zip(ends, starts[places:], strict=False)
-            found += [(end, start) for end, start in pairs if start > end]
-    return found
+            yield from ((end, start) for end, start in pairs if start > end)

@@ -29,6 +29,15 @@ from lightning_planner.planner import (
 from lightning_planner.recorded import Recorded, read_run, recorded_config, schedule_of
 from lightning_planner.shape import Shape, read_shape
 
+Staleness = Annotated[
+    list[int] | None,
+    typer.Option("--max-staleness", metavar="K", help="trainer.max_staleness; repeat it to compare values."),
+]
+Assumed = Annotated[
+    list[str] | None,
+    typer.Option("--assume", metavar="NAME=NUMBER", help="Replace an assumption, such as train_mfu=0.4."),
+]
+
 
 def plan(
     run: Annotated[str, typer.Argument(help="The recorded run: its folder, or its id under --runs.")],
@@ -47,20 +56,14 @@ def plan(
         int, typer.Option(min=0, help="Number of GPUs of the policy server; 0: all that may serve.")
     ] = 0,
     group_size: Annotated[int, typer.Option(min=0, help="Rollouts per task; 0: as recorded.")] = 0,
-    max_staleness: Annotated[
-        list[int] | None,
-        typer.Option("--max-staleness", metavar="K", help="trainer.max_staleness; repeat it to compare values."),
-    ] = None,
+    max_staleness: Staleness = None,
     tool_seconds: Annotated[float, typer.Option(min=0, help="Seconds added to each tool run.")] = 0.0,
     tool_scale: Annotated[float, typer.Option(min=0, help="Factor on the duration of tool runs.")] = 1.0,
     token_scale: Annotated[float, typer.Option(help="Factor on the tokens of each call.")] = 1.0,
     agents: Annotated[float, typer.Option(help="Factor on the machines that run agents.")] = 1.0,
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to simulate.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed for drawing the groups.")] = 0,
-    assume_: Annotated[
-        list[str] | None,
-        typer.Option("--assume", metavar="NAME=NUMBER", help="Replace an assumption, such as train_mfu=0.4."),
-    ] = None,
+    assume_: Assumed = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recorded run.")
     ] = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -170,18 +170,18 @@ def _costs(
     )
 
 
-def _notes_on_gpus(recorded: Recorded, engine: EngineConfig, cluster: Cluster) -> list[str]:
-    notes = ["calls are as many and as long as those of the recorded model"]
+def _notes_on_gpus(recorded: Recorded, engine: EngineConfig, cluster: Cluster) -> Iterator[str]:
+    yield "calls are as many and as long as those of the recorded model"
     if forward_passes(recorded) is None:
-        notes.append(
+        yield (
             "the record does not say what the algorithm computes before a step's gradient: passes for a reference model, a "
             "loss of whole steps or a critic are not in the seconds of training"
         )
     if cluster.server_gpus > 1:
-        notes.append(
+        yield (
             f"one policy server on {cluster.server_gpus} GPUs, since a run has one: what these exchange is not in its seconds"
         )
-    return [*notes, *uncounted(engine, cluster.training)]
+    yield from uncounted(engine, cluster.training)
 
 
 def _phases(simulated: Simulated) -> Phases:

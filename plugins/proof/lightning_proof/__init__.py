@@ -1,4 +1,4 @@
-"""Proofs over a finished run: `lightning audit`.
+"""The plugin `proof`: `lightning audit`, forks of runs, and recorded steps that are taken again.
 
-The invariant: a proof is made from the store alone, and reads only.
+The invariant: an audit uses the store alone, and only reads it.
 """

@@ -1,8 +1,8 @@
-"""Derives every trained batch of a run again from its store and says where it is not what was trained.
+"""Derive every trained batch of a run again from its store, and find where it differs from the one that was trained.
 
-The invariant: a clean audit means that each token id, logprob, reward, version and the order of each step are what the
-engine computed on; any single change to them is found and named. Weights and advantages are, too, but for the steps that it
-names as changed by a loop of somebody's own.
+The invariant: a clean audit means that the engine computed each step on exactly the stored token ids, logprobs, rewards,
+versions and order; any single change to them is found and named. The same holds for weights and advantages, except in steps
+that the report lists as changed by a loop of the user's own (`Trainer.session`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from lightning_proof.bring_forward import recorded_teacher
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it was trained. `rollout` is a rollout's or a group's id, empty when it is the whole step."""
+    """One difference from the trained data. `rollout` is the id of a rollout or a group; empty if it concerns the whole
+    step."""
 
     step: int
     rollout: str
@@ -37,13 +38,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit looked at and found. `rederived` is False when only the user's own code can make an algorithm of the run
-    again, so that recorded data, but not advantages, could be compared. `warnings` say where steps of one config epoch were
-    computed otherwise than those before them, so that they can be taken again but for rounding only, or where calls,
-    attempts or steps were made with other stages. `rollouts` counts each
-    once; `reused` is how often one was trained again by a step that declares it (a replay buffer), which `calls` and `tokens`
-    count, too. `changed` are the steps of a loop of somebody's own (`Trainer.session`) that were computed on other rows than
-    the run's algorithm made: some of them, or with other weights or advantages."""
+    """The result of an audit, with the amount of data that was checked. `rederived` is False if only the user's own code can
+    make an algorithm of the run again, so that recorded data were compared, but not advantages. `warnings` name steps that were
+    computed with other numerics than the steps before them in the same config epoch, so that they can be taken again only up to
+    rounding, and calls, attempts or steps that were made with other stages. `rollouts` counts each rollout once; `reused`
+    counts how often a step trained one again and declared that (a replay buffer), which `calls` and `tokens` include.
+    `changed` are the steps of a loop of the user's own (`Trainer.session`) that were computed on other rows than the algorithm
+    made: on some of them, or with other weights or advantages."""
 
     run: str
     steps: int
@@ -59,15 +60,15 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that is not as it was trained."""
+        """Whether the audit has no findings."""
         return not self.findings
 
 
 async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> AuditReport:
-    """Audit a run, each step by the algorithm and the settings of its own config epoch. `algorithm` is needed only for epochs
-    whose own cannot be rebuilt from its stored arguments.
+    """Audit a run, each step with the algorithm and the settings of its config epoch. `algorithm` is used for epochs whose
+    algorithm cannot be made again from its stored arguments.
 
-    Raises `StoreError` when there is no such run, or calls that it was trained on were removed.
+    Raises `StoreError` if there is no such run, or if calls that it was trained on were removed.
     """
     stored = await store.get_run(run)
     if stored is None:
@@ -81,12 +82,11 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     epochs = await read_epochs(store, stored)
     algorithms = {epoch.number: rebuild_algorithm(epoch.config) or algorithm for epoch in epochs}
     records = await store.steps(run)
-    findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
+    gaps = [record for number, record in enumerate(records, 1) if record.step != number]
     declared, undeclared = _declared(records)
-    findings.extend(undeclared)
-    findings.extend(_repeated(records, declared, epochs))
     changed, unreadable = _changed(records)
-    findings.extend(unreadable)
+    findings = [Finding(record.step, "", "a step before this one is missing") for record in gaps]
+    findings += [*undeclared, *_repeated(records, declared, epochs), *unreadable]
     committed = {record.step for record in records}
     everything = await all_rollouts(store, run, split=TRAIN)
     findings.extend(
@@ -118,7 +118,7 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
 
 
 def _members(records: Sequence[StepRecord], rollouts: Sequence[Rollout]) -> Iterator[tuple[StepRecord, list[Rollout]]]:
-    """Each step with the rollouts that it looked at."""
+    """Yield each step with the rollouts of its groups."""
     by_group: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         by_group.setdefault(rollout.group, []).append(rollout)
@@ -134,16 +134,18 @@ async def _step(
     algorithm: Algorithm | None,
     reused: Collection[str],
 ) -> tuple[list[Finding], dict[str, int]]:
-    """What is wrong with a step, and how much of it was looked at."""
+    """Return the findings about a step, and the amount of data that was checked: `rollouts`, `calls`, `tokens` and `reused`."""
     try:
         groups = await load_groups(store, members, epoch.train_agents, epoch.policy_fault)
         if algorithm is not None and head_of(algorithm):
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:
         return [Finding(record.step, "", f"cannot be read: {error}")], {}
-    findings = _compare(record, epoch, members, groups, algorithm, reused)
-    findings += _no_branches(record, groups)
-    findings += _too_stale(record, groups, epoch.max_staleness)
+    findings = [
+        *_compare(record, epoch, members, groups, algorithm, reused),
+        *_no_branches(record, groups),
+        *_too_stale(record, groups, epoch.max_staleness),
+    ]
     used = {name for name, _ in record.rollouts}
     trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
     calls = [call for member in trajectories for call in member.transitions]
@@ -159,53 +161,49 @@ def _compare(
     groups: Sequence[Group],
     algorithm: Algorithm | None,
     reused: Collection[str],
-) -> list[Finding]:
+) -> Iterator[Finding]:
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
     by_id = {rollout.id: rollout for rollout in members}
-    findings = []
     for (name, attempt), digest in zip(record.rollouts, record.digests, strict=False):
         rollout, trajectory = by_id.get(name), trajectories.get(name)
         if rollout is None or trajectory is None or rollout.attempt != attempt:
-            findings.append(Finding(record.step, name, f"attempt {attempt} was trained, but is not the stored outcome"))
+            yield Finding(record.step, name, f"attempt {attempt} was trained, but is not the stored outcome")
         elif rollout_digest(trajectory) != digest:
-            findings.append(
-                Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
-            )
+            yield Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
         elif name not in reused and rollout.trained_at_step != record.step:
-            findings.append(Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}"))
+            yield Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}")
         if rollout is not None and name in reused and (problem := _not_reusable(record, rollout)):
-            findings.append(Finding(record.step, name, problem))
+            yield Finding(record.step, name, problem)
     if record.policy_version != record.step:
-        findings.append(Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step}"))
+        yield Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step}")
     if record.context.get("epoch", epoch.number) != epoch.number:
         named = record.context["epoch"]
-        findings.append(Finding(record.step, "", f"says it is of config epoch {named}, and the run's are other ones"))
+        yield Finding(record.step, "", f"says it is of config epoch {named}, and the run's are other ones")
     if len(record.rollouts) != len(record.digests):
-        findings.append(Finding(record.step, "", "has not one digest for each rollout"))
+        yield Finding(record.step, "", "has not one digest for each rollout")
     if algorithm is not None:
-        findings.extend(_compare_batch(record, groups, algorithm))
-    return findings
+        yield from _compare_batch(record, groups, algorithm)
 
 
-def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algorithm) -> list[Finding]:
+def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algorithm) -> Iterator[Finding]:
     try:
         batch = algorithm.batch(groups)
         alike = is_batch_of(record, batch)
     except DataError as error:
-        return [Finding(record.step, "", f"its batch cannot be built again: {error}")]
-    findings = []
+        yield Finding(record.step, "", f"its batch cannot be built again: {error}")
+        return
     if tuple((rollout.id, rollout.attempt) for rollout in batch.used) != record.rollouts:
-        findings.append(Finding(record.step, "", "its rollouts, or their order, are not the trained ones"))
+        yield Finding(record.step, "", "its rollouts, or their order, are not the trained ones")
     if not alike:
         problem = "its training rows are not the ones the engine computed on"
         if batch.loss is not None:
             problem += ", or its loss was another (which pairs are compared, and how)"
-        findings.append(Finding(record.step, "", problem))
-    return findings
+        yield Finding(record.step, "", problem)
 
 
 def _changed(records: Sequence[StepRecord]) -> tuple[tuple[int, ...], list[Finding]]:
-    """The steps that a loop of somebody's own computed on other rows than the batch's, and where that cannot be told."""
+    """Return the steps that a loop of the user's own computed on other rows than the batch's, and a finding for each step whose
+    updates cannot be read from the record, or do not have the recorded digest."""
     changed, findings = [], []
     for record in records:
         try:
@@ -223,7 +221,8 @@ def _changed(records: Sequence[StepRecord]) -> tuple[tuple[int, ...], list[Findi
 
 
 def _declared(records: Sequence[StepRecord]) -> tuple[dict[int, Reuse], list[Finding]]:
-    """What each step declares as reused, and where that cannot be read."""
+    """Return the rollouts that each step declares as reused, by step, and a finding for each declaration that cannot be
+    read."""
     found, findings = {}, []
     for record in records:
         try:
@@ -235,7 +234,8 @@ def _declared(records: Sequence[StepRecord]) -> tuple[dict[int, Reuse], list[Fin
 
 
 def _not_reusable(record: StepRecord, rollout: Rollout) -> str:
-    """Why a step cannot have reused a rollout: it was not there yet, or is not marked as trained before; empty where it can."""
+    """Return the reason why a step cannot have reused a rollout: it was sampled for a later step, or no earlier step is marked
+    as having trained it; empty if it can."""
     if rollout.step > record.step:
         return f"declared as reused, and sampled for step {rollout.step}, which is later"
     first = rollout.trained_at_step
@@ -246,31 +246,32 @@ def _not_reusable(record: StepRecord, rollout: Rollout) -> str:
     )
 
 
-def _repeated(records: Sequence[StepRecord], declared: Mapping[int, Reuse], epochs: Sequence[Epoch]) -> list[Finding]:
-    """Rollouts that were trained, and groups that were looked at, by more steps than the run allows and the step declares."""
-    findings = []
+def _repeated(
+    records: Sequence[StepRecord], declared: Mapping[int, Reuse], epochs: Sequence[Epoch]
+) -> Iterator[Finding]:
+    """Yield findings about rollouts that more steps trained, and groups that more steps took, than the run allows or the steps
+    declare."""
     trained_in: dict[str, list[int]] = {}
     taken_by: dict[str, list[int]] = {}
     for record in records:
         limit, reuse = epoch_at(epochs, record.step).max_reuse, declared[record.step]
         if reuse.rollouts and reuse.limit != limit:
             problem = f"declares a reuse under trainer.max_reuse = {reuse.limit}, and the run's is {limit}"
-            findings.append(Finding(record.step, "", problem))
+            yield Finding(record.step, "", problem)
         for name, _ in record.rollouts:
             before = trained_in.setdefault(name, [])
             if problem := _problem_of(before, limit, declared=name in reuse.rollouts):
-                findings.append(Finding(record.step, name, problem))
+                yield Finding(record.step, name, problem)
             before.append(record.step)
         for group in record.groups:
             before = taken_by.setdefault(group, [])
             if len(before) > limit:
-                findings.append(Finding(record.step, group, f"taken already by step {_listed(before)}"))
+                yield Finding(record.step, group, f"taken already by step {_listed(before)}")
             before.append(record.step)
-    return findings
 
 
 def _problem_of(before: Sequence[int], limit: int, *, declared: bool) -> str:
-    """What is wrong with a rollout in a step, where the steps `before` trained it, too; empty where nothing is."""
+    """Return the problem with a rollout that a step trained after the steps `before`; empty if there is none."""
     if declared and not before:
         return "declared as reused, and no step before trained it"
     if before and not declared:
@@ -284,10 +285,9 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def _no_branches(record: StepRecord, groups: Sequence[Group]) -> list[Finding]:
-    """Branches of which the record does not show that they begin as their parent did: one of their calls has the prompt of the
-    call that they branch at, token for token."""
-    findings = []
+def _no_branches(record: StepRecord, groups: Sequence[Group]) -> Iterator[Finding]:
+    """Yield findings about branches whose records do not show that they branched. A branch must have a call with the prompt of
+    its parent's branching call, token for token."""
     for group in groups:
         calls = {call.key: call for member in group.trajectories for call in member.transitions}
         for member in group.trajectories:
@@ -296,35 +296,32 @@ def _no_branches(record: StepRecord, groups: Sequence[Group]) -> list[Finding]:
             at, name = calls.get(member.rollout.parent), member.rollout.id
             if at is None:
                 problem = f"branches at a call that its group does not have: {member.rollout.parent}"
-                findings.append(Finding(record.step, name, problem))
+                yield Finding(record.step, name, problem)
             elif not begins_at(member.transitions, at):
                 problem = f"has no call with the prompt of that at which it branches, {member.rollout.parent}"
-                findings.append(Finding(record.step, name, problem))
-    return findings
+                yield Finding(record.step, name, problem)
 
 
-def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> list[Finding]:
-    """Trained calls with tokens of a policy older than the run allows, or younger than the step's own."""
+def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> Iterator[Finding]:
+    """Yield findings about trained rollouts with tokens of a policy version that is older than the run allows, or newer than
+    the one that the step trained."""
     if bound is None:
-        return []
+        return
     used = {name for name, _ in record.rollouts}
-    findings = []
     for member in (member for group in groups for member in group.trajectories if member.rollout.id in used):
         versions = [run.version for call in member.transitions for run in call.versions]
         if not all(record.step - bound <= version + 1 <= record.step for version in versions):
             found = f"sampled by versions {min(versions)} to {max(versions)}"
             problem = f"{found}, which is not within trainer.max_staleness = {bound} of step {record.step}"
-            findings.append(Finding(record.step, member.rollout.id, problem))
-    return findings
+            yield Finding(record.step, member.rollout.id, problem)
 
 
-def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str]:
-    """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows; where the
-    teacher does, though its name does not; and where stages of plugins do."""
-    warnings = []
+def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> Iterator[str]:
+    """Yield warnings about steps where the stages of plugins change, where the numeric context changes within an epoch (except
+    for `path`, which follows from the step's rows), and where the teacher is another model than before."""
     for before, record in itertools.pairwise(records):
         for of, others in other_stages(before.context, stages_of(record.context)).items():
-            warnings.append(f"from step {record.step} on {of} were made with other stages than before: {others}")
+            yield f"from step {record.step} on {of} were made with other stages than before: {others}"
         if epoch_at(epochs, before.step) is not epoch_at(epochs, record.step) or not (
             before.context and record.context
         ):
@@ -332,13 +329,8 @@ def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str
         old, new = before.context, record.context
         changed = [key for key in NUMERIC if key != "path" and old.get(key) != new.get(key)]
         if other := [f"{key} {old.get(key)} → {new.get(key)}" for key in changed]:
-            warnings.append(f"from step {record.step} on sums are rounded otherwise than before: {', '.join(other)}")
+            yield f"from step {record.step} on sums are rounded otherwise than before: {', '.join(other)}"
         then, now = recorded_teacher(before), recorded_teacher(record)
         if then is not None and now is not None and then.digest != now.digest:
             change = f"SHA-256 {then.digest[:12]}... → {now.digest[:12]}..."
-            warnings.append(f"from step {record.step} on the teacher {now.name} is another model than before: {change}")
-    return warnings
-
-
-def _gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
-    return [record for number, record in enumerate(records, 1) if record.step != number]
+            yield f"from step {record.step} on the teacher {now.name} is another model than before: {change}"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from lightning.cli.output import escape, locate, print_json, say, with_store
 
-from lightning_proof.audit import AuditReport
+from lightning_proof.audit import audit as audit_run
 
 
 def audit(
@@ -19,7 +19,7 @@ def audit(
 ) -> None:
     """Check what was trained against the store. Exit code 1: an id, logprob, reward, version or the order differs."""
     url, run_id = locate(run, runs)
-    report = asyncio.run(_audit(url, run_id))
+    report = asyncio.run(with_store(url, lambda store: audit_run(store, run_id)))
     if as_json:
         print_json(report)
     else:
@@ -41,9 +41,3 @@ def audit(
             f"{report.tokens} tokens {how}: {verdict}",
         )
     raise typer.Exit(0 if report.ok else 1)
-
-
-async def _audit(url: str, run: str) -> AuditReport:
-    from lightning_proof.audit import audit as audit_run
-
-    return await with_store(url, lambda store: audit_run(store, run))

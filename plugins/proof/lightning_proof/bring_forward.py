@@ -1,7 +1,7 @@
-"""Committed steps taken again, each under the settings of its own config epoch: for a resume, a fork, a replay and a proof.
+"""Take committed steps again, each with the settings of its config epoch: for a resume, a fork, or `lightning replay --train`.
 
-The invariant: a step is taken again on the batch that its record proves, by the algorithm and the optimizer that took it; where
-that cannot be, an error says so before anything is changed.
+The invariant: a step is taken again on exactly the batch in its record, by the algorithm and the optimizer that took it. If
+that is impossible, an error is raised before anything changes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from pydantic import ValidationError
 logger = logging.getLogger(__name__)
 
 MACHINE_SETTINGS: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
-"""Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
+"""Settings of the section `engine` that belong to the machine. A step is taken again with this machine's values."""
 
 
 def algorithm_of(epoch: Epoch, given: Sequence[Algorithm]) -> Algorithm:
-    """The algorithm of an epoch: one of those that were `given`, where it is described alike, or made again from its record.
+    """Return the algorithm of an epoch: one of `given` if it has the same description, else one that is made from the record.
 
-    Raises `ConfigError` when only the user's own code could make it.
+    Raises `ConfigError` if only the user's own code can make it.
     """
     recorded: Mapping[str, Json] = {"algorithm": epoch.config.get("algorithm")}
     for algorithm in given:
@@ -62,7 +62,7 @@ def algorithm_of(epoch: Epoch, given: Sequence[Algorithm]) -> Algorithm:
 
 
 async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Algorithm) -> Batch:
-    """The batch of a committed step, made again from the store. Raises `AuditError` when it is not the one that was trained."""
+    """Make the batch of a committed step again from the store. Raises `AuditError` if it is not the batch that was trained."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
     groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
     if head_of(algorithm):
@@ -77,7 +77,7 @@ async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Al
 
 
 def recorded_teacher(record: StepRecord) -> Teacher | None:
-    """The teacher that a step was taken with."""
+    """Return the teacher with which a step was taken; None if it had none."""
     found = record.context.get(TEACHER)
     if not isinstance(found, Mapping):
         return None
@@ -85,8 +85,8 @@ def recorded_teacher(record: StepRecord) -> Teacher | None:
 
 
 def teacher_again(recorded: Teacher, here: Teacher | None, run: Path | None = None) -> Teacher:
-    """The teacher of a step that is to be taken again: the one that is `here`, where it is the same, or that in its folder,
-    which may have moved with that of the `run`. Raises `ConfigError` where its files are gone, or are another's."""
+    """Return the teacher for a step that is to be taken again: `here`, if it has the recorded digest, else the model in the
+    recorded folder, or in the folder of the `run` if that has moved. Raises `ConfigError` if its files are gone or changed."""
     if here is not None and here.digest == recorded.digest:
         return here
     places = [recorded.folder, *([] if run is None else [run / TEACHER / recorded.folder.name])]
@@ -105,11 +105,11 @@ def teacher_again(recorded: Teacher, here: Teacher | None, run: Path | None = No
 
 @dataclass
 class Rewinder:
-    """A run's training state at a step: of its checkpoint, or made again from the newest before.
+    """Brings an engine to a run's training state after a step, from the newest checkpoint before it.
 
-    `records`, `epochs` and `checkpoints` are the run's, `store` is where its rollouts are. Engines are made by `make_engine`
-    with settings as they were, but for those that belong to the machine, which are `here`'s. `given` are algorithms at hand.
-    `between` is where a state waits that one engine leaves to the next; none: it becomes a checkpoint of the run.
+    `records`, `epochs` and `checkpoints` are the run's, and `store` has its rollouts. `make_engine` makes an engine from the
+    recorded settings, with those of the machine from `here`. `given` are algorithms that need not be made from a record.
+    `between` is the folder for a state that one engine passes on to the next; None: it becomes a checkpoint of the run.
     """
 
     store: Store
@@ -122,17 +122,18 @@ class Rewinder:
     given: Sequence[Algorithm] = ()
     between: Path | None = None
     teacher: Teacher | None = None
-    """The one at hand."""
+    """The teacher of the present settings; None for none."""
     machine_at: Callable[[int], Mapping[str, object]] | None = None
-    """The settings of the section `engine` with which a step was computed, in place of those of `here`."""
+    """Returns, for a step, the machine's settings of the section `engine` to use instead of those of `here`; None: use
+    `here`."""
     folder: Path | None = None
-    """The run's, where that is not the one that the checkpoints are in."""
+    """The run's folder; None if it is the parent of the checkpoints' folder."""
 
     async def bring_to(
         self, step: int, use: Callable[[Engine], object], watch: Callable[[Engine, StepRecord], object] | None = None
     ) -> None:
-        """Call `use` (in a thread) with an engine that has the state after `step` steps; it is closed then. `watch` is called
-        (in a thread) with the engine before each step that is taken again."""
+        """Call `use` (in a thread) with an engine that has the state after `step` steps, and close the engine afterwards.
+        `watch` is called (in a thread) with the engine before each step that is taken again."""
         begun = self.checkpoints.newest(step)
         state = None if begun is None else self.checkpoints.path(begun)
         left = self.records[begun or 0 : step]
@@ -164,7 +165,8 @@ class Rewinder:
             engine.load(state)
 
     async def bring_forward(self, engine: Engine, records: Sequence[StepRecord]) -> None:
-        """See `BringForward`: the engine is opened as one is `here`."""
+        """Take the steps `records` again on an engine that was opened with the settings of `here` and has the state before
+        them."""
         for record in records:
             await self._take(engine, record, self.teacher)
 
@@ -173,8 +175,8 @@ class Rewinder:
         await take_again(self.store, record, self.epochs, self.given, engine, rate, teacher)
 
     def needed(self, step: int) -> bool:
-        """Whether some of the steps that lead from the newest checkpoint to `step` were taken by an engine that was opened
-        otherwise than one is `here`."""
+        """Whether a step between the newest checkpoint and `step` was taken by an engine that was opened with other settings
+        than those of `here`."""
         present = _opened_with(self.here, self.teacher)
         return any(
             self._training(taken) != present for taken in range((self.checkpoints.newest(step) or 0) + 1, step + 1)
@@ -188,7 +190,8 @@ class Rewinder:
         return recorded_teacher(self.records[step - 1]) if step <= len(self.records) else None
 
     def _config_at(self, step: int) -> Config:
-        """The settings that a step was taken with, on this machine. A dtype that was left to lightning is the one it chose."""
+        """Return the settings with which a step was taken, with those of this machine. If the dtype was "auto", it is the one
+        that was chosen then. Raises `ConfigError` for settings of another release."""
         epoch = epoch_at(self.epochs, step)
         try:
             config = Config.model_validate(epoch.config.get("config"))
@@ -209,7 +212,8 @@ class Rewinder:
 
 
 def _opened_with(config: Config, teacher: Teacher | None) -> object:
-    """What an engine is opened with; the number of steps only where the learning rate falls until the last of them."""
+    """Return the values that determine how an engine is opened, to compare. The number of steps is one of them only if the
+    learning rate depends on it."""
     falls = config.engine.lr_schedule != "constant"
     digest = None if teacher is None else teacher.digest
     return config.engine, config.trainer.seed, config.trainer.steps if falls else None, digest
@@ -224,8 +228,8 @@ async def take_again(
     rate: float,
     teacher: Teacher | None = None,
 ) -> None:
-    """Take a committed step again on the engine, which has the state before it and this teacher, at this rate. Raises
-    `AuditError` where the step was taken by a loop of its own, or with another teacher."""
+    """Take a committed step again, with the learning rate `rate`, on an engine that has the state before the step and this
+    teacher. Raises `AuditError` if a loop of the user's own (`Trainer.session`) took the step, or if it had another teacher."""
     if record.context.get(OWN_LOOP):
         raise AuditError(
             f"step {record.step} of {record.run} was taken by a loop of its own (Trainer.session), and only that can take it "
@@ -253,14 +257,16 @@ async def take_again(
 
 
 class Resumes(RunStage):
-    """Takes the steps of a run that goes on again, so that it may have fewer checkpoints than steps."""
+    """The run stage that takes a resumed run's steps since its newest checkpoint again, so that a run needs no checkpoint for
+    each step."""
 
     api = API
 
     async def bring_forward(
         self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
     ) -> BringForward:
-        """See `RunStage.bring_forward`."""
+        """Prepare to bring the engine to the last committed step, and return the function that does so. Steps that were taken
+        under other settings are taken again at once, and their state becomes a checkpoint."""
         again = Rewinder(
             start.store,
             records,

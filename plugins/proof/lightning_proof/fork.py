@@ -1,7 +1,7 @@
-"""Forks: a run begins with what another run had after a step (`--from RUN@STEP`).
+"""Forks: start a run from the state that another run had after a step (`--from RUN@STEP`).
 
-The invariant: the version 0 of the run is bit for bit what the other run had after that many steps. Its optimizer goes on where
-the new settings have room for the other's training state; where they do not, the weights alone are taken, and that is said.
+The invariant: version 0 of the run has bit for bit the weights of the other run after that step. The optimizer continues from
+the other run's state if the new settings fit it; otherwise only the weights are taken, and a warning says so.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from lightning_proof.bring_forward import Rewinder
 logger = logging.getLogger(__name__)
 
 BETWEEN = "between"
-"""That of the training state at the end of a config epoch of the other run, while its steps are taken again."""
+"""The name of the folder for the training state between two config epochs of the other run, while its steps are taken again."""
 
 
 async def fork(parent: str, into: Path, described: Mapping[str, Json], config: Config, store: str) -> dict[str, Json]:
-    """Put what the run `parent` (`RUN@STEP`, `RUN` for its last step) had into the folder of a new run: its training state as
-    the checkpoint of step 0, or, where that does not fit the settings, its model. Returns the keys of
-    the new run's configuration that say so.
+    """Copy the state of the run `parent` (`RUN@STEP`, or `RUN` for its last step) into the folder `into` of a new run: its
+    training state as the checkpoint of step 0, or, if that does not fit the settings, only its model. Return the keys for the
+    new run's configuration that record the fork.
 
-    RUN is a folder, or the name of one beside the new run's. `store` is the URL of its store where its folder has none.
-    Raises `ConfigError`, naming what there is, for a run or a step that is not there or cannot be made again.
+    RUN is a folder, or the name of a folder beside the new run's. `store` is the URL of the parent's store if its folder has
+    none. `described` is the description of the new run's settings. Raises `ConfigError`, which lists the existing ones, for a
+    run or a step that does not exist or cannot be computed again.
     """
     async with _opened(parent, into, store) as theirs:
         run, step, folder, records, epochs = theirs.run, theirs.step, theirs.folder, theirs.records, theirs.epochs
@@ -54,7 +55,7 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
         model = Path(str(run.config["model"] if "model" in lost else described["model"]))
         if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
             model, lost = folder / MODEL, [*lost, "model"]
-        for old in (target, into / MODEL):  # of a start that broke off
+        for old in (target, into / MODEL):  # left over from a start that was interrupted
             shutil.rmtree(old, ignore_errors=True)
         if lost:
             logger.warning(
@@ -77,8 +78,8 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
 
 
 async def export_step(parent: str, into: Path, target: Path, config: Config, store: str) -> None:
-    """Write the model that the run `parent` (as of `fork`) had at its step to the folder `target`; `into` is the folder of the
-    run that asks. Raises what `fork` does."""
+    """Write the model of the run `parent` at its step (`RUN@STEP`, as for `fork`) to the folder `target`. `into` is the folder
+    of the run that needs it. Raises `ConfigError` as `fork` does."""
     async with _opened(parent, into, store) as theirs:
         await theirs.make(
             lambda brought: brought.export(target), model_of(theirs.run, theirs.folder), config, into / BETWEEN
@@ -87,7 +88,7 @@ async def export_step(parent: str, into: Path, target: Path, config: Config, sto
 
 @dataclass(frozen=True, slots=True)
 class RunAt:
-    """A run at a step, with its opened store: what somebody begins with, or asks."""
+    """A recorded run at one of its steps, with its opened store."""
 
     store: Store
     run: Run
@@ -98,18 +99,18 @@ class RunAt:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Its training states."""
+        """The checkpoints of the run."""
         return Checkpoints(self.folder / "checkpoints", keep=1)
 
     @property
     def there(self) -> str:
-        """Its steps that have a training state, for people."""
+        """The steps of the run that have a checkpoint, as a text for errors."""
         return ", ".join(f"{self.run.id}@{saved}" for saved in self.checkpoints.steps()) or "none"
 
     async def make(self, use: Callable[[Engine], object], model: Path, config: Config, between: Path) -> None:
-        """Call `use` (in a thread) with an engine that was brought to its step from this model, with these settings of the
-        machine; `between` is a folder for the time of it. Raises `ConfigError`, naming the checkpoints, where that cannot be.
-        """
+        """Call `use` (in a thread) with an engine that has the run's state at the step. `model` is the model that the run began
+        with, `config` has the settings of this machine, and `between` is a temporary folder. Raises `ConfigError`, which lists
+        the checkpoints, if the state cannot be computed again."""
         make_engine = plugins().engine(str(self.run.config.get("engine", "torch")))
         again = Rewinder(
             self.store, self.records, self.epochs, self.checkpoints, make_engine, model, config, between=between
@@ -122,12 +123,12 @@ class RunAt:
             shutil.rmtree(between, ignore_errors=True)
 
     def lost(self, error: Exception) -> ConfigError:
-        """What to raise where it cannot be made again."""
+        """Return the error which says that the run's state at the step cannot be computed again."""
         return ConfigError(f"{self.run.id}@{self.step} cannot be made again ({error}). Checkpoints: {self.there}")
 
 
 def model_of(run: Run, folder: Path) -> Path:
-    """The folder of the model that a run began with, which may not be there any more; `folder` is the run's."""
+    """Return the folder of the model that a run began with; it may not exist any more. `folder` is the run's folder."""
     return folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config.get("model", "nowhere")))
 
 
@@ -164,12 +165,13 @@ def _folder(name: str, into: Path) -> Path:
 
 
 class Forks(RunStage):
-    """Brings a run what another run had after a step."""
+    """The run stage that starts a run from another run's state (`--from`)."""
 
     api = API
 
     async def begun(self, start: Start, parent: str) -> Begun:
-        """See `RunStage.begun`."""
+        """Prepare the model and the checkpoint that a run starts from. `parent` is the value of `--from`; it may be empty for a
+        fork that is resumed. Raises `ConfigError` as `fork` does, and for a resumed run that began with other weights."""
         run = start.run
         if not start.phases:
             raise ConfigError("a search for prompts trains no weights, so that it cannot begin with those of a run")
@@ -186,7 +188,8 @@ class Forks(RunStage):
 
 
 def _check_same(run: Run, parent: str, folder: Path) -> None:
-    """Raise `ConfigError` where a run that goes on began with other weights than those of `parent`, if that is given."""
+    """Raise `ConfigError` if a resumed run began with other weights than those of `parent`; an empty `parent` is always
+    right."""
     theirs, step = str(run.config[FORKED]).rsplit("@", 1)
     name, _, asked = split_reference(parent, "@", folder.parent)
     if parent and (theirs not in {run_id_of(Path(name)), run_id_of(folder.parent / name)} or asked not in ("", step)):

@@ -1,4 +1,4 @@
-"""The command that proves what a run was trained on, forks of runs, and recorded steps taken again, as a plugin."""
+"""The plugin `proof`: the command `audit`, and the run stages for forks and for steps that are taken again at a resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """The command of this plugin."""
+    """Register the command `audit`."""
     register(
         "audit",
         later("lightning_proof.audit_command:audit", "Check that a run was trained on exactly what its store holds."),
@@ -23,7 +23,7 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
-    """`forks` and `bring_forward`."""
+    """Register the run stages `forks` and `bring_forward`."""
     from lightning_proof.bring_forward import Resumes
     from lightning_proof.fork import Forks
 

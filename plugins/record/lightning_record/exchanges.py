@@ -306,7 +306,9 @@ class _Reader:
         if (
             there is None
             or packed_in(there) is None
-            or any(map(_is_of_branch, calls))
+            or any(
+                flags_of(each) & Flag.OF_PARENT for each in calls
+            )  # a branch, which has no branches: another rollout
             or self._above.said(seq).check != check
         ):
             raise ParentGoneError(
@@ -314,12 +316,6 @@ class _Reader:
                 f"{_LOST}. For texts that can be read, branch again"
             )
         return self._above.said(seq)
-
-
-def _is_of_branch(call: Transition) -> bool:
-    """Return whether a call's base is a call of a parent, so that its rollout is a branch. A branch has no branches: a parent
-    with such a call is another rollout than the original one."""
-    return bool(flags_of(call) & Flag.OF_PARENT)
 
 
 @contextmanager

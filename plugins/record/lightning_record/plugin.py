@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.config import Config
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
     """Register the call stages `providers`, `conversations`, `history` and `texts`."""
-    from lightning_record import providers, texts
-    from lightning_record.conversations import ConversationsStage, HistoryStage
-
-    register("providers", providers.stage)
-    register("conversations", ConversationsStage)
-    register("history", HistoryStage)
-    register("texts", texts.stage)
+    register("providers", made_later("lightning_record.providers:stage"))
+    register("conversations", made_later("lightning_record.conversations:ConversationsStage"))
+    register("history", made_later("lightning_record.conversations:HistoryStage"))
+    register("texts", made_later("lightning_record.texts:stage"))
 
 
 @hookimpl
@@ -38,6 +35,4 @@ def register_step_stages(register: Callable[[str, Callable[[Config], StepStage |
 @hookimpl
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
     """Register the route `feedback`."""
-    from lightning_record.feedback import FeedbackEndpoint
-
-    register("feedback", FeedbackEndpoint)
+    register("feedback", made_later("lightning_record.feedback:FeedbackEndpoint"))

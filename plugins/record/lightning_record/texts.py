@@ -407,7 +407,9 @@ def _merge(into: Body, said: Body) -> None:
             if before is not None:
                 before.append(value)
         elif isinstance(value, dict):
-            _merge(into.setdefault(name, {}) if before is not None else _fresh(into, name), value)
+            if before is None:
+                into[name] = {}
+            _merge(into[name], value)
         elif isinstance(value, list) and value and isinstance(value[0], dict) and "index" in value[0]:
             items = into[name] = _Numbered() if before is None else before
             for item in value:
@@ -418,12 +420,6 @@ def _merge(into: Body, said: Body) -> None:
                 before.extend(value)
         elif value or before is None:
             into[name] = value
-
-
-def _fresh(into: Body, name: str) -> Body:
-    made: Body = {}
-    into[name] = made
-    return made
 
 
 def _joined(value: Any) -> Any:

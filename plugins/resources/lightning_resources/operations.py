@@ -69,7 +69,9 @@ async def _of_project(store: Store, project: str, asked: Operation, arguments: d
         resource: Resource = arguments["resource"]
         inward["resource"] = replace(resource, name=names.stored(resource.name))
     if asked.name == "set_alias":
-        await _check_version(store, inward["name"], name, arguments["version"])
+        version = arguments["version"]
+        if await get_resource(store, inward["name"], version) is None:
+            raise no_version(version, name, await list_resources(store, inward["name"]))
     if asked.name == "roll_back_alias" and not await alias_history(store, inward["name"], arguments["alias"]):
         raise StoreError(
             f"the resource {name!r} has no alias {arguments['alias']!r}: list_aliases() says which there are"
@@ -78,11 +80,6 @@ async def _of_project(store: Store, project: str, asked: Operation, arguments: d
     if not isinstance(answer, list):
         return _seen(names, answer)
     return [_seen(names, each) for each in answer if await _owns(store, project, names, each)]
-
-
-async def _check_version(store: Store, stored: str, name: object, version: int) -> None:
-    if await get_resource(store, stored, version) is None:
-        raise no_version(version, name, await list_resources(store, stored))
 
 
 async def _owns(store: Store, project: str, names: ProjectNames, each: Resource | Alias | ResourceUse) -> bool:

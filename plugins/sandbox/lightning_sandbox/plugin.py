@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
@@ -15,8 +15,5 @@ if TYPE_CHECKING:
 @hookimpl
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
     """Register the stages `sandbox` and `tool_limits`."""
-    from lightning_sandbox.sandbox import SANDBOX, stage_for
-    from lightning_sandbox.tool_slots import TOOL_LIMITS, limits_for
-
-    register(SANDBOX, stage_for)
-    register(TOOL_LIMITS, limits_for)
+    register("sandbox", made_later("lightning_sandbox.sandbox:stage_for"))
+    register("tool_limits", made_later("lightning_sandbox.tool_slots:limits_for"))

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lightning.errors import RunnerError
 from lightning.installation import install_command
@@ -252,9 +252,6 @@ def _unreadable(hidden: Sequence[str]) -> Iterator[str]:
         found = Path(path).expanduser().absolute()
         if found.exists():
             yield os.path.realpath(found)
-
-
-SANDBOX: Final = "sandbox"
 
 
 class SandboxStage(bwrap.HidingStage):

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lightning.config.fields import did_you_mean
 from lightning.errors import ConfigError, RunnerError
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOOL_LIMITS: Final = "tool_limits"
-"""The name of the stage."""
 ENOUGH = 64
 """After this many rollouts a tool with a limit that never ran is named in a warning, so that a wrong name is noticed early in a
 long run."""
