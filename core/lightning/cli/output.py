@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,12 +21,16 @@ from typing import Annotated
 import orjson
 import typer
 
+from lightning.errors import ConfigError
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 """The `--json` option of every command that lists something."""
 SettingsFile = Annotated[Path | None, typer.Option(help="A TOML file of settings.")]
 """The `--config` option of every command that has settings."""
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 """The `--set` option of every command that has settings."""
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+"""Seconds of each unit of a duration."""
 _BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 """Control characters that JSON allows unescaped in strings, with their escapes."""
 
@@ -113,6 +118,15 @@ def local_time(at: float | None) -> str:
         return "-" if at is None else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
         return "-"
+
+
+def seconds_of(text: str, what: str) -> float:
+    """Return a duration such as `90d`, `12h` or `30m` in seconds. For any other text raises `ConfigError`, which says that the
+    text is no `what`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no {what}: write a number and one of {', '.join(UNITS)}, for example 90d")
+    return float(found[1]) * UNITS[found[2]]
 
 
 def timestamp() -> str:
