@@ -53,6 +53,16 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def unless(doing: Coroutine[Any, Any, T], over: Coroutine[Any, Any, object]) -> T | None:
+    """Await a coroutine and return its result. If `over` ends first, cancel it, wait for its clean-up, and return None."""
+    task, other = asyncio.create_task(doing), asyncio.create_task(over)
+    try:
+        await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await cancel(task, other)
+
+
 async def to_its_end(main: Coroutine[object, object, T]) -> T:
     """Await a coroutine wholly: a cancellation meanwhile is raised when it has ended. A second cancellation ends the wait, but
     not the coroutine."""

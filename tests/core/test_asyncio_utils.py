@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from lightning.asyncio_utils import end_process, until_told
+from lightning.asyncio_utils import end_process, unless, until_told
 
 
 def send(number: signal.Signals = signal.SIGTERM) -> None:
@@ -90,3 +90,27 @@ async def test_a_process_that_is_given_up_leaves_no_transport() -> None:
         await end_process(process)  # one that has ended is let go of as well
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+async def test_what_is_done_first_is_the_answer_and_errors_come_through() -> None:
+    async def failing() -> None:
+        raise ValueError("said")
+
+    over = asyncio.Event()
+    assert await unless(asyncio.sleep(0, "done"), over.wait()) == "done"
+    with pytest.raises(ValueError, match="said"):
+        await unless(failing(), over.wait())
+
+
+async def test_what_is_given_up_has_tidied_up_before_none_is_returned() -> None:
+    tidied: list[str] = []
+
+    async def doing() -> str:
+        try:
+            return await asyncio.sleep(600, "done")
+        finally:
+            await asyncio.sleep(0)
+            tidied.append("tidied up")
+
+    assert await unless(doing(), asyncio.sleep(0.01)) is None
+    assert tidied == ["tidied up"]

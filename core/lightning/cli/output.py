@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ SettingsFile = Annotated[Path | None, typer.Option(help="A TOML file of settings
 """The `--config` option of every command that has settings."""
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 """The `--set` option of every command that has settings."""
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+"""Seconds of each unit of a duration."""
 _BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 """Control characters that JSON allows unescaped in strings, with their escapes."""
 
@@ -111,6 +114,15 @@ def local_time(at: float | None) -> str:
         return "-" if at is None else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
         return "-"
+
+
+def seconds_of(text: str, what: str) -> float:
+    """Return a duration such as `90d`, `12h` or `30m` in seconds. For any other text raises `ConfigError`, which says that the
+    text is no `what`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no {what}: write a number and one of {', '.join(UNITS)}, for example 90d")
+    return float(found[1]) * UNITS[found[2]]
 
 
 def timestamp() -> str:

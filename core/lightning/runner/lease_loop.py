@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, cast
 
-from lightning.asyncio_utils import cancel
+from lightning.asyncio_utils import cancel, unless
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
@@ -233,13 +233,7 @@ class _Worker:
     async def _lease(self, free: int) -> Sequence[tuple[Lease, LLM | StageError]]:
         """Lease up to `free` attempts; return none when `stop` comes first. Attempts leased after that are given back in the
         end."""
-        leasing = asyncio.create_task(self._delivery.lease(free))
-        told = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({leasing, told}, return_when=asyncio.FIRST_COMPLETED)
-            return leasing.result() if leasing.done() else []
-        finally:
-            await cancel(leasing, told)
+        return await unless(self._delivery.lease(free), self._stop.wait()) or []
 
     def _collect(self) -> None:
         for task in [task for task in self._held if task.done()]:

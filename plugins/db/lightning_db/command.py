@@ -7,14 +7,13 @@ it would remove.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, with_store
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, seconds_of, with_store
 from lightning.errors import ConfigError, StoreError
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
@@ -30,7 +29,6 @@ app = typer.Typer(no_args_is_help=True)
 
 Place = Annotated[str, typer.Argument(help="A run's folder, a database file, or a store's URL.")]
 RunNames = Annotated[list[str] | None, typer.Option("--run", metavar="RUN", help="Only this run; may be repeated.")]
-UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 @app.command("status")
@@ -103,7 +101,9 @@ def prune(
     """
     if whole and not run and not older_than:
         raise ConfigError("--whole removes runs: say which with --run or --older-than")
-    choice = PruneRequest(tuple(run or ()), seconds_of(older_than) if older_than else None, whole, trained, unfinished)
+    choice = PruneRequest(
+        tuple(run or ()), seconds_of(older_than, "age") if older_than else None, whole, trained, unfinished
+    )
     plans = asyncio.run(_prune(existing_store(place), choice, apply=apply))
     if as_json:
         print_json({"applied": apply, "runs": plans})
@@ -181,14 +181,6 @@ async def _export(
         ]
 
     return await with_store(url, use)
-
-
-def seconds_of(age: str) -> float:
-    """Return an age such as `30d` in seconds. Raises `ConfigError` for any other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age)
-    if match is None:
-        raise ConfigError(f"{age!r} is no age: write a number and one of {', '.join(UNITS)}, for example 30d")
-    return float(match.group(1)) * UNITS[match.group(2)]
 
 
 def _lines(found: DatabaseStatus) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
+from lightning.store import rows
 from lightning.store.protocol import TRACES_RUN
 from lightning.store.schema import SCHEMA
 from lightning.store.url import redacted
@@ -176,7 +177,7 @@ class RedisKeeper:
             groups = {member.group for member in members}
             own = [self._keys(name, run) for name in OWN_OF_RUN]
             own += [self._keys("step", step, run) for step in steps]
-            own += [self._keys("roots", _name(run, group)) for group in groups]
+            own += [self._keys("roots", rows.dump([run, group])) for group in groups]
             await _ask(link, [(b"DEL", key) for key in own])
             await _ask(link, [(b"HDEL", self._keys("runs"), encoded(run))])
 
@@ -234,7 +235,7 @@ class RedisKeeper:
     async def _forget(self, link: Link, run: str, group: str, members: Sequence[_Member], newest: int) -> bool:
         """Do `forget_calls` for one group with these rollouts. Return False when the group may have more rollouts by now."""
         keys = [self._keys(name) for name in ("standing", "attempts", "labels")]
-        keys += [self._keys("all", run), self._keys("roots", _name(run, group))]
+        keys += [self._keys("all", run), self._keys("roots", rows.dump([run, group]))]
         arguments: list[int | str] = [newest, len(members)]
         for member in members:
             keys += [key for each in self._of_attempts(member) for key in each]
@@ -329,8 +330,3 @@ async def _ask(link: Link, commands: Sequence[Command]) -> list[Any]:
     for begin in range(0, len(commands), BATCH):
         replies += await link.reads.read(*commands[begin : begin + BATCH])
     return replies
-
-
-def _name(run: str, group: str) -> str:
-    """Return the name of the list of a group's roots."""
-    return json.dumps([run, group], separators=(",", ":"))

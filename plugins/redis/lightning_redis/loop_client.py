@@ -24,7 +24,7 @@ from lightning_redis.connection import Reply
 from lightning_redis.keys import Keys, encoded
 from lightning_redis.lua_scripts import Script
 from lightning_redis.pipeline import Greeting, Lane
-from lightning_redis.rollout_codec import Home, home_of
+from lightning_redis.rollout_codec import Home, home_of, position_of
 from lightning_redis.settings import Settings
 
 CACHE_BYTES: Final = 32 << 20
@@ -115,6 +115,17 @@ def done(reply: Sequence[Reply], **refusals: Callable[[list[Reply]], StoreError]
     if word != "ok":
         raise unexpected(reply)
     return rest
+
+
+def refused(word: str, rest: Sequence[Reply], rollout: str, attempt: int) -> StoreError:
+    """Return the error for a word with which a script refuses the writer of an attempt; raise the reason that the rollout's
+    state in `rest` shows, if there is one."""
+    if word == "unknown":
+        return rollout_state.unknown_rollout(rollout)
+    if word != "refused":
+        return unexpected([word, *rest])
+    rollout_state.check_fence(position_of(rest[0], rollout), attempt)
+    return StoreError(f"attempt {attempt} of rollout {rollout!r} was refused: ask again")
 
 
 def unexpected(reply: Sequence[Reply]) -> StoreError:

@@ -19,7 +19,7 @@ from lightning.types import Json, Run, StepRecord
 
 from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, done, unexpected
+from lightning_redis.loop_client import Link, done
 from lightning_redis.rollout_codec import listed, stand
 
 STEPS_AT_ONCE: Final = 50
@@ -136,20 +136,17 @@ async def commit_step(link: Link, record: StepRecord) -> None:
     """Commit a step, now if its record has no time, and mark its rollouts trained."""
     *columns, extras = rows.STEPS.values(record, without=("run", "step", "at"))
     text, reuse = rows.dump([*columns, extras_to_text(extras)]), rollout_state.reuse_of(record)
-    word, *rest = await link.run(
-        lua_scripts.of_store("commit"),
-        [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
-        *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts), reuse.limit),
-        *(part for name, attempt in record.rollouts for part in (name, attempt, int(name in reuse.rollouts))),
+    done(
+        await link.run(
+            lua_scripts.of_store("commit"),
+            [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
+            *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts), reuse.limit),
+            *(part for name, attempt in record.rollouts for part in (name, attempt, int(name in reuse.rollouts))),
+        ),
+        conflict=lambda rest: rollout_state.committed_otherwise(record, rest[0].decode()),
+        unknown=lambda rest: rollout_state.unknown_rollout(rest[0].decode()),
+        untrainable=lambda rest: _untrainable(record, *record.rollouts[int(rest[0])], rest[1], reuse),
     )
-    if word == "conflict":
-        raise rollout_state.committed_otherwise(record, rest[0].decode())
-    if word == "unknown":
-        raise rollout_state.unknown_rollout(rest[0].decode())
-    if word == "untrainable":
-        raise _untrainable(record, *record.rollouts[int(rest[0])], rest[1], reuse)
-    if word != "ok":
-        raise unexpected([word, *rest])
 
 
 def _untrainable(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from lightning.errors import StoreError
-from lightning.store import rollout_state, rows
+from lightning.store import rows
 from lightning.store.rollout_state import Position
 from lightning.types import Rollout, Status
 
@@ -74,12 +74,6 @@ def position_of(standing: bytes, rollout: str) -> Position:
         return Position(rollout, Status(found["status"]), found["attempt"], found["spent"], found["max"])
     except (ValueError, TypeError, KeyError) as error:
         raise _corrupt(rollout, error) from error
-
-
-def refuse(standing: bytes, rollout: str, attempt: int) -> StoreError:
-    """Raise the reason why a script refused the writer of an attempt; return an error to raise if there is none."""
-    rollout_state.check_fence(position_of(standing, rollout), attempt)
-    return StoreError(f"attempt {attempt} of rollout {rollout!r} was refused: ask again")
 
 
 def stand(standing: bytes, rollout: str) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from lightning.store.protocol import Page, RolloutCount
 from lightning.types import Lease, Outcome, Rollout, Status
 
 from lightning_redis import lua_scripts
-from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, done, unexpected
+from lightning_redis.loop_client import Link, done, refused, unexpected
 from lightning_redis.records import extras_to_text
-from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
+from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
 """The most rollouts in one lease: Redis answers no other client meanwhile."""
@@ -163,7 +162,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     if word == "ok":
         return Lease(lease.rollout, lease.worker, float(rest[0]))
     if word != "refused":
-        raise _refused(word, rest, rollout, lease.attempt)
+        raise refused(word, rest, rollout, lease.attempt)
     rollout_state.check_fence(position_of(rest[0], rollout), lease.attempt)
     raise rollout_state.not_holder(lease, stand(rest[0], rollout).get("worker", ""))
 
@@ -183,7 +182,7 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
         *(events, rewards, labels, 0 if spend else rollout_state.EXCUSED, states, extras_to_text(extras)),
     )
     if word != "ok":
-        raise _refused(word, rest, rollout, attempt)
+        raise refused(word, rest, rollout, attempt)
     return read_rollout(rest[0], rest[1], rollout)
 
 
@@ -213,11 +212,3 @@ async def release(link: Link, worker: str, once: str) -> int:
         if word != "elsewhere":  # the worker has leased from another run meanwhile
             raise unexpected([word, *rest])
     raise StoreError(f"worker {worker!r} takes rollouts of ever more runs: let it stop before its work is given back")
-
-
-def _refused(word: str, rest: Sequence[Reply], rollout: str, attempt: int) -> StoreError:
-    if word == "unknown":
-        return rollout_state.unknown_rollout(rollout)
-    if word == "refused":
-        return refuse(rest[0], rollout, attempt)
-    return unexpected([word, *rest])

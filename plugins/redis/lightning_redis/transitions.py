@@ -26,8 +26,8 @@ from lightning_redis import calls, lua_scripts
 from lightning_redis.calls import CallKey, Decoder, Stored
 from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, unexpected
-from lightning_redis.rollout_codec import Home, refuse, stand
+from lightning_redis.loop_client import Link, refused
+from lightning_redis.rollout_codec import Home, stand
 
 GROUP_ROOTS: Final = 32
 """How many roots of a group are kept as possible parents."""
@@ -118,12 +118,8 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             digests[at] = await _digest_in_place(link, transition, rest[1])
         elif word == "conflict":
             raise rollout_state.stored_otherwise(transition)
-        elif word == "unknown":
-            raise rollout_state.unknown_rollout(transition.rollout)
-        elif word == "refused":
-            raise refuse(rest[1], transition.rollout, transition.attempt)
         else:
-            raise unexpected([word, *rest])
+            raise refused(word, rest[1:], transition.rollout, transition.attempt)
 
 
 async def _trunk(link: Link, home: Home) -> CallKey | None:
@@ -166,10 +162,8 @@ async def _mark_aborted(link: Link, transition: Transition, stored: Stored, dige
     changed = calls.pack(transition, stored.parent, digest, stored.blob)
     head = (rollout, attempt, seq, calls.DIGEST_BYTES, stored.digest, changed)
     word, *rest = await link.run(lua_scripts.of_store("mark_aborted"), keys, *head)
-    if word == "refused":
-        raise refuse(rest[0], rollout, attempt)
     if word not in ("ok", "changed"):  # changed: by another who says the same; who appends looks again
-        raise unexpected([word, *rest])
+        raise refused(word, rest, rollout, attempt)
     link.parents.drop((rollout, attempt))
     return digest
 

@@ -202,25 +202,14 @@ def _write_private(file: Path, text: str) -> None:
 class LightningServer:
     """The server that a trainer opens, made of the parts of `lightning serve`."""
 
-    def on_port(self, config: Config) -> Config:
-        """Return the settings with the gateway on the port of the section `server`."""
-        return on_server_port(config)
-
-    async def check_exposure(self, store: Store, host: str) -> None:
-        """Raise `ConfigError` for a host beyond loopback, unless a person has made a token for the store."""
-        await check_exposure(store, host)
-
-    def open(self, store: Store, gateway: Gateway, config: Config) -> Control:
-        """Put the control API on a gateway that has not started."""
-        return Control(store, gateway, config)
+    on_port = staticmethod(on_server_port)
+    check_exposure = staticmethod(check_exposure)
+    open = staticmethod(Control)
+    of_project = staticmethod(ProjectStore)
 
     def check_project(self, project: str) -> None:
         """Raise `DataError` for a project that no token can be bound to."""
         check_project(project, Scope.RUNNER)
-
-    def of_project(self, store: Store, project: str) -> Store:
-        """Return the view of one project on a store of all projects."""
-        return ProjectStore(store, project)
 
 
 REMEMBERED = 1024

@@ -20,7 +20,7 @@ from lightning.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning.gateway.http import RefusalError
+from lightning.gateway.http import RefusalError, send_bytes
 from starlette.types import Send
 
 from lightning_server import json_codec
@@ -80,8 +80,6 @@ async def refuse(send: Send, refusal: ApiError) -> None:
 
 async def answer(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
     """Send a whole JSON answer; `headers` are added to the usual ones."""
-    fields = {"content-type": "application/json", "content-length": str(len(body)), "cache-control": "no-store"}
-    fields |= headers or {}
+    fields = {"content-type": "application/json", "cache-control": "no-store", **(headers or {})}
     pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+    await send_bytes(send, status, body, pairs)

@@ -180,11 +180,10 @@ class ProjectStore(Operations):
         self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
     ) -> list[Run]:
         """Return the project's runs, newest first; none where `project` names another one."""
-        if self.project is None:
-            return await self._store.list_runs(project, after=after, limit=limit, brief=brief)
-        if project not in (None, self.project):
+        if self.project is not None and project not in (None, self.project):
             return []
-        return await self._store.list_runs(self.project, after=after, limit=limit, brief=brief)
+        seen = project if self.project is None else self.project
+        return await self._store.list_runs(seen, after=after, limit=limit, brief=brief)
 
     @asynccontextmanager
     async def watch(self, run: str) -> AsyncIterator[RunWatch]:

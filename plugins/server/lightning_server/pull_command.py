@@ -27,7 +27,7 @@ from lightning_resources.weights import checked_weights
 from yarl import URL
 
 from lightning_server import json_codec
-from lightning_server.http_store.requests import token_or_complain
+from lightning_server.http_store.store import token_or_complain
 from lightning_server.http_store.transport import problem_in, whole_body
 
 PIECE = 1 << 20

@@ -9,15 +9,17 @@ import typer
 from lightning.cli.output import Overrides, fail, load_agent, say
 from lightning.config import load_config
 
+AgentName = Annotated[
+    str,
+    typer.Argument(
+        help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Or a program, such as "
+        "command:'claude -p {task.input}'."
+    ),
+]
+
 
 def runner(
-    agent: Annotated[
-        str,
-        typer.Argument(
-            help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Or a program, such as "
-            "command:'claude -p {task.input}'."
-        ),
-    ],
+    agent: AgentName,
     server: Annotated[
         str,
         typer.Option(

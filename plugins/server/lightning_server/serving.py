@@ -180,11 +180,10 @@ async def serve(
             await policy.update(model, version)
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
-        if follows is not None:
-            gateway.parts.resource = follows.resource.name
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
         gateway.parts.admin_of = admins(authenticator)
         if follows is not None:
+            gateway.parts.resource = follows.resource.name
             gateway.mount(WeightFiles(follows.store, authenticator, follows.folder, follows.resource.name), MOUNT)
         host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
@@ -264,11 +263,9 @@ def mount_web_apps(resources: AsyncExitStack, gateway: Gateway, host: Host) -> l
             app = make(replace(host, path=path))
             resources.push_async_callback(app.close)
             gateway.mount(app, name)
+            mounted.append(path)
         except LightningError as error:
             logger.warning("nothing answers at %s: %s", path, error)
-            continue
         except Exception:  # a plugin's fault
             logger.exception("nothing answers at %s", path)
-            continue
-        mounted.append(path)
     return mounted

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, with_store
-from lightning.errors import ConfigError
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, seconds_of, with_store
 from lightning.store.places import existing_store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
@@ -30,7 +29,6 @@ Place = Annotated[
         help="A run's folder, a database file, a store's URL, or a server's (with an admin's token in LIGHTNING_TOKEN).",
     ),
 ]
-UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
 @app.command("create")
@@ -48,7 +46,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Make a token and print it. It cannot be shown again: only its digest is stored."""
-    token, plain = issue_token(scope, project, name, seconds(expires) if expires else None)
+    token, plain = issue_token(scope, project, name, seconds_of(expires.strip(), "time") if expires else None)
     url = place if "://" in place else existing_store(place)
     stored = asyncio.run(with_store(url, lambda store: put_token(store, token), make=True))
     if as_json:
@@ -100,14 +98,6 @@ def revoke(
     say(
         f"revoked {revoked.id} ({revoked.scope.value}, project {escape(revoked.project)}) {escape(revoked.name)}".strip()
     )
-
-
-def seconds(text: str) -> float:
-    """Return a duration such as `90d`, `12h` or `30m` in seconds. Raises `ConfigError` for any other text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
-    if found is None:
-        raise ConfigError(f"{text!r} is no time: write a number and one of {', '.join(UNITS)}, such as 90d")
-    return float(found.group(1)) * UNITS[found.group(2)]
 
 
 def _state(token: Token) -> str:

@@ -11,13 +11,13 @@ import asyncio
 import hashlib
 import os
 import stat
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
-from lightning.asyncio_utils import end
+from lightning.asyncio_utils import unless
 from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
 from lightning.store.protocol import Store
@@ -71,7 +71,7 @@ class WeightFiles:
             if len(parts) == 1:
                 await answer(send, 200, json_codec.to_bytes(resource))
                 return
-            file = await while_listening(receive, self._opened(resource, parts[1]))
+            file = await unless(self._opened(resource, parts[1]), client_left(receive))
             if file is None:
                 return
             size = os.fstat(file).st_size
@@ -148,16 +148,6 @@ async def client_left(receive: Receive) -> None:
     """Return when the client has closed its connection. The rest of the request's body is thrown away."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def while_listening(receive: Receive, opening: Coroutine[Any, Any, int]) -> int | None:
-    """Return the descriptor that `opening` opens, or None when the client disconnects first; `opening` is then cancelled."""
-    opened, gone = asyncio.create_task(opening), asyncio.create_task(client_left(receive))
-    try:
-        await asyncio.wait({opened, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await opened if opened.done() else None
-    finally:
-        await end(opened, gone)
 
 
 def open_below(root: Path, path: Path) -> int:

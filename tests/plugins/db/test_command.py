@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.cli.output import seconds_of
 from lightning.errors import ConfigError
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Rollout, Run
-from lightning_db.command import seconds_of
 
 Command = Callable[..., Any]
 
@@ -155,13 +155,13 @@ def test_export_to_standard_output_is_rows_and_nothing_else(lightning: Command, 
 
 @pytest.mark.parametrize(("age", "seconds"), [("30d", 2_592_000), ("12h", 43_200), ("1.5m", 90), ("2w", 1_209_600)])
 def test_ages(age: str, seconds: float) -> None:
-    assert seconds_of(age) == seconds
+    assert seconds_of(age, "age") == seconds
 
 
 @pytest.mark.parametrize("age", ["30", "d", "-1d", "1y", "1 d", ""])
 def test_what_is_no_age_is_refused(age: str) -> None:
     with pytest.raises(ConfigError, match="is no age"):
-        seconds_of(age)
+        seconds_of(age, "age")
 
 
 def test_without_the_plugin_all_else_goes_on_and_the_command_says_what_brings_it(runs: Path, tmp_path: Path) -> None:

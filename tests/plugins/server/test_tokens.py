@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.output import with_store
+from lightning.cli.output import seconds_of, with_store
 from lightning.errors import ConfigError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Scope, Token
 from lightning_server.auth import Authenticator, Principal
 from lightning_server.errors import ApiError
-from lightning_server.token_command import seconds
 from lightning_server.tokens import put_token
 
 from tests.servers.control import ControlServer
@@ -99,13 +98,13 @@ def test_an_unknown_token_cannot_be_revoked(lightning: Lightning, url: str) -> N
 
 @pytest.mark.parametrize(("text", "value"), [("90d", 7_776_000.0), ("1.5h", 5400.0), ("2w", 1_209_600.0), ("5s", 5.0)])
 def test_times_are_read(text: str, value: float) -> None:
-    assert seconds(text) == value
+    assert seconds_of(text, "time") == value
 
 
 @pytest.mark.parametrize("text", ["", "5", "d", "-1d", "1y", "1d2h"])
 def test_what_is_no_time_is_said(text: str) -> None:
     with pytest.raises(ConfigError, match="no time"):
-        seconds(text)
+        seconds_of(text, "time")
 
 
 def test_tokens_are_made_through_a_server(

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import orjson
 from lightning.errors import DataError, MissingExtraError
@@ -38,6 +38,7 @@ MAX_ATTRIBUTES = 128
 """The most attributes of one span, as in OpenTelemetry; further ones are dropped."""
 _ID = re.compile(r"(?!0+\Z)[0-9a-f]+\Z")
 _Object = Mapping[str, object]
+T = TypeVar("T")
 
 
 def well_identified(span: Span) -> bool:
@@ -205,20 +206,20 @@ def _objects(holder: _Object, key: str) -> Sequence[_Object]:
 
 
 def _object(holder: _Object, key: str) -> _Object:
-    found = holder.get(key)
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise DataError(f"{key} is {found!r:.40}: it must be an object")
-    return found
+    return _of_kind(holder, key, dict, "an object")
 
 
 def _text(holder: _Object, key: str) -> str:
+    return _of_kind(holder, key, str, "a string")
+
+
+def _of_kind(holder: _Object, key: str, kind: type[T], expected: str) -> T:
+    """Read a value of one type; an absent one is the type's empty value."""
     found = holder.get(key)
     if found is None:
-        return ""
-    if not isinstance(found, str):
-        raise DataError(f"{key} is {found!r:.40}: it must be a string")
+        return kind()
+    if not isinstance(found, kind):
+        raise DataError(f"{key} is {found!r:.40}: it must be {expected}")
     return found
 
 

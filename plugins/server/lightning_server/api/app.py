@@ -105,12 +105,10 @@ def description() -> Mapping[str, Json]:
 _described = cache(describe)
 
 
-class _Turns:
-    """The requests of one token: those that are in flight and those that wait for their turn."""
+class _Turns(asyncio.Semaphore):
+    """The turns of one token, as many as may be in flight. `requests` are those in flight and those that wait for a turn."""
 
-    def __init__(self, most: int) -> None:
-        self.turns = asyncio.Semaphore(most)
-        self.requests = 0
+    requests = 0
 
 
 class Api:
@@ -203,8 +201,7 @@ class Api:
             return changed
 
         first = await wait(asked.since, 0)
-        answered = events(first, wait, self._stopped)
-        await StreamingResponse(answered, headers=EVENTS)(scope, receive, send)
+        await StreamingResponse(events(first, wait, self._stopped), headers=EVENTS)(scope, receive, send)
 
     @asynccontextmanager
     async def _share(self, route: Route, principal: Principal) -> AsyncIterator[None]:
@@ -222,7 +219,7 @@ class Api:
         try:
             try:
                 async with asyncio.timeout(limits.queue_seconds):
-                    await mine.turns.acquire()
+                    await mine.acquire()
             except TimeoutError:
                 raise _busy(
                     f"{most} requests of this token are in flight, and this one had no turn in {limits.queue_seconds:g} s"
@@ -230,7 +227,7 @@ class Api:
             try:
                 yield
             finally:
-                mine.turns.release()
+                mine.release()
         finally:
             mine.requests -= 1
             if not mine.requests:

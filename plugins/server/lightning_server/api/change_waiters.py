@@ -8,6 +8,7 @@ disconnects, when the server stops, or when the next wait fails (the store does 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -98,11 +99,9 @@ class Watchers:
 
     async def _changed(self, topic: _Topic, timeout: float) -> None:
         before = topic.changes
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout), topic.news:
                 await topic.news.wait_for(lambda: topic.changes != before or self._closed)
-        except TimeoutError:
-            return
 
     async def _listen(self, store: Store, key: Hashable, run: str, topic: _Topic) -> None:
         loop = asyncio.get_running_loop()

@@ -27,8 +27,7 @@ from lightning_server.api.change_waiters import LONGEST_WAIT
 from lightning_server.api.store_routes import page_of_attempt
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there
 from lightning_server.auth import ALL_PROJECTS
-from lightning_server.http_operation import QUERY
-from lightning_server.operations import RUNS
+from lightning_server.operations import QUERY, RUNS
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,8 @@ async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Lease
     limit = min(asked.limit, LARGEST_LEASE)
     if await call.store.get_run(asked.run) is None:
         raise nothing_there(f"run {asked.run!r}", RUNS)
-    if not await _is_served(call, asked.run):
+    served = call.services.served
+    if served is not None and not await served(asked.run):  # agents without a model would only use up their attempts
         if not call.once:
             return messages.Leases((), await is_over(call.store, asked.run))
         limit = 0  # a repeated request still gets the leases of its first time, whose answer was lost; or nobody would run them
@@ -78,12 +78,6 @@ async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Lease
     found = [await _with_llm(call, held) for held in leases]
     given = tuple([held for held in found if held is not None])
     return messages.Leases(given, not leases and await is_over(call.store, asked.run))
-
-
-async def _is_served(call: ApiCall[Any, Any], run: str) -> bool:
-    """Whether the run's model can be called now. Agents without a model would only use up their attempts."""
-    served = call.services.served
-    return served is None or await served(run)
 
 
 async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRollout | None:

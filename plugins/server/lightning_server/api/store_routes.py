@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
@@ -23,7 +24,7 @@ from lightning_record.conversation import CONVERSATION, conversation_in
 
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token
-from lightning_server.http_operation import REQUIRED, HttpOperation
+from lightning_server.operations import REQUIRED, HttpOperation
 
 READ_AT_ONCE = 16
 """Attempts that are read from the store at once. What does not fit into the answer was read for nothing, so they are few."""
@@ -124,10 +125,7 @@ async def _page(
         more = len(items) > asked.limit
         return Page(tuple(items[: asked.limit]), _identity(operation, items[asked.limit - 1]) if more else "")
 
-    def identity(item: Any) -> str:
-        return _identity(operation, item)
-
-    by = identity if operation.cursor else None
+    by = partial(_identity, operation) if operation.cursor else None
     if "attempt" in arguments and "rollout" in arguments:
         return await page_of_attempt(call, ask, by)
     return page(await ask(**arguments), asked, by)

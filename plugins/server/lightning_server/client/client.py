@@ -28,6 +28,7 @@ from pathlib import Path
 import jwt
 from lightning import asyncio_utils
 from lightning.asyncio_utils import is_set_within, until_told
+from lightning.bounded import Once
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.plugins import plugins
@@ -47,14 +48,6 @@ logger = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds for which a single request is repeated; the client itself goes on without end."""
 STARTING_PAUSE = 2.0
-
-
-def _with_token(config: Config, token: str | Path | None) -> tuple[str, ...] | None:
-    """Return the setting `runner.sandbox_hidden` with the token's file added, since its token leases any rollout; None where
-    the token is in no file."""
-    if not isinstance(token, Path):
-        return None
-    return (*config.runner.sandbox_hidden, str(token.absolute()))
 
 
 class Client:
@@ -85,11 +78,12 @@ class Client:
     ) -> None:
         named = as_texts(runs, "runs")
         base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
-        given = {
+        given: dict[str, object] = {
             "runner.concurrency": concurrency,
             "runner.adapters": as_texts(adapters, "adapters") if adapters is not None else None,
-            "runner.sandbox_hidden": _with_token(base, token),
         }
+        if isinstance(token, Path):  # agents do not see the file, since its token leases any rollout
+            given["runner.sandbox_hidden"] = (*base.runner.sandbox_hidden, str(token.absolute()))
         self.config = with_settings(base, {key: value for key, value in given.items() if value is not None})
         if rollouts is not None and rollouts < 1:
             raise ConfigError(f"rollouts={rollouts} is no work: give a number from 1, or none for no end")
@@ -143,14 +137,13 @@ class Client:
 
     async def _open(self, stop: asyncio.Event) -> bool:
         """Connect to a server, and wait until one answers. Returns False when `stop` was set before."""
-        told = False
+        told = Once()
         while not stop.is_set():
             try:
                 await self._store.open()
             except UnavailableError as error:
-                if not told:
+                if told.first():
                     logger.warning("%s. Waiting for one", error)
-                    told = True
                 await is_set_within(stop, STARTING_PAUSE)
             else:
                 return True
@@ -202,7 +195,7 @@ class ServerDelivery:
     tally: AttemptCounts = field(default_factory=AttemptCounts)
     _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # of an attempt: its server, process
     _busy_at: float = field(default_factory=time.monotonic)
-    _told_of_keys: bool = False
+    _told_of_keys: Once = field(default_factory=Once)
     _asked: bool = False  # since the first request there may be leases, even if no answer came
 
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
@@ -311,9 +304,8 @@ class ServerDelivery:
     def _check_lifetime(self, llm: LLM, url: str) -> None:
         """Warn once when agents may run longer than their keys are valid: the server does not know this client's settings."""
         left = seconds_left(llm.api_key)
-        if self._told_of_keys or left >= LONG_ENOUGH * self.timeout:
+        if left >= LONG_ENOUGH * self.timeout or not self._told_of_keys.first():
             return
-        self._told_of_keys = True
         logger.warning(
             "runner.timeout is %g s and the server at %s gives agents keys for %.0f s (by this machine's clock): the attempt "
             "of one that runs longer fails. Raise gateway.token_ttl of the server, or lower runner.timeout",

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from lightning.asyncio_utils import cancel, is_set_within
+from lightning.bounded import Once
 from lightning.errors import DataError, LightningError, StoreError, UnavailableError
 from lightning.types import Status
 
@@ -187,10 +188,7 @@ class Runs:
         return [run.id for run in await self._store.list_runs(after=after, limit=limit, brief=True)]
 
     def _is_dropped(self, run: str) -> bool:
-        if time.monotonic() < self._dropped.get(run, 0.0):
-            return True
-        self._dropped.pop(run, None)
-        return False
+        return time.monotonic() < self._dropped.get(run, 0.0)
 
     async def _follow(self) -> None:
         while True:
@@ -208,7 +206,7 @@ class Runs:
             self._watches.pop(run).cancel()
 
     async def _watch(self, run: str) -> None:
-        told = False
+        told = Once()
         while True:
             try:
                 await self._heed(run)
@@ -219,11 +217,10 @@ class Runs:
             except LightningError as error:
                 await asyncio.sleep(self._pause(_watching(run), error))
             else:
-                if not told:
+                if told.first():
                     logger.warning(
                         "there is no run %r: waiting for it. If it has another name, start again with that", run
                     )
-                    told = True
                 await asyncio.sleep(FIND_SECONDS)
 
     async def _heed(self, run: str) -> None:

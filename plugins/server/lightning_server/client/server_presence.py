@@ -49,15 +49,16 @@ QUESTIONS = 8
 
 
 class Servers:
-    """Asks servers which process they are. It belongs to one event loop, and must be closed."""
+    """Asks servers which process they are. It belongs to the event loop that makes it, and must be closed."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some share out connections, not requests
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
 
     async def process_at(self, url: str) -> str:
         """Return the name of the process that answers at a server's URL; empty when none answers."""
         try:
-            async with self._asking().get(f"{url}/health", allow_redirects=False) as reply:
+            async with self._session.get(f"{url}/health", allow_redirects=False) as reply:
                 said = orjson.loads(await reply.read())
         except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
             logger.info("the server at %s does not say that it is well: %r", url, error)
@@ -75,19 +76,11 @@ class Servers:
 
     async def _is_silent(self, url: str) -> bool:
         try:
-            async with self._asking().get(f"{url}/health", allow_redirects=False):
+            async with self._session.get(f"{url}/health", allow_redirects=False):
                 return False
         except (aiohttp.ClientError, TimeoutError, OSError):
             return True
 
-    def _asking(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some share out connections, not requests
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
-        return self._session
-
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()

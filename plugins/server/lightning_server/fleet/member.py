@@ -140,7 +140,6 @@ class Member:
         self.seated = True
         self._valid_until = began + LAPSE
         self._renewed(began)
-        self._due = began + BEAT
 
     async def _stay(self, watch: RunWatch) -> None:
         """Follow the notice until the seat is lost. After an error the store is asked again."""
@@ -161,15 +160,14 @@ class Member:
 
     async def _beat(self) -> None:
         began = self._clock()
-        seat = replace(self._seat, beat=self._seat.beat + 1)
-        self._seat = seat
-        await self._store.put_state("", seat_key(self._run, self._number), to_json(seat), once=None)
+        self._seat = replace(self._seat, beat=self._seat.beat + 1)
+        await self._store.put_state("", seat_key(self._run, self._number), to_json(self._seat), once=None)
         self._renewed(began)
-        self._due = began + BEAT
 
     def _renewed(self, began: float) -> None:
         """Prolong the seat: the store has acknowledged the heartbeat that began at `began`. It is too late once the seat has
         expired."""
+        self._due = began + BEAT
         self.check()
         if not self.seated:
             return

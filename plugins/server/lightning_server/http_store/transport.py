@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import aiohttp
-from lightning.asyncio_utils import cancel, is_set_within
+from lightning.asyncio_utils import is_set_within, unless
 from lightning.errors import (
     ConfigError,
     ConflictError,
@@ -37,9 +37,8 @@ from lightning_db.loop_thread import LoopThread
 from yarl import URL
 
 from lightning_server import json_codec
-from lightning_server.http_operation import ANSWER_SECONDS
 from lightning_server.messages import ONCE_HEADER, Failure, Problem
-from lightning_server.operations import LEASE_ANSWER
+from lightning_server.operations import ANSWER_SECONDS, LEASE_ANSWER
 
 log = logging.getLogger(__name__)
 
@@ -224,15 +223,10 @@ class Transport:
         """Return the answer to one attempt. An attempt that waits for news ends when the store is closed."""
         if not waits:
             return await attempt
-        task, over = asyncio.create_task(attempt), asyncio.create_task(self._over.wait())
-        try:
-            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+        answer = await unless(attempt, self._over.wait())
+        if answer is None:
             raise UnavailableError("the store was closed while it waited for news")
-        finally:
-            over.cancel()
-            await cancel(task)
+        return answer
 
     async def _is_too_long(self, at: int, request: StoreRequest) -> bool:
         """Count that a request was cut off, and return whether its length is the reason: it is long, was cut off `CUTS` times,
