@@ -141,13 +141,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 SHARING = (
     "tests/adapters/test_quickstarts.py",
+    "tests/bench/test_smallest.py::test_sampling_reaches_a_real_vllm",
     "tests/core/gateway/test_real_",
-    "tests/core/policy_server/test_vllm.py",
     "tests/plugins/attach/test_real_vllm.py",
+    "tests/plugins/branching/test_branch_real.py",
     "tests/plugins/debug/test_call_advice.py",
     "tests/plugins/dialects/test_real_completions.py",
+    "tests/core/policy_server/test_vllm.py",
 )
-"""Tests that use the one real vLLM (`served`) and therefore run in one worker."""
+"""Tests that use the one real vLLM (`served`) and therefore run in one worker; last those that kill the server for good."""
 APART = ("tests/e2e/test_many_machines.py", "tests/e2e/test_survival.py", "tests/house/test_docs_run.py")
 """Tests that share nothing with their neighbours."""
 LONGEST = (
