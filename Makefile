@@ -14,13 +14,13 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs dist golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-long gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs dist golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
 
 # One thread is fastest with the tiny models; what a real one needs is chosen when it is started.
-test-fast test-frameworks test-slow test-official bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate: export OMP_NUM_THREADS ?= 1
+test-fast test-frameworks test-slow test-long test-official bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate: export OMP_NUM_THREADS ?= 1
 
 test: test-fast test-frameworks test-slow
 
@@ -33,7 +33,11 @@ test-frameworks: $(READY) $(ELSEWHERE)/.ready
 	$(ELSEWHERE)/bin/pytest tests/adapters tests/plugins/deploy -m elsewhere -n 3 --session-timeout=$(CAP)
 
 test-slow: $(READY) browser
-	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
+	$(BIN)/pytest -m "slow and not long" -n 3 --dist loadfile --session-timeout=$(CAP)
+
+# Claims that take minutes each: the table in docs/benchmarks.md says why, and what `make test` has in the place of each.
+test-long: $(READY) browser
+	$(BIN)/pytest -m long -n 2 --dist loadfile --session-timeout=$(CAP)
 
 # What only a GPU can show, in at most 25 minutes; goes on where it was stopped (docs/multi-gpu.md). GPU_PYTHON names a Python that
 # has all it needs; without one an environment is made, which fetches the CUDA builds of torch and vLLM.

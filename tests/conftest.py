@@ -67,6 +67,8 @@ def _below(path: Path, places: tuple[str, ...]) -> bool:
     return path.is_relative_to(root) and str(path.relative_to(root)).startswith(places)
 
 
+SLOW = ("slow", "slow and not long", "long")
+"""What is selected of the slow tests: all, those of `make test-slow`, those of `make test-long`."""
 STORES = "tests.servers.stores"
 """Fixtures of which some have slow parameters, imported by several `conftest.py`."""
 
@@ -78,6 +80,12 @@ def may_be_slow(path: Path) -> bool:
     places = [path, *(folder / "conftest.py" for folder in folders)]
     texts = [place.read_text() for place in places if place.exists()]
     return any("mark.slow" in text or STORES in text for text in texts)
+
+
+@functools.cache
+def has_long(path: Path) -> bool:
+    """Whether a file of tests has any that only `make test-long` runs."""
+    return "mark.long" in path.read_text()
 
 
 @functools.cache
@@ -96,7 +104,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         fits = runs_elsewhere(collection_path) and wanted in ("", "elsewhere") and find_spec("crewai") is not None
         return None if fits or collection_path.name == "conftest.py" else True
     return (
-        (wanted == "slow" and not may_be_slow(collection_path))
+        (wanted in SLOW and not may_be_slow(collection_path))
+        or (wanted == "long" and not has_long(collection_path))
         or ("not slow" in wanted and is_slow(collection_path))
         or ("not framework" in wanted and needs)
         or (wanted.startswith("framework") and not needs)
@@ -124,19 +133,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.elsewhere)
         if item.get_closest_marker("slow") and not may_be_slow(item.path):
             raise pytest.UsageError(f"{item.nodeid} is slow, and `make test-slow` will not find it: say so in its file")
-    if config.option.markexpr == "slow":
+        if item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+            raise pytest.UsageError(f"{item.nodeid} is long, and `make test-fast` would run it: mark it slow as well")
+    if config.option.markexpr in SLOW:
         items.sort(key=_turn)
 
 
 SHARING = (
     "tests/adapters/test_quickstarts.py",
+    "tests/bench/test_smallest.py::test_sampling_reaches_a_real_vllm",
     "tests/core/gateway/test_real_",
-    "tests/core/policy_server/test_vllm.py",
     "tests/plugins/attach/test_real_vllm.py",
+    "tests/plugins/branching/test_branch_real.py",
     "tests/plugins/debug/test_call_advice.py",
     "tests/plugins/dialects/test_real_completions.py",
+    "tests/core/policy_server/test_vllm.py",
 )
-"""Tests that use the one real vLLM (`served`) and therefore run in one worker."""
+"""Tests that use the one real vLLM (`served`) and therefore run in one worker; last those that kill the server for good."""
 APART = ("tests/e2e/test_many_machines.py", "tests/e2e/test_survival.py", "tests/house/test_docs_run.py")
 """Tests that share nothing with their neighbours."""
 LONGEST = (
@@ -148,8 +161,6 @@ LONGEST = (
     "tests/house/test_docs_run.py::test_slow_blocks_run[docs/replay.md]",
     "tests/e2e/test_many_machines.py::test_a_real_training",
     "tests/e2e/",
-    "tests/examples/test_rag_agent.py",
-    "tests/examples/test_math_model.py",
 )
 """Slow tests of a minute and more, which begin first, so that no worker ends long after the others."""
 
@@ -160,7 +171,7 @@ def _turn(item: pytest.Item) -> int:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Slow tests by what they share: a server, else what the fixtures of their file started."""
-    if config.option.markexpr != "slow":
+    if config.option.markexpr not in SLOW:
         return None
     from xdist.scheduler import LoadScopeScheduling
 

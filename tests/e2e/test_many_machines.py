@@ -176,6 +176,7 @@ async def _until(what: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes: Processes) -> None:
     """The README's three processes with a real vLLM, over PostgreSQL, and a fourth to lose."""

@@ -28,6 +28,12 @@ async def calls_of(folder: Path, rollouts: Sequence[str]) -> dict[str, list[Tran
         await store.close()
 
 
+def test_its_choices_are_single_tokens() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    assert [word for word in (*COLOURS, *SIDES) if len(tokenizer.encode(word)) != 1] == []
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_step_of_it_trains_choices_of_one_token_which_rollouts_make_in_the_same_states(demo_run: Any) -> None:
     run = demo_run
@@ -38,8 +44,6 @@ def test_a_step_of_it_trains_choices_of_one_token_which_rollouts_make_in_the_sam
     (record,) = run.committed()
     assert record.metrics["failed"] == 0
     assert record.metrics["mean_logprob_gap"] <= 1e-4
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    assert [word for word in (*COLOURS, *SIDES) if len(tokenizer.encode(word)) != 1] == []
     done = [rollout.id for rollout in run.rollouts() if rollout.status is Status.SUCCEEDED]
     calls = asyncio.run(calls_of(run.folder, done))
     assert len(calls) == 16, "8 trained, 4 held out before and after"

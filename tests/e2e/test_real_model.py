@@ -26,16 +26,18 @@ def test_the_converted_model_ends_its_turns_as_the_published_one_does() -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("dtype", "mean", "most"),
+    ("dtype", "mean", "most", "tasks"),
     [
-        pytest.param("float32", 1e-4, 1e-3, id="float32"),
-        pytest.param("bfloat16", 0.05, 0.6, id="bfloat16", marks=bfloat16_kernels),
+        pytest.param("float32", 1e-4, 1e-3, 1, id="float32"),
+        pytest.param("bfloat16", 0.05, 0.6, 2, id="bfloat16", marks=[bfloat16_kernels, pytest.mark.long]),
     ],
 )
-def test_two_steps_of_it_train_exactly_what_vllm_sampled(demo_run: Any, dtype: str, mean: float, most: float) -> None:
+def test_two_steps_of_it_train_exactly_what_vllm_sampled(
+    demo_run: Any, dtype: str, mean: float, most: float, tasks: int
+) -> None:
     run = demo_run
-    run.steps, run.command = 2, ("demo", "calculator", "--held-out", "8")
-    run.start("--set", f"engine.dtype={dtype}", "--set", "trainer.tasks_per_step=2")
+    run.steps, run.command = 2, ("demo", "calculator", "--held-out", "2")
+    run.start("--set", f"engine.dtype={dtype}", "--set", f"trainer.tasks_per_step={tasks}")
     assert run.wait() == 0, run.output
     run.assert_whole()
     report: Any = run.report()

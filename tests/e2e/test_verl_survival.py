@@ -25,7 +25,7 @@ from lightning_examples.word_problems import tasks, val_tasks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 LR, WARMUP = 2e-3, 10
 ALGORITHM = "reinforce++"

@@ -103,6 +103,7 @@ def test_data_and_another_model_are_trained_with_full_size_settings(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_on_a_real_vllm_it_is_right_now_and_then(tmp_path: Path) -> None:
     server = OwnedVLLM(MODEL, PolicyServerConfig(max_model_len=1024), log=tmp_path / "vllm.log")
     await server.start()

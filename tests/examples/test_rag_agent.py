@@ -196,6 +196,7 @@ def test_the_demo_s_settings_are_settings() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_on_a_real_vllm_it_is_right_now_and_then(tmp_path: Path, house: House) -> None:
     server = OwnedVLLM(MODEL, PolicyServerConfig(max_model_len=1024), log=tmp_path / "vllm.log")
     await server.start()

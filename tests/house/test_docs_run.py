@@ -3,7 +3,8 @@
 The blocks of a file are one program, run as a script in an empty folder. An HTML comment on the line before a block
 changes that:
 `<!-- test: skip (reason) -->` leaves it out, `<!-- test: slow -->` runs it (with all before it) among the slow tests only,
-`<!-- test: slow, THIS as THAT -->` with that in the place of this: a training of fewer steps is the same program,
+`<!-- test: slow, THIS as THAT -->` with that in the place of this (and more such pairs): a training of fewer steps is the same
+program,
 `<!-- test: elsewhere -->` runs it (with those marked so before it) where the frameworks are that cannot live beside the others,
 `<!-- test: file NAME -->` writes it to the file NAME beside the script instead of running it, whatever language it is in.
 """
@@ -29,7 +30,8 @@ BLOCK = re.compile(
 )
 LONG = ("docs/algorithms.md", "docs/frameworks/plain-python.md", "docs/gateway.md", "docs/index.md")
 """Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
-MARK = re.compile(r"skip \(.+\)|slow(?:, (?P<this>\S+) as (?P<that>\S+))?|elsewhere|file [\w./-]+")
+MARK = re.compile(r"skip \(.+\)|slow(?:, \S+ as \S+)*|elsewhere|file [\w./-]+")
+CHANGE = re.compile(r", (\S+) as (\S+?)(?=, |$)")
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Block:
     @property
     def source(self) -> str:
         """What runs."""
-        found = MARK.fullmatch(self.mark)
-        if found is None or found["this"] is None:
-            return self.code
-        assert self.code.count(found["this"]) == 1, f"line {self.line}: {found['this']} is to be there once"
-        return self.code.replace(found["this"], found["that"])
+        source = self.code
+        for old, new in CHANGE.findall(self.mark):
+            assert self.code.count(old) == 1, f"line {self.line}: {old} is to be there once"
+            source = source.replace(old, new)
+        return source
 
 
 def blocks(name: str) -> list[Block]:

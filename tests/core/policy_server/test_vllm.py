@@ -6,12 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -348,59 +345,9 @@ async def test_a_vllm_that_dies_at_its_start_shows_why(model: Path, tmp_path: Pa
     assert server.pid is None
 
 
-OWNER = """
-import asyncio, sys
-from pathlib import Path
-import psutil
-from lightning.config import Config
-from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server.vllm_server import make_policy_server
-
-async def main():
-    config = Config(policy_server=PolicyServerConfig(device="cpu", weight_transfer=sys.argv[3]))
-    server = make_policy_server(Path(sys.argv[1]), config, log=Path(sys.argv[2]))
-    await server.start()
-    children = psutil.Process(server.pid).children(recursive=True)
-    print(server.url, server.pid, *(child.pid for child in children), flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@dataclass
-class Owner:
-    """A process that owns a server of a model with a tied head; `folders` are two policies, it began with the first."""
-
-    process: subprocess.Popen[bytes]
-    folders: tuple[Path, Path]
-    url: str
-    pids: list[int]
-
-
-@contextmanager
-def begun(root: Path, way: str) -> Iterator[Owner]:
-    """One whose server gets weights in this way."""
-    folders = (make_tiny_model(root / "first", tied=True), make_tiny_model(root / "second", tied=True, seed=1))
-    command = [sys.executable, "-c", OWNER, str(folders[0]), str(root / "vllm.log"), way]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        url, *pids = process.stdout.readline().decode().split()
-        yield Owner(process, folders, url, [int(pid) for pid in pids])
-        process.kill()
-
-
-def test_no_process_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
-    with begun(tmp_path, "auto") as owner:
-        assert len(owner.pids) >= 2
-        assert not any(gone(pid) for pid in owner.pids)
-        owner.process.kill()
-        wait_for(lambda: all(gone(pid) for pid in owner.pids))
-
-
-async def test_a_model_that_reasons_takes_a_budget_for_it(tmp_path: Path) -> None:
-    """Its family's parser is switched on by itself; without one vLLM refuses the budget that Anthropic's `thinking` becomes."""
-    folder = make_tiny_model(tmp_path / "reasons", vocab=512)
+def make_experts(folder: Path, seed: int) -> Path:
+    """A tiny Qwen3 with experts, in float32, whose chat template makes it reason."""
+    make_tiny_model(folder, vocab=512)
     tokenizer = (folder / "tokenizer.json").read_text()
     for spare, token in (("<|spare_0|>", "<think>"), ("<|spare_1|>", "</think>")):
         assert spare in tokenizer
@@ -408,19 +355,6 @@ async def test_a_model_that_reasons_takes_a_budget_for_it(tmp_path: Path) -> Non
     (folder / "tokenizer.json").write_text(tokenizer)
     with (folder / "chat_template.jinja").open("a") as template:
         template.write("{{- '<think>\\n' if add_generation_prompt -}}")
-    server = OwnedVLLM(folder, PolicyServerConfig(device="cpu"), log=tmp_path / "vllm.log")
-    await server.start()
-    try:
-        asked = {"messages": CHAT, "max_tokens": 8, "thinking_token_budget": 2, "reasoning_effort": "low"}
-        (choice,) = (await call(server, "chat/completions", **asked))["choices"]
-        assert choice["message"]["reasoning"]
-    finally:
-        await server.close()
-
-
-def make_experts(folder: Path, seed: int) -> Path:
-    """A tiny Qwen3 with experts, in float32."""
-    make_tiny_model(folder)
     tiny = AutoConfig.from_pretrained(folder)
     shape = {name: getattr(tiny, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.15}
@@ -431,8 +365,9 @@ def make_experts(folder: Path, seed: int) -> Path:
     return folder
 
 
-async def test_experts_get_new_weights(tmp_path: Path) -> None:
-    """vLLM packs them for a CPU, and tells of their weights by other names than their parameters have."""
+async def test_experts_get_new_weights_and_a_model_that_reasons_takes_a_budget_for_it(tmp_path: Path) -> None:
+    """vLLM packs experts for a CPU, and tells of their weights by other names than their parameters have. The parser of the
+    model's family is switched on by itself; without one vLLM refuses the budget that Anthropic's `thinking` becomes."""
     first, second = (make_experts(tmp_path / str(seed), seed) for seed in range(2))
     server = OwnedVLLM(first, PolicyServerConfig(device="cpu"), log=tmp_path / "vllm.log")
     await server.start()
@@ -440,5 +375,8 @@ async def test_experts_get_new_weights(tmp_path: Path) -> None:
         for version, folder in enumerate((second, first), 1):
             update = await server.update(folder / "model.safetensors", version, probe(folder))
             assert max(probe(folder).gaps(update.served)) <= GAP
+        asked = {"messages": CHAT, "max_tokens": 8, "thinking_token_budget": 2, "reasoning_effort": "low"}
+        (choice,) = (await call(server, "chat/completions", **asked))["choices"]
+        assert choice["message"]["reasoning"]
     finally:
         await server.close()

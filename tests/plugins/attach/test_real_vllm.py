@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +20,65 @@ from lightning.gateway.upstream import Found, Pool, Upstream
 from lightning.policy_server import vllm_server
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.vllm_server import OwnedVLLM
+from lightning.testing.tiny_models import make_tiny_model
 from lightning_attach.attached import AttachedControl, AttachedVLLM
 from lightning_attach.transfer import LocalSender, OverNetwork
 
-from tests.core.policy_server.test_vllm import GAP, PROMPT, Owner, adapters_of, begun, call, forward, gap, gap_of, probe
+from tests.core.policy_server.test_vllm import (
+    GAP,
+    PROMPT,
+    adapters_of,
+    call,
+    forward,
+    gap,
+    gap_of,
+    gone,
+    probe,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from lightning.config import Config
+from lightning.config.sections import PolicyServerConfig
+from lightning.policy_server.vllm_server import make_policy_server
+
+async def main():
+    config = Config(policy_server=PolicyServerConfig(device="cpu", weight_transfer=sys.argv[3]))
+    server = make_policy_server(Path(sys.argv[1]), config, log=Path(sys.argv[2]))
+    await server.start()
+    children = psutil.Process(server.pid).children(recursive=True)
+    print(server.url, server.pid, *(child.pid for child in children), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@dataclass
+class Owner:
+    """A process that owns a server of a model with a tied head; `folders` are two policies, it began with the first."""
+
+    process: subprocess.Popen[bytes]
+    folders: tuple[Path, Path]
+    url: str
+    pids: list[int]
+
+
+@contextmanager
+def begun(root: Path, way: str) -> Iterator[Owner]:
+    """One whose server gets weights in this way."""
+    folders = (make_tiny_model(root / "first", tied=True), make_tiny_model(root / "second", tied=True, seed=1))
+    command = [sys.executable, "-c", OWNER, str(folders[0]), str(root / "vllm.log"), way]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        url, *pids = process.stdout.readline().decode().split()
+        yield Owner(process, folders, url, [int(pid) for pid in pids])
+        process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +95,23 @@ def over_gloo(sender: LocalSender | None = None) -> OverNetwork:
 async def test_an_attached_one_with_logprobs_of_another_distribution_is_refused(
     model: Path, tmp_path: Path, warnings_of: Callable[[], list[str]]
 ) -> None:
-    args = ("--logprobs-mode", "raw_logprobs")
-    with pytest.raises(PolicyServerError, match=r"logprobs are raw_logprobs.*--logprobs-mode processed_logprobs"):
-        await OwnedVLLM(model, PolicyServerConfig(device="cpu", args=args), log=tmp_path / "owned.log").start()
+    args = ("--generation-config", "auto", "--logprobs-mode", "raw_logprobs")
     started = OwnedVLLM(
-        model,
-        PolicyServerConfig(device="cpu", args=("--generation-config", "auto", *args), tool_call_parser=""),
-        log=tmp_path / "vllm.log",
+        model, PolicyServerConfig(device="cpu", args=args, tool_call_parser=""), log=tmp_path / "vllm.log"
     )
+    check, refused = VLLMControl.check_settings, list[str]()
+
+    async def unheeded(control: VLLMControl, *extensions: str, updates: bool) -> None:
+        """Somebody who does not know goes on."""
+        with pytest.raises(PolicyServerError) as error:
+            await check(control, *extensions, updates=updates)
+        refused.append(str(error.value))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VLLMControl, "check_settings", lambda *_, **__: asyncio.sleep(0))  # somebody who does not know
+        patch.setattr(VLLMControl, "check_settings", unheeded)
         await started.start()
+    (told,) = refused
+    assert re.search(r"logprobs are raw_logprobs.*--logprobs-mode processed_logprobs", told), "of an owned one, too"
     try:
         attached = AttachedVLLM(model, PolicyServerConfig(attach=started.url))
         with pytest.raises(PolicyServerError, match=r"raw_logprobs.*; .*generation_config 'auto'"):
@@ -153,3 +216,11 @@ async def test_a_vllm_that_was_not_started_for_the_network_says_how(served: Any)
     ):
         await server.update(served.first / "model.safetensors", served.vllm.version)
     await server.close()
+
+
+def test_no_process_outlives_an_owner_that_was_killed(owner: Owner) -> None:
+    """The last test of this file, since the owner is one for all of them."""
+    assert len(owner.pids) >= 2
+    assert not any(gone(pid) for pid in owner.pids)
+    owner.process.kill()
+    wait_for(lambda: all(gone(pid) for pid in owner.pids))

@@ -72,14 +72,14 @@ class Shared:
 
 
 @pytest.fixture
-def shared(real_vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def shared(served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """In an empty folder with the module `talking`: every policy server is the tests' own."""
     (tmp_path / "talking.py").write_text(AGENT)
     (tmp_path / "one.jsonl").write_text(json.dumps({"input": "tides", "id": "t"}) + "\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with monkeypatch.context() as patched:
-        patched.setattr("lightning.trainer.stack.make_policy_server", lambda *_, **__: Shared(real_vllm))
+        patched.setattr("lightning.trainer.stack.make_policy_server", lambda *_, **__: Shared(served))
         yield patched
     sys.modules.pop("talking", None)
 

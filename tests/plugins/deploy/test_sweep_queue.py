@@ -154,6 +154,7 @@ def test_an_interruption_lets_runs_save_what_they_have(pretending: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_of_real_trainings_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """By its command: two seeds of the tiny model's agent, the sweep stopped while the first one trains."""
     tasks = "".join(
