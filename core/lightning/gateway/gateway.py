@@ -324,7 +324,7 @@ class Info:
 
 def line_of(parts: Parts) -> Line:
     """The stages that plugins register, one of each kind for this gateway. Raises what `Contract.made` raises."""
-    return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
+    return Line(CONTRACT.made(parts), parts.config.stage_order)
 
 
 def spoken(config: GatewayConfig) -> list[Dialect]:

@@ -147,7 +147,6 @@ CONTRACT: Final = Contract(
     ordered=(),
     setting="",
     settings=(),
-    of_stages=(),
     error=PluginError,
     of="runs",
     where="trainer",
@@ -262,4 +261,4 @@ class RunLine(StageLine[RunStage]):
 
 def run_line(config: Config) -> RunLine:
     """Make the stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
-    return RunLine(CONTRACT.made(config, config.runner))
+    return RunLine(CONTRACT.made(config))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning.config import Config, recorded_config, with_settings
+from lightning.config import Config, config_model, recorded_config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
@@ -263,7 +263,7 @@ def config_of(
 
 def _left_out(recorded: Mapping[str, Any], config: Config) -> list[str]:
     """The recorded settings that may matter to a branch, are none of `RECORDED`, and that the caller has not given."""
-    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    here, default = config.model_dump(mode="json"), config_model()().model_dump(mode="json")
     return [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]
 
 

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl, later
 
 if TYPE_CHECKING:
-    from lightning.config import RunnerConfig
+    from lightning.config import PluginSettings, RunnerConfig
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
     from lightning.runner.stages import AttemptStage
     from lightning.trainer.samplers import Asked, Sampler
     from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings of trees of rollouts."""
+    register("tree", later("lightning_branching.config:TreeConfig"))
 
 
 @hookimpl
@@ -45,7 +51,8 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
 @hookimpl
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
     """`tree`."""
-    from lightning_branching.tree_sampling import TREE, tree_sampler
+    from lightning_branching.config import TREE
+    from lightning_branching.tree_sampling import tree_sampler
 
     register(TREE, tree_sampler)
 

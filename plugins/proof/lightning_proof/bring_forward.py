@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
-from lightning.config import Config
+from lightning.config import Config, config_model
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
 from lightning.store.protocol import Store
@@ -198,7 +198,7 @@ class Rewinder:
         """The settings that a step was taken with, on this machine. A dtype that was left to lightning is the one it chose."""
         epoch = epoch_at(self.epochs, step)
         try:
-            config = Config.model_validate(epoch.config.get("config"))
+            config = config_model().model_validate(epoch.config.get("config"))
         except ValidationError as error:
             raise ConfigError(
                 f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "

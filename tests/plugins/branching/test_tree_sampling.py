@@ -16,7 +16,8 @@ import aiohttp
 import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.config import Config, with_settings
+from lightning.config import with_settings
+from lightning.config.plugin_settings import Config
 from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply

@@ -9,13 +9,15 @@ import httpx
 import pytest
 from lightning import Trainer
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.config import Config, GatewayConfig, ProviderConfig, with_settings
+from lightning.config import with_settings
+from lightning.config.plugin_settings import Config, GatewayConfig
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning_branching.tree_sampling import check_tree
+from lightning_record.config import ProviderConfig
 from lightning_server import serving
 
 ASK = {"messages": [{"role": "user", "content": "hi there"}]}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.config import Config, RunnerConfig, with_settings
+from lightning.config import with_settings
+from lightning.config.plugin_settings import Config, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
