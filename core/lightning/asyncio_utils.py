@@ -60,7 +60,8 @@ async def unless(doing: Coroutine[Any, Any, T], over: Coroutine[Any, Any, object
         await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        await cancel(task, other)
+        await cancel(task)
+        await end(other)
 
 
 async def to_its_end(main: Coroutine[object, object, T]) -> T:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config, GatewayConfig, RunnerConfig
+    from lightning.config import Config, GatewayConfig, PluginSettings, RunnerConfig
     from lightning.config.sections import TrainerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
@@ -218,6 +218,17 @@ def register_agents(register: Callable[[str, Callable[[str], Agent]], None]) -> 
 
     A plain `MODULE:FUNCTION` means what it always does, unless a plugin registers a name equal to the module's. The function
     raises `ConfigError` for a text that it cannot use.
+    """
+
+
+@hookspec
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register settings of a plugin, as a table of their own or further keys of a section: `register("notes", later(
+    "lightning_notes.config:NotesSettings"))`, a function that returns a class derived from
+    `lightning.config.PluginSettings`, which says where the settings stand.
+
+    They are read from TOML, the environment and `--set`, checked and listed as the core's own are; the plugin reads them with
+    `NotesSettings.of(config)`. A key that two plugins have is an error that names both. Import little where the class is.
     """
 
 

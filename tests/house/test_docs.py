@@ -15,8 +15,9 @@ import pytest
 import typer
 from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, FROM_PLUGINS, build
-from lightning.config import Config, settings
+from lightning.config import settings
 from lightning.config.load import NOT_SETTINGS
+from lightning.config.plugin_settings import config_model
 from lightning.testing.public_imports import PUBLIC
 from lightning_server import json_codec
 from lightning_server.api.app import description, routes
@@ -52,7 +53,7 @@ def hook_list() -> Iterator[str]:
 
 
 def settings_tables() -> Iterator[str]:
-    for section, field in Config.model_fields.items():
+    for section, field in config_model().model_fields.items():
         yield f"### `[{section}]`\n\n{inspect.getdoc(field.annotation)}\n"
         yield "| key | accepts | default | |\n|---|---|---|---|"
         for setting in settings():

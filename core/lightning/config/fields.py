@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lightning.config.sections import Config
+from lightning.config.plugin_settings import config_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,10 @@ class Setting:
     help: str
 
 
-def settings(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Yield every setting in the order of the models; the fields of an optional section come after the section itself."""
+def settings(model: type[BaseModel] | None = None, prefix: str = "") -> Iterator[Setting]:
+    """Yield every setting in the order of the models, those of plugins behind the core's; the fields of an optional section
+    come after the section itself."""
+    model = config_model() if model is None else model
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         if section is None or (not field.is_required() and field.default is None):
@@ -68,7 +70,7 @@ def _bounded(text: str, metadata: Iterable[object]) -> str:
 def find(key: str) -> FieldInfo | None:
     """Return the field of a dotted key; None for an unknown key. A name inside a free mapping gives the mapping's field. In a
     mapping of names to sections, the key goes on with a field of the section after the name."""
-    model: type[BaseModel] | None = Config
+    model: type[BaseModel] | None = config_model()
     field: FieldInfo | None = None
     names = key.split(".")
     for depth, name in enumerate(names):

@@ -18,8 +18,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
+from lightning.config.plugin_settings import config_model
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
+from lightning.plugins import plugins
 from lightning.text_files import read_text
 from lightning.types import as_texts
 
@@ -72,7 +74,7 @@ def recorded_config(said: Mapping[str, object]) -> tuple[Config, list[str]]:
     setting that is not recorded has its default. Raises `ConfigError` for a value that this release does not accept."""
     tree = _copied(said)
     try:
-        return Config.model_validate(tree), []
+        return config_model().model_validate(tree), []
     except ValidationError as error:
         places = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
     for place in places:
@@ -81,7 +83,7 @@ def recorded_config(said: Mapping[str, object]) -> tuple[Config, list[str]]:
             holder = holder[name]
         del holder[place[-1]]
     try:
-        return Config.model_validate(tree), [".".join(map(str, place)) for place in places]
+        return config_model().model_validate(tree), [".".join(map(str, place)) for place in places]
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(
@@ -102,7 +104,7 @@ def _build(base: dict[str, object], given: Sequence[Given]) -> Config:
         _place(base, item)
     try:
         # JSON mode: strict about types, yet a list is a tuple.
-        return Config.model_validate_json(json.dumps(base), strict=True)
+        return config_model().model_validate_json(json.dumps(base), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_wrong(detail, given) for detail in error.errors()))) from None
 
@@ -172,14 +174,24 @@ def _unknown(given: Given) -> str:
     if find(given.key) is not None:
         return ""
     known = [setting.key for setting in settings()]
-    hint = did_you_mean(given.key, known)
-    parts = given.key.split(".")
-    if not hint and parts[0] in Config.model_fields:
-        inside = [key for key in known if key.startswith(f"{parts[0]}.")]
-        hint = f". [{parts[0]}] has: {', '.join(key.partition('.')[2] for key in inside)}"
-    elif not hint:
-        hint = f". Sections are: {', '.join(Config.model_fields)}"
-    return f"{given.origin}: unknown setting {given.key!r}{hint}"
+    section, sections = given.key.partition(".")[0], config_model().model_fields
+    if hint := did_you_mean(given.key, known):
+        pass
+    elif section in sections:
+        inside = [key for key in known if key.startswith(f"{section}.")]
+        hint = f". [{section}] has: {', '.join(key.partition('.')[2] for key in inside)}"
+    else:
+        hint = f". Sections are: {', '.join(sections)}"
+    return f"{given.origin}: unknown setting {given.key!r}{_brought(given.key) or hint}"
+
+
+def _brought(key: str) -> str:
+    """Return how to get the plugin that has this setting; "" if it is here, or if none is known to have it."""
+    names = key.split(".")
+    places = [".".join(names[:depth]) for depth in range(1, len(names) + 1)]
+    place = next((place for place in places if find(place) is None), "")
+    cure = plugins().cures("settings", place)
+    return f".{cure}" if cure else ""
 
 
 def _not_plain(given: Given) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 from lightning.errors import ConfigError
 from lightning.types import DEFAULT_PROJECT
@@ -14,130 +14,6 @@ class Section(BaseModel):
     """The base of all sections: they are frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class RayConfig(Section):
-    """Agents in actors of a Ray cluster."""
-
-    address: str = ""
-    """Ray cluster: `auto`, `HOST:6379` of its head, or `ray://HOST:10001`; empty starts one on this machine."""
-    agents_per_actor: int = Field(default=1, ge=1)
-    """Number of agents that run at once in one actor. They share its imports and resources; each has its own process."""
-    num_cpus: float = Field(default=1.0, ge=0)
-    """CPUs that Ray reserves for an actor."""
-    num_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that Ray reserves for an actor."""
-    memory_bytes: int = Field(default=0, ge=0)
-    """Memory that Ray reserves for an actor; 0 reserves none."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources that an actor needs, by name. They select the nodes."""
-    scheduling: Literal["DEFAULT", "SPREAD"] = "DEFAULT"
-    """Ray's placement: `DEFAULT` fills a node first, `SPREAD` uses all of them evenly."""
-    runtime_env: dict[str, JsonValue] = Field(default_factory=dict)
-    """Ray's runtime environment of the actors (`working_dir`, `pip`, `env_vars`, ...), passed unchanged. It is stored
-    with the run: put no secret in it."""
-    start_timeout: float = Field(default=300.0, gt=0)
-    """Time limit in seconds until Ray has placed an actor and the actor has loaded the agent."""
-
-
-class KubernetesConfig(Section):
-    """Agents in pods of a Kubernetes cluster, each of which runs `lightning runner`."""
-
-    mode: Literal["pool", "job"] = "pool"
-    """`pool` keeps `pods` pods, which run one rollout after another; `job` makes a Job for each rollout."""
-    pods: int = Field(default=1, ge=1)
-    """Number of pods in the pool; each runs its share of `runner.concurrency`. In `job` mode at most
-    `runner.concurrency` Jobs run at once."""
-    image: str = ""
-    """Image with this release of lightning and the agent; empty takes the image in `template`."""
-    agent: str = ""
-    """The agent as `module:name` in that image; empty takes the name that it has in the trainer's process."""
-    namespace: str = ""
-    """Namespace of the pods; empty takes that of the trainer's pod, or that of the kubeconfig's context."""
-    kubeconfig: str = ""
-    """Path of a kubeconfig. Empty uses the service account inside a cluster, and `KUBECONFIG` or `~/.kube/config`
-    elsewhere."""
-    context: str = ""
-    """The kubeconfig's context; empty takes its current one."""
-    template: str = ""
-    """Path of a YAML file with a Pod (or its `metadata` and `spec`), into which lightning's Pod is merged. Use it for
-    volumes, tolerations and everything that has no setting here. The container called `runner`, or the only one, becomes
-    the client."""
-    service_account: str = ""
-    """Service account of the pods. Its token is not mounted unless the template mounts it."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that a node must have."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the agents. They are stored with the run: give secrets by `template` (`valueFrom`)."""
-    requests: dict[str, str] = Field(default_factory=dict)
-    """Resource requests of a pod: `cpu = "2"`, `memory = "4Gi"`."""
-    limits: dict[str, str] = Field(default_factory=dict)
-    """Resource limits of a pod, in the same form."""
-    image_pull_secrets: tuple[str, ...] = ()
-    """Names of Secrets with the registry's credentials."""
-    start_timeout: float = Field(default=600.0, gt=0)
-    """Time limit in seconds until the first pod runs, including the image pull and the start of new nodes."""
-
-
-class VerlConfig(Section):
-    """The verl engine: training on many GPUs, by verl's workers on Ray. The settings of the section `engine` hold for it,
-    too."""
-
-    world_size: int = Field(default=1, ge=0)
-    """Number of worker processes, one per GPU; on a machine without a GPU they run on its CPU. 0 trains in the trainer's
-    process, without Ray."""
-    nodes: int = Field(default=1, ge=1)
-    """Number of machines, with the same number of workers on each. All must have access to the same files: the model and
-    the run's folder."""
-    address: str = ""
-    """Ray cluster: `auto`, or `HOST:6379` of its head; empty starts one on this machine."""
-    restarts: int = Field(default=3, ge=0)
-    """How often, within one step, workers that died are restarted from the last checkpoint. The step is then repeated."""
-    start_timeout: float = Field(default=600.0, gt=0)
-    """Time limit in seconds until all workers are placed in the cluster and have loaded the model."""
-    strategy: Literal["fsdp2", "megatron"] = "fsdp2"
-    """How the model is sharded: `fsdp2` gives each worker a shard of every weight; `megatron` (the extra
-    `verl-megatron`) uses tensor, pipeline, context and expert parallelism, set in the table `megatron`. Megatron trains
-    all weights, without LoRA or a critic; it has been run on CPUs, not yet on a GPU."""
-    model: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further options of verl's `HFModelConfig`, passed unchanged."""
-    sharding: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further options of verl's `FSDPEngineConfig`, passed unchanged: `param_offload`, `ulysses_sequence_parallel_size`,
-    ..."""
-    megatron: dict[str, JsonValue] = Field(default_factory=dict)
-    """With the strategy `megatron`, instead of `sharding`: further options of verl's `McoreEngineConfig`, passed unchanged:
-    `tensor_model_parallel_size`, `pipeline_model_parallel_size`, `expert_model_parallel_size`, `optimizer_offload`, ..."""
-    optimizer: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further options of verl's `FSDPOptimizerConfig`, or `McoreOptimizerConfig` with Megatron, passed unchanged."""
-
-
-class OptimizerModelConfig(Section):
-    """The model that criticises and edits prompts (APO), at an OpenAI-compatible endpoint. Without one, the policy does
-    both."""
-
-    model: str = ""
-    """The model's name at the endpoint."""
-    base_url: str = ""
-    """The endpoint without `/chat/completions`: `https://api.openai.com/v1`. It receives tasks and transcripts."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; never the key itself. Empty sends none."""
-    temperature: float | None = Field(default=1.0, ge=0)
-    """Sampling temperature; null sends none, for endpoints that reject one."""
-    timeout: float = Field(default=120.0, gt=0)
-    """Seconds to wait for an answer."""
-    attempts: int = Field(default=4, ge=1)
-    """Attempts per request after temporary failures, with growing pauses."""
-    concurrency: int = Field(default=8, ge=1)
-    """Maximum of concurrent requests."""
-
-    def check(self) -> None:
-        """Raise `ConfigError` if the endpoint is incomplete or malformed. The message never repeats a text that may be a
-        key."""
-        if self == OptimizerModelConfig():
-            return
-        if not self.model or not self.base_url:
-            raise ConfigError("the section optimizer_model needs both: a model, and the base_url of its endpoint")
-        check_endpoint(self.base_url, self.api_key_env)
 
 
 def check_endpoint(base_url: str, api_key_env: str, whose: str = "the optimiser model") -> None:
@@ -155,20 +31,6 @@ def check_endpoint(base_url: str, api_key_env: str, whose: str = "the optimiser 
             f"api_key_env of {whose} cannot name an environment variable: give the name of the variable that "
             "holds the key, not the key"
         )
-
-
-class ProviderConfig(Section):
-    """A provider to which the gateway forwards calls that are not for the policy."""
-
-    base_url: str = ""
-    """URL of the provider's API with its version: `https://api.openai.com/v1`."""
-    api_key_env: str = ""
-    """The environment variable of the gateway's process that holds the provider's key; never the key itself. Empty sends
-    none."""
-    models: tuple[str, ...] = ()
-    """Models that the provider answers instead of the policy, as names that may contain `*`."""
-    routes: tuple[str, ...] = ("embeddings", "moderations", "images", "audio")
-    """Routes that the provider answers, below the API's version, with all of their subpaths."""
 
 
 class LimitsConfig(Section):
@@ -205,7 +67,6 @@ class LimitsConfig(Section):
 
 
 FixedOrder = Literal["shuffled", "given"]
-BranchBy = Literal["random", "entropy", "variance"]
 
 
 class TrainerConfig(Section):
@@ -234,12 +95,6 @@ class TrainerConfig(Section):
     `tree` samples some from the beginning (`trunks`), and branches of these, which repeat a rollout up to one of its calls and
     are sampled from there on. The branches take as many tokens as the rest of an independent group would; the credit `branch`
     compares them at the calls where they branch."""
-    trunks: int | None = Field(default=None, ge=1)
-    """With `sampling = tree`: number of a group's rollouts that begin at the task. null is half of the algorithm's group
-    size."""
-    branch_by: BranchBy = "random"
-    """With `sampling = tree`: the calls at which to branch. `random`; `entropy`, first where the answer to a tool's result was
-    most uncertain; or `variance`, where the returns of the first branches differ most."""
     policy_fault: float | Literal["mask", "exclude"] = 0.0
     """How training treats a rollout that failed by the model's own fault (an invented tool, an endless answer, a conversation
     longer than the context, ...). A number is its reward. `mask` compares the other rollouts with it as with a reward of 0, but
@@ -270,10 +125,6 @@ class TrainerConfig(Section):
     trackers: tuple[str, ...] | None = None
     """Trackers that receive the metrics, in addition to the store: `jsonl`, `tensorboard`, `otel`, `wandb`, `mlflow`,
     `trackio`, and those of other plugins. null is those that plugins register as defaults: `jsonl` and `tensorboard`."""
-    alerts: tuple[str, ...] = ()
-    """Receivers of the rules' serious findings, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
-    `rollouts`): `webhook:NAME` posts it to the URL in the environment variable NAME, `command:PROGRAM ARGUMENTS` runs a
-    program with it as standard input."""
     stage_order: tuple[str, ...] = ()
     """The order of plugins' stages at a step, by their names, first to last. It is needed if two stages stand at the same point
     and neither says which comes first."""
@@ -343,13 +194,6 @@ class EngineConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
-    critic_lr: float = Field(default=0.05, gt=0)
-    """Learning rate of the critic, for algorithms that have one. A step changes a value by about this much, in any
-    model."""
-    critic_trunk: Literal["frozen", "shared"] = "frozen"
-    """What the critic's loss trains: `frozen` only the critic's own layer, on the model's hidden states; `shared` also
-    the model."""
-    verl: VerlConfig = VerlConfig()
 
 
 class PolicyServerConfig(Section):
@@ -418,17 +262,9 @@ class GatewayConfig(Section):
     record_requests: bool = True
     """Store the request and the reply of each call, without credentials, so that a rollout can be replayed. If false, the store
     has only the calls' token ids, not their texts."""
-    hosted_tools: Literal["refuse", "drop"] = "refuse"
-    """How to treat a request with tools that run on a provider's servers (web search, code interpreter): `refuse` it with the
-    reason, or `drop` the tools, so that the model answers without them."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""
-    providers: dict[str, ProviderConfig] = Field(default_factory=dict)
-    """Providers that answer calls which are not for the policy (embeddings, a judge's model), by name. Each has `base_url`,
-    `api_key_env` (the environment variable of the gateway's process that holds the key), `models` (names, with `*`, that the
-    provider answers instead of the policy) and `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list
-    others)."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for each client of the port."""
     stage_order: tuple[str, ...] = ()
@@ -457,9 +293,6 @@ class RunnerConfig(Section):
     or a version of a resource as `resource:NAME@ALIAS` (in another store `resource:PLACE#NAME@ALIAS`)."""
     reroute: tuple[str, ...] = ()
     """Hosts whose calls go to the policy instead, for agents with a provider's address in their code (`api.openai.com`)."""
-    tool_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """For tools that cannot take every agent at once (a browser, a rate-limited API): the most runs of each that are under
-    way at once on a machine, by the tool's name. The other runs wait, and `runner.timeout` goes on meanwhile."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once, so that new processes start faster."""
     seed_agents: bool = True
@@ -469,23 +302,12 @@ class RunnerConfig(Section):
     rollouts_per_process: int = Field(default=1, ge=1)
     """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
     of modules (a checkpointer, a cache, a global client). A larger number saves the fork of a process for each rollout."""
-    sandbox: Literal["none", "bwrap"] = "none"
-    """Sandbox of the agents' processes. With `bwrap` (Linux) each process has its own sandbox: it sees the system and the
-    project read-only, no other process, no network but the gateway, and few environment variables."""
-    sandbox_network: tuple[str, ...] = ()
-    """Further hosts that agents in a sandbox may reach, each as `host:port` (`api.example.com:443`)."""
-    sandbox_environment: tuple[str, ...] = ()
-    """Further environment variables that agents in a sandbox get, as names that may contain `*`."""
-    sandbox_files: tuple[str, ...] = ()
-    """Further files and folders that agents in a sandbox may read."""
     sandbox_hidden: tuple[str, ...] = ("runs",)
     """Files and folders of the project that agents in a sandbox may not read: by default the runs, which hold the store
     and its secrets. This also holds in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
     stage_order: tuple[str, ...] = ()
     """The order of plugins' stages around an attempt, by their names, first to last. It is needed if two stages stand at the
     same point and neither says which comes first."""
-    ray: RayConfig = RayConfig()
-    k8s: KubernetesConfig = KubernetesConfig()
 
 
 class ServerConfig(Section):
@@ -508,4 +330,3 @@ class Config(Section):
     gateway: GatewayConfig = GatewayConfig()
     server: ServerConfig = ServerConfig()
     runner: RunnerConfig = RunnerConfig()
-    optimizer_model: OptimizerModelConfig = OptimizerModelConfig()

@@ -326,7 +326,7 @@ class Info:
 
 def line_of(parts: Parts) -> Line:
     """Make the stages that plugins register, for this gateway. Raises the errors of `Contract.made` and of `Line`."""
-    return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
+    return Line(CONTRACT.made(parts), parts.config.stage_order)
 
 
 def spoken(config: GatewayConfig) -> list[Dialect]:

@@ -137,7 +137,6 @@ CONTRACT: Final = named.Contract(
     ordered=(*POINTS, "reading", "ended", "elsewhere"),
     setting="gateway.stage_order",
     settings=GatewayConfig.model_fields,
-    of_stages=("providers", "record_requests"),
     error=GatewayError,
     of="calls",
     where="gateway",

@@ -99,8 +99,6 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("samplers", "max_staleness"): "samplers",
     ("samplers", "recorded"): "samplers",
     ("samplers", "tree"): "branching",
-    ("samplers", "trunks"): "branching",
-    ("samplers", "branch_by"): "branching",
     ("policy_servers", "http"): "attach",
     ("policy_servers", "https"): "attach",
     ("weight_transfers", "gloo"): "attach",
@@ -111,8 +109,23 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("run_stages", "begun"): "proof",
     ("run_stages", "bring_forward"): "proof",
     ("run_stages", "teacher"): "finetuning",
-    ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",
+    ("settings", "engine.critic_lr"): "credits",
+    ("settings", "engine.critic_trunk"): "credits",
+    ("settings", "engine.verl"): "verl",
+    ("settings", "gateway.hosted_tools"): "dialects",
+    ("settings", "gateway.providers"): "record",
+    ("settings", "optimizer_model"): "prompts",
+    ("settings", "runner.k8s"): "k8s",
+    ("settings", "runner.ray"): "ray",
+    ("settings", "runner.sandbox"): "sandbox",
+    ("settings", "runner.sandbox_environment"): "sandbox",
+    ("settings", "runner.sandbox_files"): "sandbox",
+    ("settings", "runner.sandbox_network"): "sandbox",
+    ("settings", "runner.tool_limits"): "sandbox",
+    ("settings", "trainer.alerts"): "debug",
+    ("settings", "trainer.branch_by"): "branching",
+    ("settings", "trainer.trunks"): "branching",
 }
 """The extra that brings a name, by kind and name, for names that the documentation shows to users of the core. An empty name
 stands for any of the kind. For stages the name is a setting that the stage carries out, or a point where it stands; for
@@ -311,7 +324,7 @@ class Plugins:
                 self._register_all(hook.removeprefix("register_"))
         return sorted(self._infos.values(), key=lambda info: info.name)
 
-    def left_out(self) -> str:
+    def left_out(self, kind: str = "") -> str:
         """Say which plugins are broken, disabled or not loaded yet, because one of them may have the name that is missing:
         sentences, each after a space."""
         missing = [info for info in self.plugins() if info.state in ("broken", "disabled", "waiting")]
@@ -326,7 +339,8 @@ class Plugins:
         elif disabled:
             names = ", ".join(repr(info.name) for info in disabled)
             text += f" The plugins {names}, which might have it, are disabled: {DISABLE} lists them."
-        if waiting := ", ".join(f"{info.name!r} ({info.waits_for})" for info in missing if info.state == "waiting"):
+        waiting = ", ".join(f"{info.name!r} ({info.waits_for})" for info in missing if info.state == "waiting")
+        if waiting and kind != "settings":
             text += f" Plugins that are loaded once their framework is imported: {waiting}."
         return text
 
@@ -474,7 +488,7 @@ class Plugins:
         text = ""
         if extra := EXTRAS.get((kind, name)):
             text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
-        return text + self.left_out()
+        return text + self.left_out(kind)
 
     def _arrived(self, name: str, _module: ModuleType) -> None:
         """Load the plugin of a framework that was just imported. Its importer never waits here: the lock's holder may wait for

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from lightning.errors import ConfigError, LightningError
+from lightning.errors import LightningError
 from lightning.plugins.discovery import DISABLE
 from lightning.plugins.manager import plugins
 
@@ -78,13 +78,13 @@ class NamedStage(Generic[Kind]):
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a line asks of its stages. `kind` is their base class, `asked` the kind of names under which plugins register them,
-    and `api` the version of the contract. `points` are its methods; the order matters at those that are `ordered`, and one
-    stage at most may stand at those in `alone`, which also says what it does there. `setting` is the setting that gives an
-    order, `settings` are those that a stage may carry out, and `of_stages` those that only a stage carries out. The line raises
-    `error` for a stage that cannot stand in it, and `failed` of the message where a stage fails; errors of `passes` are raised
-    as they are. For messages, `of` is what passes the line, `where` is what has the line, `called` what its stages are called
-    (`stages of` ... if empty), and `cure` what helps after a failure."""
+    """What a line asks of its stages. `kind` is their base class, `asked` the kind of names under which plugins register
+    them, and `api` the version of the contract. `points` are its methods; the order matters at those that are `ordered`, and
+    one stage at most may stand at those in `alone`, which also says what it does there. `setting` is the setting that gives
+    an order, and `settings` are those that a stage may carry out. The line raises `error` for a stage that cannot stand in
+    it, and `failed` of the message where a stage fails; errors of `passes` are raised as they are. For messages, `of` is what
+    passes the line, `where` is what has the line, `called` what its stages are called (`stages of` ... if empty), and `cure`
+    what helps after a failure."""
 
     kind: type[Stage]
     asked: str
@@ -93,7 +93,6 @@ class Contract:
     ordered: tuple[str, ...]
     setting: str
     settings: Collection[str]
-    of_stages: Collection[str]
     error: type[LightningError]
     of: str
     where: str
@@ -103,15 +102,11 @@ class Contract:
     cure: str = ""
     alone: tuple[tuple[str, str], ...] = ()
 
-    def made(self, given: object, config: object) -> list[NamedStage[Any]]:
-        """Make one stage of each name that plugins register for this line: its factory gets `given`. `config` is the line's
-        section. Raises the line's error for a stage that cannot be made, and `ConfigError` for a setting that is not the
-        default and that no stage carries out."""
+    def made(self, given: object) -> list[NamedStage[Any]]:
+        """Make one stage of each name that plugins register for this line: its factory gets `given`. Raises the line's error
+        for a stage that cannot be made."""
         made = [self.make(name, given) for name in plugins().names(self.asked)]
         named = [each for each in made if each is not None]
-        for setting in self.of_stages:
-            if getattr(config, setting) != _default(config, setting) and (why := self.why_idle(named, config, setting)):
-                raise ConfigError(why)
         _warn_of_order(named, plugins().names(self.asked))
         return named
 

@@ -53,7 +53,7 @@ class InlineRunner:
         self._line = attempt_line(config)
         self.concurrency = config.concurrency
         self.stages = self._line.versions
-        self._line.refuse_enclosing(config)
+        self._line.refuse_enclosing()
 
     async def start(self) -> None:
         """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when a stage cannot do

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 API: Final = 1
 """The version of the contract between a runner and its stages. A minor release raises it when a stage written for the old
 version would behave differently, and the change log says what to change in a stage."""
-OF_STAGES: Final = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files", "tool_limits")
-"""Settings of the runner that only stages of plugins carry out."""
 
 
 class Enclosure(Protocol):
@@ -134,8 +132,7 @@ CONTRACT: Final = Contract(
     points=("begun", "enclosure", "installed", "around", "noted", "heard", "closed"),
     ordered=("around",),
     setting="runner.stage_order",
-    settings=OF_STAGES,
-    of_stages=OF_STAGES,
+    settings=(),
     error=RunnerError,
     of="attempts",
     where="runner",
@@ -160,16 +157,13 @@ class AttemptLine(StageLine[AttemptStage]):
         """The name of the stage that encloses the processes of agents, for messages; empty without one."""
         return self._enclosing.said if self._enclosing else ""
 
-    def refuse_enclosing(self, config: RunnerConfig) -> None:
+    def refuse_enclosing(self) -> None:
         """Raise `RunnerError` if a stage encloses the processes of agents, in a runner that has no such processes."""
         if self._enclosing is None:
             return
-        asked, plain = self._enclosing.stage.carries_out, type(config)()
-        values = [(name, getattr(config, name)) for name in asked if getattr(config, name) != getattr(plain, name)]
         raise RunnerError(
-            f"{''.join(f'runner.{name} is {value!r}, and ' for name, value in values)}the stage {self._enclosing.said} "
-            "encloses the processes of agents. runner='inline' runs them in this very process: use runner='process', or switch "
-            "the stage off by its settings"
+            f"the stage {self._enclosing.said} encloses the processes of agents. runner='inline' runs them in this very "
+            "process: use runner='process', or switch the stage off by its settings"
         )
 
     async def begin(self) -> None:
@@ -326,4 +320,4 @@ def _failing(each: NamedStage[AttemptStage], point: str, secret: str = "") -> It
 
 def attempt_line(config: RunnerConfig) -> AttemptLine:
     """Make the stages that plugins register, for a runner with these settings. Raises what `Contract.made` raises."""
-    return AttemptLine(CONTRACT.made(config, config), config.stage_order)
+    return AttemptLine(CONTRACT.made(config), config.stage_order)

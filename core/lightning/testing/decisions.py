@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.config import BranchBy
 from lightning.credit.advantage import rloo
 from lightning.credit.protocol import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError
@@ -403,6 +402,10 @@ def _chain(prefix: str, calls: int, success: float) -> dict[str, Decision]:
 
 def _to(count: int) -> range:
     return range(1, count + 1)
+
+
+BranchBy: TypeAlias = Literal["random", "entropy", "variance"]
+"""The values of `trainer.branch_by`."""
 
 
 class ChoosesPoints(Protocol):

@@ -148,7 +148,6 @@ CONTRACT: Final = Contract(
     ordered=(),
     setting="",
     settings=(),
-    of_stages=(),
     error=PluginError,
     of="runs",
     where="trainer",
@@ -279,4 +278,4 @@ def _blaming_engine() -> Iterator[None]:
 
 def run_line(config: Config) -> RunLine:
     """Make the stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
-    return RunLine(CONTRACT.made(config, config.runner))
+    return RunLine(CONTRACT.made(config))

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 API: Final = 1
 """The version of the contract of samplers and orders. A minor release raises it when one written for the old version would
 behave differently, and the change log says what to change."""
-OF_SAMPLERS: Final = ("sampling", "trunks", "branch_by", "max_staleness")
+OF_SAMPLERS: Final = ("sampling", "max_staleness")
 """Settings of the trainer that only samplers of plugins carry out."""
 RECORDED: Final = "recorded"
 """The name of the record that a run is trained on: as an argument of `Trainer`, and as a key of the run's configuration."""
@@ -360,7 +360,6 @@ SAMPLER: Final = Contract(
     ordered=(),
     setting="",
     settings=(*OF_SAMPLERS, "order", RECORDED),
-    of_stages=(),
     error=ConfigError,
     of="groups",
     where="trainer",
@@ -374,7 +373,6 @@ ORDER: Final = Contract(
     ordered=(),
     setting="",
     settings=(),
-    of_stages=(),
     error=ConfigError,
     of="groups",
     where="trainer",
@@ -384,7 +382,7 @@ ORDER: Final = Contract(
 def sampler_of(asked: Asked) -> Sampler:
     """Return the sampler that a run asks for: a plugin's, or the core's own. Nothing is opened. Raises `ConfigError` if two
     samplers claim the run, for a setting that the sampler does not carry out, and for an unknown order."""
-    named: list[NamedStage[Sampler]] = SAMPLER.made(asked, asked.config.trainer)
+    named: list[NamedStage[Sampler]] = SAMPLER.made(asked)
     for each in named:
         each.stage.named = each
     if len(named) > 1:

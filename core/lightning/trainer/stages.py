@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 API: Final = 1
 """The version of the contract between a run's steps and their stages. A minor release raises it when a stage written for the
 old version would behave differently, and the change log says what to change in a stage."""
-OF_STAGES: Final = ("alerts",)
-"""Settings of the trainer that only stages of plugins carry out."""
 NOT_NAMES: Final = ("dropped", "eval", "pipeline", "policy_fault", "reward", "seconds", "skipped")
 """The beginnings of the trainer's own metrics, which no stage that adds metrics may have as its name."""
 
@@ -165,8 +163,7 @@ CONTRACT: Final = Contract(
     points=("begun", "taken", "evaluated", "alarmed", "ended", "rehearsed"),
     ordered=("taken",),
     setting="trainer.stage_order",
-    settings=OF_STAGES,
-    of_stages=OF_STAGES,
+    settings=(),
     error=PluginError,
     of="steps",
     where="trainer",
@@ -279,4 +276,4 @@ def _heard(each: NamedStage[StepStage], point: str) -> Iterator[None]:
 
 def step_line(config: Config) -> StepLine:
     """Make the stages that plugins register, for a run with these settings. Raises what `Contract.made` raises."""
-    return StepLine(CONTRACT.made(config, config.trainer), config.trainer.stage_order)
+    return StepLine(CONTRACT.made(config), config.trainer.stage_order)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import run_to_end
-from lightning.config import Config, load_config, with_settings
+from lightning.config import Config, check_plugin_settings, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.policy_server.vllm_server import check_policy_server
@@ -266,7 +266,7 @@ class Trainer(RunOpening):
 
 def _check_search(config: Config) -> None:
     """A search for prompts trains no weights, samples in its own way, and has its own order of tasks."""
-    plain, asked = Config().trainer, config.trainer
+    asked, plain = config.trainer, type(config.trainer)()
     changed = [name for name in type(plain).model_fields if getattr(asked, name) != getattr(plain, name)]
     if shaped := [name for name in OF_SAMPLERS if name in changed and name != "max_staleness"]:
         raise ConfigError(
@@ -289,7 +289,7 @@ def _check_settings(config: Config, store: str | None) -> None:
             f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
         )
     check_server_settings(config)
-    config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
+    check_plugin_settings(config)
     check_gateway(config.gateway)
     check_policy_server(config.policy_server)
     for tracker in names_of(config):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning.config import Config, recorded_config, with_settings
+from lightning.config import Config, config_model, recorded_config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
@@ -248,7 +248,7 @@ def config_of(
     check_sampling({name: value for name, value in asked.items() if name in SAMPLING})
     config = with_settings(config, {"gateway.override_sampling": {**asked, **sampling}})
     # Recorded settings that may matter to a branch, that no record may set, and that the user has not set.
-    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    here, default = config.model_dump(mode="json"), config_model()().model_dump(mode="json")
     if left := [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]:
         lost.append(
             f"the run was recorded with {', '.join(left)}, which no record sets on this machine: give what its agent needs "

@@ -22,10 +22,11 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 from lightning.batch import Trajectory, is_prefix, is_trained
-from lightning.config import BranchBy
 from lightning.credit.protocol import rollout_return
 from lightning.errors import ConfigError
 from lightning.types import Transition
+
+from lightning_branching.config import BranchBy
 
 BranchPoint: TypeAlias = tuple[Trajectory, Transition]
 

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
-    from lightning.config import RunnerConfig
+    from lightning.config import PluginSettings, RunnerConfig
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
     from lightning.runner.stages import AttemptStage
     from lightning.trainer.samplers import Asked, Sampler
     from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings of trees of rollouts."""
+    register("tree", later("lightning_branching.config:TreeConfig"))
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.types import Json, Run, StepRecord
 from lightning_proof.bring_forward import Rewinder
 from lightning_proof.fork import model_of
+from lightning_verl.config import VerlConfig
 
 WEIGHTS: Final = "weights.safetensors"
 """The weights of a checkpoint of the torch engine."""
@@ -146,7 +147,7 @@ def _machine_settings(record: StepRecord) -> Mapping[str, object]:
     because it names hosts and modules that workers import."""
     known = {name: record.context[name] for name in ("threads", "tokens_per_microbatch") if record.context.get(name)}
     device = str(record.context.get("device") or "auto")  # of a GPU it is the product's name
-    return {**known, "device": device if device in ("auto", "cpu") else "cuda", "verl": Config().engine.verl}
+    return {**known, "device": device if device in ("auto", "cpu") else "cuda", "verl": VerlConfig()}
 
 
 class _Watcher:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from lightning.batch import Group, Trajectory
 from lightning.bounded import Once
@@ -25,12 +24,10 @@ from lightning.types import Rollout, Transition
 from lightning_record.exchanges import why_not_replayable
 
 from lightning_branching.branch_points import branch_points
+from lightning_branching.config import TREE, TreeConfig
 from lightning_branching.recorded import is_void
 
 logger = logging.getLogger(__name__)
-
-TREE: Final = "tree"
-"""The value of `trainer.sampling` that asks for trees."""
 
 
 def check_tree(asked: Asked) -> bool:
@@ -38,10 +35,6 @@ def check_tree(asked: Asked) -> bool:
     for settings of trees without trees."""
     config, trainer = asked.config, asked.config.trainer
     if trainer.sampling != TREE:
-        if trainer.sampling == TrainerConfig().sampling and (
-            trainer.trunks is not None or trainer.branch_by != "random"
-        ):
-            raise ConfigError("trainer.trunks and trainer.branch_by are for trainer.sampling = tree: set that, too")
         return False
     if asked.recorded is not None:
         raise ConfigError(
@@ -67,7 +60,7 @@ def check_tree(asked: Asked) -> bool:
 
 def trunks_of(config: TrainerConfig, group_size: int) -> int:
     """Return the number of trunks in a group: rollouts that begin at its task."""
-    return config.trunks or max(1, group_size // 2)
+    return TreeConfig.of(config).trunks or max(1, group_size // 2)
 
 
 def tree_sampler(asked: Asked) -> TreeSampler | None:
@@ -81,7 +74,7 @@ def tree_sampler(asked: Asked) -> TreeSampler | None:
 class TreeSampler(TurnSampler):
     """Samples the groups of a step as trees."""
 
-    api, carries_out = 1, ("sampling", "trunks", "branch_by", "order")
+    api, carries_out = 1, ("sampling", "order")
 
     def __init__(self) -> None:
         self._said = Once()
@@ -101,7 +94,7 @@ class TreeSampler(TurnSampler):
         differ."""
         count = self.begun(group_size)
         shares = [(group_size - count) / count]
-        shares = [shares[0] / 2] * 2 if self.config.branch_by == "variance" else shares
+        shares = [shares[0] / 2] * 2 if TreeConfig.of(self.config).branch_by == "variance" else shares
         numbered: dict[str, int] = {}
         order = list(dict.fromkeys(rollout.group for rollout in ended))
         for number, share in enumerate(shares):
@@ -131,7 +124,7 @@ class TreeSampler(TurnSampler):
         points = branch_points(
             able,
             tokens,
-            self.config.branch_by,
+            TreeConfig.of(self.config).branch_by,
             f"{self.config.seed}/{group.id.partition('/')[2]}/{number}",
             [member for member in known if member.rollout.parent is not None],
         )

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, made_later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
-    from lightning.config import Config
+    from lightning.config import Config, PluginSettings
     from lightning.credit import Credit
     from lightning.engines.protocol import Head
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings of the critic."""
+    register("critic", later("lightning_credits.config:CriticConfig"))
 
 
 @hookimpl

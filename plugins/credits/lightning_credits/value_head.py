@@ -26,6 +26,8 @@ import torch
 from lightning.losses.protocol import LossOutput
 from torch import nn
 
+from lightning_credits.config import CriticConfig
+
 if TYPE_CHECKING:
     from lightning.config import Config
     from transformers import PreTrainedModel
@@ -106,7 +108,8 @@ class CriticHead:
 
 def critic_head(config: Config) -> CriticHead:
     """Return the critic by the section `engine` of the settings."""
-    return CriticHead(config.engine.critic_trunk, config.engine.critic_lr)
+    settings = CriticConfig.of(config)
+    return CriticHead(settings.critic_trunk, settings.critic_lr)
 
 
 class ValueHead(nn.Module):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
-from lightning.config import Config, with_settings
+from lightning.config import Config, config_model, with_settings
 from lightning.errors import ConfigError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
@@ -328,7 +328,7 @@ def settings_of(config: Mapping[str, Json]) -> dict[str, Json]:
     algorithm's arguments. A setting that the configuration lacks has its default."""
     recorded, found = config.get("config"), dict(_of_algorithm(config))
     found["train_agents"] = config.get("train_agents")
-    for section, defaults in Config().model_dump(mode="json").items():
+    for section, defaults in config_model()().model_dump(mode="json").items():
         given = recorded.get(section) if isinstance(recorded, Mapping) else None
         for name, value in (defaults | (dict(given) if isinstance(given, Mapping) else {})).items():
             found[f"{section}.{name}"] = value

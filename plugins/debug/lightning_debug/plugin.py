@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
-    from lightning.config import Config
+    from lightning.config import Config, PluginSettings
     from lightning.credit import Credit
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
@@ -23,6 +23,12 @@ COMMANDS = {
     "ab": ("eval_commands:ab", "Compare two prompts, models or temperatures until one is better beyond doubt."),
 }
 """For each command, its function in this package and its line in `lightning --help`."""
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the setting `trainer.alerts`."""
+    register("alerts", later("lightning_debug.config:AlertsConfig"))
 
 
 @hookimpl

@@ -28,6 +28,7 @@ from lightning.trainer.weight_sync import bound_of
 from lightning.types import Json, Status, Task
 
 from lightning_debug.call_advice import hidden_tools
+from lightning_debug.config import AlertsConfig
 from lightning_debug.dev import DevReport, dry_run
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
 from lightning_debug.rules import diagnose
@@ -145,11 +146,11 @@ class Advice(StepStage):
     """The step stage `advice`, which applies the rules and sends alerts. Raises `ConfigError` for `trainer.alerts` that are not
     valid."""
 
-    api, carries_out = 1, ("alerts",)
+    api = 1
 
     def __init__(self, config: Config) -> None:
         self._gap, self._order = bound_of(config), config.trainer.order
-        self._alerts = Alerts(config.trainer.alerts)
+        self._alerts = Alerts(AlertsConfig.of(config).alerts)
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: Sequence[Evaluation] = ()
 

@@ -24,9 +24,14 @@ from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.tracking.trackers import names_of
+from lightning_debug.config import AlertsConfig
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
 from lightning_planner.roofline import Memory, memory
 from lightning_planner.shape import Shape, read_shape
+from lightning_prompts.config import OptimizerModelConfig
+from lightning_record.config import ProvidersConfig
+from lightning_sandbox.config import SandboxConfig
+from lightning_verl.config import VerlConfig
 
 from lightning_deploy.agent_sources import (
     AgentSources,
@@ -87,7 +92,8 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
 def _gpus(config: Config, engine: str) -> int:
     if engine != "verl":
         return 1
-    workers, nodes = config.engine.verl.world_size, config.engine.verl.nodes
+    verl = VerlConfig.of(config)
+    workers, nodes = verl.world_size, verl.nodes
     if nodes > 1 or workers > MOST_GPUS:
         raise ConfigError(
             f"{workers} workers on {nodes} machines: deployments are made for one machine of up to {MOST_GPUS} GPUs. Start Ray "
@@ -304,7 +310,7 @@ def _code(package: Path) -> Iterator[Path]:
 
 def _check_kept(config: Config, given: dict[str, Any]) -> None:
     """Raise `ConfigError` for settings and files that a container would not have."""
-    if config.runner.sandbox != "none":
+    if SandboxConfig.of(config).sandbox != "none":
         raise ConfigError(
             "runner.sandbox: a container is no place for bubblewrap; the clients' containers are the sandbox"
         )
@@ -319,9 +325,12 @@ def _check_kept(config: Config, given: dict[str, Any]) -> None:
 
 def _trainer_secrets(config: Config, options: Options) -> tuple[str, ...]:
     """Return the variables that the trainer reads: those of its settings, and those that the user named."""
-    found = {one.api_key_env for one in config.gateway.providers.values()}
-    found |= {config.optimizer_model.api_key_env} if config.optimizer_model.base_url else set()
-    found |= {alert.removeprefix("webhook:") for alert in config.trainer.alerts if alert.startswith("webhook:")}
+    found = {one.api_key_env for one in ProvidersConfig.of(config).providers.values()}
+    critic = OptimizerModelConfig.of(config)
+    found |= {critic.api_key_env} if critic.base_url else set()
+    found |= {
+        alert.removeprefix("webhook:") for alert in AlertsConfig.of(config).alerts if alert.startswith("webhook:")
+    }
     found |= {"WANDB_API_KEY"} if "wandb" in names_of(config) else set()
     return tuple(sorted({name for name in (*found, *options.trainer_secrets) if name}))
 

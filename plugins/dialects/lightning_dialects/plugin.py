@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, made_later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
-    from lightning.config import GatewayConfig
+    from lightning.config import GatewayConfig, PluginSettings
     from lightning.gateway.calls import Parts
     from lightning.gateway.dialects import Dialect
     from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the setting `gateway.hosted_tools`."""
+    register("hosted_tools", later("lightning_dialects.config:HostedToolsConfig"))
 
 
 @hookimpl

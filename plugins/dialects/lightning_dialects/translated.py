@@ -20,6 +20,8 @@ from lightning.config import GatewayConfig
 from lightning.gateway.dialects import Chat, Plan, refuse_parameter, strip_reasoning
 from lightning.gateway.http import Body, RefusalError, event_of, write_object
 
+from lightning_dialects.config import HostedToolsConfig
+
 log = logging.getLogger(__name__)
 
 
@@ -27,7 +29,7 @@ class Translated(Chat):
     """A dialect that asks vLLM for a chat completion and reads ids and logprobs from that."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self._drops_hosted_tools = config.hosted_tools == "drop"
+        self._drops_hosted_tools = HostedToolsConfig.of(config).hosted_tools == "drop"
         self._said = Once()
 
     @abstractmethod

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from lightning.config import KubernetesConfig
 from lightning.errors import ConfigError, MissingExtraError, RunnerError
+
+from lightning_k8s.config import KubernetesConfig
 
 if TYPE_CHECKING:
     from kubernetes_asyncio.client import ApiClient, Configuration

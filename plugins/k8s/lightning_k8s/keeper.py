@@ -18,6 +18,7 @@ from lightning.errors import RunnerError
 from lightning.types import Status
 
 from lightning_k8s.cluster import Cluster, ClusterError, Object
+from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.health import Health, Pace, PodView, job_ended, job_problem, view
 from lightning_k8s.manifests import Manifests
 
@@ -92,7 +93,7 @@ class Pool:
 
     def __init__(self, cluster: Cluster, manifests: Manifests, pods: Mirror) -> None:
         self._cluster, self._manifests, self._pods = cluster, manifests, pods
-        self._size = manifests.config.k8s.pods
+        self._size = KubernetesConfig.of(manifests.config).pods
         self._each = -(-manifests.config.concurrency // self._size)
         self._deleted: set[str] = set()
 
@@ -193,7 +194,7 @@ class Keeper:
     ) -> None:
         self._cluster, self._manifests, self._kind, self._mirrors, self._pace = cluster, manifests, kind, mirrors, pace
         self._changed, self._health = changed, Health(pace)
-        self._patience = manifests.config.k8s.start_timeout
+        self._patience = KubernetesConfig.of(manifests.config).start_timeout
         self._followers: list[asyncio.Task[None]] = []
         self._began = 0.0
         self._wanted: float | None = None

@@ -22,6 +22,7 @@ from lightning.runner.protocol import Site
 from lightning.text_files import read_text
 
 from lightning_k8s.cluster import Object
+from lightning_k8s.config import KubernetesConfig
 
 CONTAINER = "runner"
 RUN_LABEL = "lightning/run"
@@ -137,7 +138,7 @@ class Manifests:
         """
         idle = self.config.lease_ttl + 30
         body = self._pod(secret, ["--concurrency", "1", "--rollouts", "1", "--idle", f"{idle:g}"])
-        limit = self.config.k8s.start_timeout + idle + self.config.timeout + self.config.drain
+        limit = KubernetesConfig.of(self.config).start_timeout + idle + self.config.timeout + self.config.drain
         spec = {
             "backoffLimit": 0,
             "activeDeadlineSeconds": int(limit) + 60,
@@ -157,7 +158,7 @@ class Manifests:
         return metadata
 
     def _pod(self, secret: Object, arguments: list[str]) -> Object:
-        k8s = self.config.k8s
+        k8s = KubernetesConfig.of(self.config)
         given = self.template.get("spec") or {}
         spec: Object = {
             "automountServiceAccountToken": False,  # agents need no access to the cluster
@@ -194,7 +195,7 @@ class Manifests:
 
     def _container(self) -> Object:
         """Return the client's container, without its command and environment."""
-        k8s = self.config.k8s
+        k8s = KubernetesConfig.of(self.config)
         given = self._given_container() or {}
         container: Object = {
             "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of the log becomes part of the pod's status
@@ -216,7 +217,9 @@ class Manifests:
     def _env(self, secret: Object, container: Object) -> list[Object]:
         """Return the environment: the template's variables, then those of the settings and the runner's own, each name once."""
         runner = self.config.model_dump(mode="json")
-        ours: dict[str, Object] = {name: {"value": value} for name, value in self.config.k8s.env.items()}
+        ours: dict[str, Object] = {
+            name: {"value": value} for name, value in KubernetesConfig.of(self.config).env.items()
+        }
         for name in sorted(runner.keys() - OURS):
             if runner[name] is not None:
                 ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": toml_value(runner[name])}

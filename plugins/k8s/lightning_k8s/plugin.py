@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, later
 
 if TYPE_CHECKING:
-    from lightning.config import Config
+    from lightning.config import Config, PluginSettings
     from lightning.runner.protocol import Agent, Runner
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings `runner.k8s`."""
+    register("runner.k8s", later("lightning_k8s.config:KubernetesConfig"))
 
 
 @hookimpl

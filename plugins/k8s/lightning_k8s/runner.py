@@ -13,13 +13,14 @@ from pkgutil import resolve_name
 
 from lightning.addresses import leads_to_itself
 from lightning.asyncio_utils import cancel
-from lightning.config import KubernetesConfig, RunnerConfig
+from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.runner.agent_serialization import check_agent, name_of
 from lightning.runner.protocol import Agent, Site
 from lightning.types import LLM, Lease, Outcome
 
 from lightning_k8s.cluster import Cluster, ClusterError, Object, connect, inside
+from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.health import Pace
 from lightning_k8s.keeper import Jobs, Keeper, Kind, Mirror, Pool
 from lightning_k8s.manifests import Manifests, read_template
@@ -36,15 +37,16 @@ class KubernetesRunner:
 
     def __init__(self, agent: Agent, config: RunnerConfig, pace: Pace | None = None) -> None:
         self._config, self._pace = config, pace or Pace()
-        if not config.k8s.agent:
+        self._settings = KubernetesConfig.of(config)
+        if not self._settings.agent:
             check_agent(agent)
-        self._agent = config.k8s.agent or reference_to(agent)
+        self._agent = self._settings.agent or reference_to(agent)
         self._cluster: Cluster | None = None
 
     async def start(self) -> None:
         """Load the cluster's credentials. Raises `ConfigError` or `MissingExtraError`. Idempotent."""
         if self._cluster is None:
-            self._cluster = await connect(self._config.k8s)
+            self._cluster = await connect(self._settings)
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Raise `RunnerError`: this process leases nothing, so it is never called."""
@@ -60,19 +62,19 @@ class KubernetesRunner:
             raise RunnerError("the runner k8s has not been started: await runner.start() first")
         cluster = self._cluster
         check_reachable(site.server)
-        manifests = Manifests(site, self._config, self._agent, read_template(self._config.k8s.template))
+        manifests = Manifests(site, self._config, self._agent, read_template(self._settings.template))
         changed = asyncio.Event()
 
         def mirror(path: str) -> Mirror:
             return Mirror(cluster, path, manifests.selector, changed, self._pace)
 
-        each = self._config.k8s.mode == "job"
+        each = self._settings.mode == "job"
         mirrors = [mirror(path) for path in (("pods", "jobs") if each else ("pods",))]
         kind: Kind = (Jobs if each else Pool)(cluster, manifests, mirrors[-1])
         keeper = Keeper(cluster, manifests, kind, mirrors, changed, self._pace)
         watching = asyncio.create_task(_wake(site, changed)) if each else None
         try:
-            await keeper.run(await _own_pod(cluster, self._config.k8s))
+            await keeper.run(await _own_pod(cluster, self._settings))
         finally:
             if watching is not None:
                 await cancel(watching)

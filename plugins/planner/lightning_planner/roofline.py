@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from lightning.config import EngineConfig
 from lightning.errors import ConfigError
+from lightning_verl.config import VerlConfig
 
 from lightning_planner.cluster import Cluster
 from lightning_planner.costs import ServerCosts, TrainerCosts
@@ -96,8 +97,8 @@ def uncounted(engine: EngineConfig, ranks: int) -> list[str]:
     """Return notes on the engine's settings that a plan for this many training GPUs does not count."""
     notes = []
     if ranks > 1:
-        names = [f"engine.verl.sharding.{name}" for name in engine.verl.sharding if name not in COUNTED]
-        names += [f"engine.verl.model.{name}" for name in engine.verl.model]
+        names = [f"engine.verl.sharding.{name}" for name in VerlConfig.of(engine).sharding if name not in COUNTED]
+        names += [f"engine.verl.model.{name}" for name in VerlConfig.of(engine).model]
         if names:
             notes.append(f"what {', '.join(names)} changes is not counted")
     if engine.epochs * engine.minibatches > 1:
@@ -159,12 +160,12 @@ def _alone(shape: Shape, engine: EngineConfig, size: int) -> list[Item]:
 
 def _sharded(shape: Shape, ranks: int, engine: EngineConfig, size: int) -> list[Item]:
     """Return the weights, gradients and moments of verl's FSDP2, which computes in numbers of `size` bytes."""
-    if engine.verl.strategy == "megatron":
+    if VerlConfig.of(engine).strategy == "megatron":
         raise ConfigError(
             "engine.verl.strategy = megatron cuts the model in other ways than a plan can count: plan for FSDP2 with "
             "--set engine.verl.strategy=fsdp2"
         )
-    options = engine.verl.sharding
+    options = VerlConfig.of(engine).sharding
     kept, group = _kept(options.get("model_dtype")), options.get("fsdp_size")
     over = group if isinstance(group, int) and 0 < group < ranks else ranks
     adapters = 0 if engine.lora is None else shape.adapters(engine.lora.rank)
@@ -235,7 +236,7 @@ def _activations(shape: Shape, tokens: int, size: int, *, checkpointing: bool, m
 def _verl_logits(shape: Shape, engine: EngineConfig) -> Item:
     """Return verl's use for logits: they and their gradient in float32, and what the entropy keeps, its probabilities or at
     least 2 bytes less."""
-    each = 3 * FULL - (HALF if engine.verl.sharding.get("entropy_checkpointing") else 0)
+    each = 3 * FULL - (HALF if VerlConfig.of(engine).sharding.get("entropy_checkpointing") else 0)
     tokens = engine.tokens_per_microbatch
     return Item(
         "logits", each * tokens * shape.vocabulary, f"{tokens} tokens x {shape.vocabulary} x {each} bytes (verl)"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning.config import Config, OptimizerModelConfig
+from lightning.config import Config
 from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.tracking.trackers import Trackers
@@ -29,6 +29,7 @@ from lightning_resources.prompts import bindable
 from lightning_resources.reference import find, parse_reference
 
 from lightning_prompts.chat_model import ChatClient, Messages
+from lightning_prompts.config import OptimizerModelConfig
 from lightning_prompts.protocol import (
     BudgetSpentError,
     OptimizerModel,
@@ -48,7 +49,7 @@ FINAL = "final"
 def optimizer_in(config: Config) -> OptimizerModel | None:
     """Return the optimiser model of the settings; None if they name none. Raises `ConfigError` for settings that are not
     valid."""
-    section = config.optimizer_model
+    section = OptimizerModelConfig.of(config)
     section.check()
     return None if section == OptimizerModelConfig() else OptimizerModel(**section.model_dump())
 

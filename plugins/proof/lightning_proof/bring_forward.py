@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning.algorithms.protocol import Algorithm, Batch, head_of
-from lightning.config import Config
+from lightning.config import Config, config_model
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
 from lightning.store.protocol import Store
@@ -194,14 +194,15 @@ class Rewinder:
         that was chosen then. Raises `ConfigError` for settings of another release."""
         epoch = epoch_at(self.epochs, step)
         try:
-            config = Config.model_validate(epoch.config.get("config"))
+            config = config_model().model_validate(epoch.config.get("config"))
         except ValidationError as error:
             raise ConfigError(
                 f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "
                 f"resume with the release that took them, or begin at a checkpoint ({error.errors()[0]['loc']})"
             ) from error
         if self.machine_at is None:
-            update = {name: getattr(self.here.engine, name) for name in MACHINE_SETTINGS}
+            engine = self.here.engine
+            update = {name: getattr(engine, name) for name in MACHINE_SETTINGS if hasattr(engine, name)}
         else:
             update = dict(self.machine_at(step))
         if config.engine.dtype == "auto":

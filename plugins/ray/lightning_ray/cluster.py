@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import logging
 import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning
-from lightning.config import RunnerConfig
+from lightning.config import RunnerConfig, config_model
 from lightning.errors import LightningError, MissingExtraError, RunnerError
 from lightning.runner.outcomes import encode_outcome
 from lightning.runner.process import ProcessRunner
 
+from lightning_ray.config import RayConfig
 from lightning_ray.connection import begin
 
 
@@ -27,7 +29,7 @@ class AgentHost:
     """The actor that runs agents. Its worker processes end with it."""
 
     def __init__(self, shipped: bytes, config: str) -> None:
-        self._runner = ProcessRunner(shipped, RunnerConfig.model_validate_json(config))
+        self._runner = ProcessRunner(shipped, config_model().model_validate({"runner": json.loads(config)}).runner)
 
     async def start(self, version: str) -> str:
         """Load the agent, and return what is wrong; empty for nothing. `version` is the trainer's release, which the node must
@@ -75,7 +77,7 @@ class RayCluster:
 
     def host(self, shipped: bytes) -> Any:
         """Ask Ray for a new actor, and return its handle; Ray starts it when it finds room."""
-        settings = self.config.ray
+        settings = RayConfig.of(self.config)
         options: dict[str, Any] = {
             "num_cpus": settings.num_cpus,
             "num_gpus": settings.num_gpus,
@@ -123,7 +125,7 @@ class ActorLostError(RunnerError):
 
 def actors_for(config: RunnerConfig) -> int:
     """Return how many actors `runner.concurrency` agents need."""
-    return -(-config.concurrency // config.ray.agents_per_actor)
+    return -(-config.concurrency // RayConfig.of(config).agents_per_actor)
 
 
 async def connect(config: RunnerConfig) -> RayCluster:
@@ -136,7 +138,7 @@ async def connect(config: RunnerConfig) -> RayCluster:
         import ray
     except ImportError as error:
         raise MissingExtraError("ray", "ray") from error
-    settings = config.ray
+    settings = RayConfig.of(config)
     arguments: dict[str, Any] = {
         "address": settings.address or "local",
         "runtime_env": settings.runtime_env or None,

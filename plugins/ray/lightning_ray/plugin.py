@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, made_later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, PluginSettings
     from lightning.runner.protocol import Agent, Runner
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings `runner.ray`."""
+    register("runner.ray", later("lightning_ray.config:RayConfig"))
 
 
 @hookimpl

@@ -24,6 +24,7 @@ from lightning.runner.protocol import Agent
 from lightning.types import LLM, Fault, Lease, Outcome
 
 from lightning_ray.cluster import ActorLostError, RayCluster, Reference, actors_for, connect
+from lightning_ray.config import RayConfig
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class RayRunner:
         reference: Reference = host.actor.start.remote(lightning.__version__)
         while True:
             try:
-                wrong = await cluster.answer(reference, self._config.ray.start_timeout)
+                wrong = await cluster.answer(reference, RayConfig.of(self._config).start_timeout)
             except TimeoutError:
                 self._start_failed(self._no_room(), hopeless=True)
                 continue  # Ray goes on looking for room
@@ -163,12 +164,12 @@ class RayRunner:
             break
         self._many_machines = await asyncio.to_thread(cluster.spans_machines)
         host.ready, self._failed_starts = True, 0
-        for _ in range(self._config.ray.agents_per_actor):
+        for _ in range(RayConfig.of(self._config).agents_per_actor):
             self._places.put_nowait(host)
         return True
 
     def _no_room(self) -> str:
-        settings = self._config.ray
+        settings = RayConfig.of(self._config)
         return (
             f"Ray has had no room for an actor for {settings.start_timeout:g} s (runner.ray.start_timeout): it needs num_cpus "
             f"{settings.num_cpus:g}, num_gpus {settings.num_gpus:g}, resources {settings.resources}. Add nodes, or lower "

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, made_later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
-    from lightning.config import Config
+    from lightning.config import Config, PluginSettings
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
     from lightning.trainer.stages import StepStage
     from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the setting `gateway.providers`."""
+    register("providers", later("lightning_record.config:ProvidersConfig"))
 
 
 @hookimpl

@@ -20,7 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 from lightning.asyncio_utils import end
 from lightning.bounded import Once
-from lightning.config import ProviderConfig, check_endpoint
+from lightning.config import check_endpoint
 from lightning.errors import ConfigError
 from lightning.gateway.http import JSON_TYPE, Header, RefusalError, send_bytes
 from lightning.gateway.identity import ALIAS, MODEL
@@ -29,6 +29,8 @@ from lightning.instrument.providers import is_policys
 from lightning.memory_budget import bounded
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
+
+from lightning_record.config import ProviderConfig, ProvidersConfig
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call, Request
@@ -197,7 +199,6 @@ class ProvidersStage(CallStage):
     """The call stage that sends calls for a provider's model, and calls of a provider's routes, to that provider."""
 
     api, before = 1, ("branches",)
-    carries_out = ("providers",)
 
     def __init__(self, providers: Providers) -> None:
         self._providers = providers
@@ -219,9 +220,10 @@ class ProvidersStage(CallStage):
 
 def stage(parts: Parts) -> ProvidersStage | None:
     """Make the stage; None if the settings have no provider."""
-    if not parts.config.providers:
+    configs = ProvidersConfig.of(parts.config).providers
+    if not configs:
         return None
-    providers = Providers(read_providers(parts.config.providers), parts.config.upstream_timeout)
+    providers = Providers(read_providers(configs), parts.config.upstream_timeout)
     parts.closing.push_async_callback(providers.close)
     return ProvidersStage(providers)
 

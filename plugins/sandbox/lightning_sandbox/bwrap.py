@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lightning.runner.stages import AttemptStage
 
@@ -49,7 +49,6 @@ class HidingStage(AttemptStage):
     """The stage that makes agents' own sandboxes hide the files of `runner.sandbox_hidden`."""
 
     api = 1
-    carries_out: ClassVar[Collection[str]] = ("sandbox_network", "sandbox_environment", "sandbox_files")
 
     def __init__(self, config: RunnerConfig) -> None:
         self._hidden = config.sandbox_hidden

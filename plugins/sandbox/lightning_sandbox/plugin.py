@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, made_later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
-    from lightning.config import RunnerConfig
+    from lightning.config import PluginSettings, RunnerConfig
     from lightning.runner.stages import AttemptStage
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings of sandboxes and of limits on tools."""
+    register("sandbox", later("lightning_sandbox.config:SandboxConfig"))
 
 
 @hookimpl

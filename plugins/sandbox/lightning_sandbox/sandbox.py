@@ -28,6 +28,7 @@ from lightning.installation import install_command
 from lightning.runner.stages import AttemptStage
 
 from lightning_sandbox import bwrap
+from lightning_sandbox.config import SandboxConfig
 from lightning_sandbox.network import (
     FIRST_FREE_PORT,
     AllowedHost,
@@ -257,12 +258,11 @@ def _unreadable(hidden: Sequence[str]) -> Iterator[str]:
 class SandboxStage(bwrap.HidingStage):
     """The stage that starts each process of agents in a sandbox of its own."""
 
-    carries_out = ("sandbox", *bwrap.HidingStage.carries_out)
-
     def __init__(self, config: RunnerConfig) -> None:
         super().__init__(config)
-        self._files, self._variables = config.sandbox_files, config.sandbox_environment
-        self._network = config.sandbox_network
+        settings = SandboxConfig.of(config)
+        self._files, self._variables = settings.sandbox_files, settings.sandbox_environment
+        self._network = settings.sandbox_network
 
     async def begun(self) -> None:
         """Check that a sandbox can be made. Raises `RunnerError` if not, and `ConfigError` for an invalid host in
@@ -279,4 +279,4 @@ class SandboxStage(bwrap.HidingStage):
 
 def stage_for(config: RunnerConfig) -> AttemptStage:
     """Return the stage for these settings: a sandbox, or with `runner.sandbox = "none"` only the hiding of files."""
-    return bwrap.HidingStage(config) if config.sandbox == "none" else SandboxStage(config)
+    return bwrap.HidingStage(config) if SandboxConfig.of(config).sandbox == "none" else SandboxStage(config)

@@ -36,6 +36,8 @@ from lightning.plugins.importing import on_import
 from lightning.runner.stages import AttemptStage
 from lightning.types import Json, Outcome, ToolEvent
 
+from lightning_sandbox.config import SandboxConfig
+
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
 
@@ -67,7 +69,6 @@ class LimitStage(AttemptStage):
     runs without a slot; where a tool never runs, after `ENOUGH` rollouts or when all have ended."""
 
     api = 1
-    carries_out = ("tool_limits",)
 
     def __init__(self, runs: Mapping[str, int]) -> None:
         self._runs = dict(runs)
@@ -123,7 +124,8 @@ class LimitStage(AttemptStage):
 
 def limits_for(config: RunnerConfig) -> LimitStage | None:
     """Return the stage for the setting `runner.tool_limits`; None without limits."""
-    return LimitStage(config.tool_limits) if config.tool_limits else None
+    limits = SandboxConfig.of(config).tool_limits
+    return LimitStage(limits) if limits else None
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1

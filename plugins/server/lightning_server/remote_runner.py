@@ -12,6 +12,7 @@ from lightning.config.fields import toml_value
 from lightning.errors import RunnerError
 from lightning.runner.protocol import Agent
 from lightning.types import LLM, Lease, Outcome
+from lightning_sandbox.config import SandboxConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +37,18 @@ class RemoteRunner:
 
 def remote_runner(agent: Agent, config: Config) -> RemoteRunner:
     """Make the runner, and warn of settings that only the clients can meet."""
-    if config.runner.tool_limits:
+    sandboxed = SandboxConfig.of(config)
+    if sandboxed.tool_limits:
         logger.warning(
             "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "
             "clients of a machine together; start them with `lightning runner --set runner.tool_limits='%s'`",
-            toml_value(config.runner.tool_limits),
+            toml_value(sandboxed.tool_limits),
         )
-    if config.runner.sandbox != "none":
+    if sandboxed.sandbox != "none":
         logger.warning(
             "runner.sandbox is %r here and keeps no agent in: with runner='remote' it is a setting of each client; start "
             "them with `lightning runner --set runner.sandbox=%s`",
-            config.runner.sandbox,
-            config.runner.sandbox,
+            sandboxed.sandbox,
+            sandboxed.sandbox,
         )
     return RemoteRunner()

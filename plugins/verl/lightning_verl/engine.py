@@ -38,6 +38,7 @@ from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
 from lightning.types import Json
 
+from lightning_verl.config import VerlConfig
 from lightning_verl.device import choose
 from lightning_verl.megatron_settings import layout, refuse_beside
 from lightning_verl.sender import FirstWorker
@@ -247,7 +248,7 @@ class VerlEngine:
         self._ready()
         return {
             "dtype": self._dtype(),
-            "device": f"{max(1, self._config.engine.verl.world_size)} x {self._device}",
+            "device": f"{max(1, VerlConfig.of(self._config).world_size)} x {self._device}",
             "threads": self._config.engine.threads,
             "tokens_per_microbatch": self._budget,
         }
@@ -309,10 +310,11 @@ class VerlEngine:
             "teacher": teacher, "max_model_len": served_length(self._config.policy_server),
         }  # fmt: skip
         group: Group | None = None
+        settings = VerlConfig.of(self._config)
         try:
-            if engine.verl.world_size:
-                self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
-                group = OnRay(engine.verl, made, arguments, self._device, again=again)
+            if settings.world_size:
+                self._own_cluster = connect(settings, self._device) or self._own_cluster
+                group = OnRay(settings, made, arguments, self._device, again=again)
             else:
                 group = Alone(made, arguments)
             self._ranks = group.run("place", [()] * group.size)
@@ -342,7 +344,7 @@ class VerlEngine:
     def _revive(self, error: WorkersLostError) -> None:
         if self._opened is None:
             raise EngineError("the engine was closed while it computed") from error
-        allowed, short, cure = self._config.engine.verl.restarts, "out of memory" in str(error), "resume the run"
+        allowed, short, cure = VerlConfig.of(self._config).restarts, "out of memory" in str(error), "resume the run"
         longest, self._longest = self._longest, 0
         self._drop()
         if short:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError
 
+from lightning_verl.config import VerlConfig
+
 if TYPE_CHECKING:
     from lightning.config import Config
     from pydantic import JsonValue
@@ -77,13 +79,13 @@ OWN_OPTIMIZER = {
 def refuse(config: Config, device: str) -> None:
     """Raise `ConfigError` for settings that the engine cannot meet with Megatron, `MissingExtraError` where Megatron is not
     installed."""
-    engine, options = config.engine, config.engine.verl.megatron
+    engine, options = config.engine, VerlConfig.of(config).megatron
     if engine.lora is not None:
         raise ConfigError(
             "engine.lora has no adapters in a model that Megatron cuts: leave it out, or set engine.verl.strategy = fsdp2"
         )
     sizes = {name: _size(config, name) for name in (*PARALLEL, *EXPERTS)}
-    _refuse_sizes(sizes, max(1, engine.verl.world_size))
+    _refuse_sizes(sizes, max(1, VerlConfig.of(config).world_size))
     older = bool(options.get("vanilla_mbridge", True))
     if device == "cpu":
         if sizes["context_parallel_size"] > 1:
@@ -113,7 +115,7 @@ def refuse_model(config: Config, hf_config: object) -> None:
         found
     ]  # some models have them for each kind of layer
     scaled = {str(one.get("rope_type", one.get("type", "default"))) for one in kinds} - {"default"}
-    if scaled and config.engine.verl.megatron.get("vanilla_mbridge", True):
+    if scaled and VerlConfig.of(config).megatron.get("vanilla_mbridge", True):
         raise ConfigError(
             f"the model scales its positions ({', '.join(sorted(scaled))}), which mbridge leaves out: set "
             "engine.verl.strategy = fsdp2, or engine.verl.megatron.vanilla_mbridge = false, which has not been run"
@@ -122,12 +124,12 @@ def refuse_model(config: Config, hf_config: object) -> None:
 
 def refuse_beside(config: Config, *, head: Head | None, teacher: bool) -> None:
     """Raise `ConfigError` for a head, and for a teacher as reference model, where Megatron divides the model."""
-    if head and config.engine.verl.strategy == "megatron":
+    if head and VerlConfig.of(config).strategy == "megatron":
         raise ConfigError(
             f"the head {head.name!r} has no hidden states to value where Megatron cuts the model: set "
             "engine.verl.strategy = fsdp2, or take an algorithm and a credit function without one"
         )
-    if teacher and config.engine.verl.strategy == "megatron":
+    if teacher and VerlConfig.of(config).strategy == "megatron":
         raise ConfigError(
             "Megatron has the trained model's own weights alone for a reference, and a teacher is another model: set "
             "engine.verl.strategy = fsdp2 to distill it"
@@ -137,7 +139,7 @@ def refuse_beside(config: Config, *, head: Head | None, teacher: bool) -> None:
 def layout(config: Config) -> dict[str, object]:
     """Return how a training state is divided: a job that reads it must be divided the same way. FSDP2's can be read by any
     number of ranks."""
-    verl = config.engine.verl
+    verl = VerlConfig.of(config)
     if verl.strategy != "megatron":
         return {"strategy": verl.strategy}
     sizes = {name: _size(config, name) for name in (*PARALLEL, *EXPERTS)}
@@ -146,7 +148,7 @@ def layout(config: Config) -> dict[str, object]:
 
 def given(config: Config) -> dict[str, object]:
     """Return the user's options of `McoreEngineConfig`, except the table that `megatron_engine` merges with ours."""
-    return {name: value for name, value in config.engine.verl.megatron.items() if name != TRANSFORMER}
+    return {name: value for name, value in VerlConfig.of(config).megatron.items() if name != TRANSFORMER}
 
 
 def megatron_engine(config: Config, seed: int) -> dict[str, object]:
@@ -193,7 +195,7 @@ def _table(config: Config, name: str, kind: str, own: Mapping[str, str]) -> dict
     """Return the user's options of one of Megatron's configurations. Raises `ConfigError` for an option that another setting
     decides."""
     setting = f"engine.verl.megatron.{name}"
-    theirs = config.engine.verl.megatron.get(name, {})
+    theirs = VerlConfig.of(config).megatron.get(name, {})
     if not isinstance(theirs, dict):
         raise ConfigError(f"{setting} must be a table of options of Megatron's {kind}")
     for option in sorted(theirs.keys() & own.keys()):
@@ -202,7 +204,7 @@ def _table(config: Config, name: str, kind: str, own: Mapping[str, str]) -> dict
 
 
 def _size(config: Config, name: str) -> int:
-    options = config.engine.verl.megatron
+    options = VerlConfig.of(config).megatron
     value = options.get(name)
     if value is None:
         return _size(config, PARALLEL[0]) if name == EXPERTS[0] else 1  # Megatron's own default

@@ -7,12 +7,18 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning.errors import MissingExtraError
-from lightning.hooks import hookimpl, made_later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, PluginSettings
     from lightning.engines.protocol import Engine
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings `engine.verl`."""
+    register("engine.verl", later("lightning_verl.config:VerlConfig"))
 
 
 @hookimpl

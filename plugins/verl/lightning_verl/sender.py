@@ -19,6 +19,7 @@ from lightning.errors import LightningError, PolicyServerError
 from lightning_attach.sending import Meeting
 from lightning_attach.transfer import no_cuda
 
+from lightning_verl.config import VerlConfig
 from lightning_verl.device import choose
 
 
@@ -51,7 +52,7 @@ class FirstWorker:
         """Leave the present group and listen for a new one. When vLLM is on the trainer's loopback and the cluster has several
         machines, the worker listens towards the trainer's machine instead; with one machine loopback is kept, which no firewall
         closes and no other machine can reach."""
-        if self._config.verl.world_size and is_loopback(towards):
+        if VerlConfig.of(self._config).world_size and is_loopback(towards):
             import ray
 
             if sum(node["Alive"] for node in ray.nodes()) > 1:  # type: ignore[no-untyped-call]

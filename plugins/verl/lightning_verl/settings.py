@@ -19,6 +19,7 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError
 
 from lightning_verl import api
+from lightning_verl.config import VerlConfig
 from lightning_verl.megatron_settings import (
     OWN_ENGINE,
     OWN_OPTIMIZER,
@@ -72,7 +73,7 @@ OWN = {
 def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, seed: int, device: str) -> Any:
     """Return verl's `TrainingWorkerConfig`. Raises `ConfigError` for options that verl does not know or cannot meet,
     `MissingExtraError` for a strategy that is not installed."""
-    theirs = config.engine.verl
+    theirs = VerlConfig.of(config)
     cut, unused, other = (
         ("megatron", "sharding", "fsdp2") if theirs.strategy == "megatron" else ("fsdp2", "megatron", "megatron")
     )
@@ -103,7 +104,7 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
 def teacher_config(config: Config, teacher: Path, optimizer: OptimizerConfig, device: str) -> Any:
     """Return verl's `TrainingWorkerConfig` of a teacher, which is loaded beside the trained model and never trained: all its
     weights, without adapters; with a GPU they are on the CPU between passes."""
-    verl, engine = config.engine.verl, config.engine
+    verl, engine = VerlConfig.of(config), config.engine
     sharding = {**verl.sharding, **({"param_offload": True} if device != "cpu" else {})}
     plain = engine.model_copy(
         update={"lora": None, "gradient_checkpointing": False, "verl": verl.model_copy(update={"sharding": sharding})}
@@ -132,7 +133,7 @@ def compute_dtype(config: Config, device: str) -> str:
 
 
 def _model(config: Config, model: Path, device: str) -> Any:
-    ours, theirs = config.engine, dict(config.engine.verl.model)
+    ours, theirs = config.engine, dict(VerlConfig.of(config).model)
     override = theirs.pop("override_config", {})
     if not isinstance(override, dict):
         raise ConfigError("engine.verl.model.override_config must be a table of options of the model's configuration")
@@ -166,7 +167,7 @@ def _fsdp2(config: Config, of_model: Any, seed: int, device: str) -> Any:
         "mixed_precision": {"param_dtype": _DTYPES[compute_dtype(config, device)], "reduce_dtype": "fp32"},
         "use_torch_compile": device == "cuda",
     }
-    made = _made(api.FSDPEngineConfig, "sharding", values, config.engine.verl.sharding)
+    made = _made(api.FSDPEngineConfig, "sharding", values, VerlConfig.of(config).sharding)
     attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
     if made.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
         raise ConfigError(

@@ -16,12 +16,12 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
-from lightning.config import VerlConfig
 from lightning.engines.step import MORE_ROOM, ran_out
 from lightning.errors import ConfigError, EngineError, LightningError, WorkersLostError
 from lightning_ray.connection import begin
 
 from lightning_verl import api
+from lightning_verl.config import VerlConfig
 from lightning_verl.device import environment
 from lightning_verl.worker import PolicyWorker
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.config import Config, EngineConfig
+from lightning.config.plugin_settings import Config, EngineConfig
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.plugins import plugins

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import openai
 import pytest
-from lightning.config.sections import GatewayConfig
+from lightning.config.plugin_settings import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM

@@ -13,8 +13,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.config.sections import ProviderConfig
-from lightning.errors import ConfigError, DataError, GatewayError, StoreError
+from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.dialects import Chat
 from lightning.gateway.identity import Claims
@@ -522,18 +521,9 @@ async def test_only_a_stage_that_admits_ends_the_line_by_what_it_returns(strange
 
 async def test_a_setting_is_carried_out_by_any_stage_that_says_so(stranger, build, monkeypatch, warnings_of) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record")
-    providers = {"judge": ProviderConfig(base_url="https://host/v1")}
-    source = doing("kept", "pass")
-    stranger(source.replace("    api", '    carries_out = ("record_requests", "providers")\n    api'))
-    await build(providers=providers)
+    stranger(doing("kept", "pass").replace("    api", '    carries_out = ("record_requests",)\n    api'))
+    await build()
     assert not [said for said in warnings_of() if "carries it out" in said]
-    source = source.replace('("stranger", lambda', '("providers", lambda')
-    stranger(source.replace('api, after = 1, ("texts",)', 'api, before = 1, ("branches",)'), "other")
-    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record,stranger")
-    found = Plugins()
-    monkeypatch.setattr(named, "plugins", lambda: found)
-    with pytest.raises(ConfigError, match=r"gateway\.providers is set, and no plugin is there that carries it out"):
-        await build(providers=providers)
 
 
 async def test_a_name_in_the_order_that_is_nearly_a_stages_is_said(stranger, build, warnings_of) -> None:

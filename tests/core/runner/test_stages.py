@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lightning.config import RunnerConfig
-from lightning.errors import ConfigError, RunnerError
+from lightning.config.plugin_settings import RunnerConfig
+from lightning.errors import RunnerError
 from lightning.gateway.stages import CallStage
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
@@ -294,29 +294,6 @@ def test_a_stage_that_cannot_be_sent_is_named() -> None:
         AttemptLine([NamedStage("mine", Unsent(), "1.0", "theirs")]).check_packing()
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("sandbox", "bwrap"),
-        ("sandbox_network", ("a.example:443",)),
-        ("sandbox_files", ("x",)),
-        ("tool_limits", {"browser": 1}),
-    ],
-)
-@pytest.mark.parametrize("kind", [InlineRunner, ProcessRunner])
-async def test_settings_of_a_plugin_that_is_not_there_are_refused(
-    setting: str, value: object, kind: type[ProcessRunner | InlineRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "sandbox")
-    found = Plugins()
-    monkeypatch.setattr(named, "plugins", lambda: found)
-    config = RunnerConfig(**{setting: value})  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=rf"runner\.{setting} is .*'sandbox' .* is disabled.*set runner\.{setting} = "
-    ):
-        await kind(make_agent("sync"), config).start()
-
-
 def registered(monkeypatch: pytest.MonkeyPatch, install: Any, source: str) -> None:
     """A plugin whose module has this source and registers what it calls `make` as the stage `mine`; the sandbox is off."""
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "sandbox")
@@ -327,26 +304,13 @@ def registered(monkeypatch: pytest.MonkeyPatch, install: Any, source: str) -> No
     monkeypatch.setattr(named, "plugins", lambda: found)
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["def make(config): return None", "class make(AttemptStage):\n    api = 1\n    def __init__(self, config): pass"],
-    ids=["its factory made none", "it carries nothing out"],
-)
-def test_a_setting_that_no_stage_carries_out_is_refused_whatever_is_registered(
-    source: str, install: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registered(monkeypatch, install, source)
-    with pytest.raises(ConfigError, match=r"runner.sandbox is set, and no plugin is there that carries it out"):
-        stages.attempt_line(RunnerConfig(sandbox="bwrap"))
-
-
-def test_a_stage_of_any_name_carries_a_setting_out(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_of_any_name_encloses(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
-        "class make(AttemptStage):\n    api, carries_out = 1, ('sandbox',)\n    def __init__(self, config): pass\n"
+        "class make(AttemptStage):\n    api = 1\n    def __init__(self, config): pass\n"
         "    def enclosure(self, base_url, files): pass"
     )
     registered(monkeypatch, install, source)
-    assert "mine" in stages.attempt_line(RunnerConfig(sandbox="bwrap")).enclosing
+    assert "mine" in stages.attempt_line(RunnerConfig()).enclosing
 
 
 async def test_what_a_factory_and_an_undo_raise_names_the_plugin(

@@ -172,7 +172,6 @@ async def test_an_order_without_tasks_ends_the_step_with_its_plugins_name(bench:
             {"sampling": "three times"},
             r"trainer\.sampling is 'three times', and no plugin .* samplers here are .*twice",
         ),
-        ({"sampling": "twice", "trunks": 2}, r"trainer\.trunks is 2, and no plugin is there that carries it out"),
         (
             {"sampling": "twice", "max_staleness": 1},
             r"one sampler, and its settings ask for .* and 'twice' of the plugin",

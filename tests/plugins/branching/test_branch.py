@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from lightning.cli.output import with_store
-from lightning.config import Config, with_settings
+from lightning.config import with_settings
+from lightning.config.plugin_settings import Config
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError
 from lightning.store.url import sqlite_url

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Trajectory
-from lightning.config.sections import BranchBy
 from lightning.errors import ConfigError
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import CallStatus, ToolEvent, logprobs
 from lightning_branching.branch_points import branch_points
+from lightning_branching.config import BranchBy
 
 WAYS: tuple[BranchBy, ...] = ("random", "entropy", "variance")
 few = settings(max_examples=60)

@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from lightning.config.sections import BranchBy
 from lightning.credit import Credit, group_returns, identical
 from lightning.errors import ConfigError
 from lightning.testing.decisions import (
@@ -21,6 +20,7 @@ from lightning.testing.decisions import (
     wasteful_tool,
 )
 from lightning_branching.branch_points import branch_points
+from lightning_branching.config import BranchBy
 from lightning_credits import Branched, LeaveOneOut
 
 

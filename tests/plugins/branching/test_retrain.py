@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.cli.app import main
 from lightning.cli.output import locate, with_store
-from lightning.config import Config
+from lightning.config.plugin_settings import Config
 from lightning.types import StepRecord
 from lightning_branching.retrain import Retraining, retrain
 from lightning_proof.bring_forward import Rewinder

@@ -16,7 +16,8 @@ import aiohttp
 import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.config import Config, with_settings
+from lightning.config import check_plugin_settings, with_settings
+from lightning.config.plugin_settings import Config
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply
 from lightning.tracking.trackers import attempts_of
@@ -257,6 +258,7 @@ def asked(settings: dict[str, Any], *sizes: int, recorded: str | None = None) ->
 )
 def test_settings_that_make_no_trees_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
+        check_plugin_settings(asked(settings, 8).config)
         check_tree(asked(settings, 8))
 
 

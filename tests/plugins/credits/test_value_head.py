@@ -12,7 +12,8 @@ import pytest
 import torch
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch import Sample
-from lightning.config import Config, EngineConfig, LoraConfig
+from lightning.config import LoraConfig
+from lightning.config.plugin_settings import Config, EngineConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
-from lightning.config import Config
+from lightning.config.plugin_settings import Config
 from lightning.engines.protocol import StepResult
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.metrics import step_metrics

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config import Config, KubernetesConfig, RunnerConfig
+from lightning.config.plugin_settings import Config, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
@@ -24,6 +24,7 @@ from lightning.trainer import stack
 from lightning.trainer.trainer import Trainer
 from lightning.types import Rollout, Run, Scope, Status, Task
 from lightning_k8s import runner as runner_module
+from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner
 from lightning_server.auth import issue_token

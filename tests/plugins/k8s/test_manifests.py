@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.config import KubernetesConfig, RunnerConfig, load_config
+from lightning.config import load_config
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError
 from lightning.runner.protocol import Site
 from lightning.store.protocol import Store
+from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.manifests import Manifests, label_of, name_for, read_template
 
 SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "the-secret", "uid": "u"}}

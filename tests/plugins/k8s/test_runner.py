@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config import KubernetesConfig, RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import name_of
@@ -20,6 +20,7 @@ from lightning.store.protocol import Store
 from lightning.types import LLM, Outcome, Rollout, Run, Task
 from lightning_k8s import cluster as cluster_module
 from lightning_k8s.cluster import ClusterError
+from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner, reference_to
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.config import EngineConfig, LoraConfig
-from lightning.config.sections import VerlConfig
+from lightning.config import LoraConfig
+from lightning.config.plugin_settings import EngineConfig
 from lightning.errors import ConfigError
 from lightning_planner.cluster import GPUS, Assumptions, Cluster, assume, find_gpu
 from lightning_planner.roofline import (
@@ -23,6 +23,7 @@ from lightning_planner.roofline import (
     uncounted,
 )
 from lightning_planner.shape import KNOWN, read_shape, shape_of
+from lightning_verl.config import VerlConfig
 
 SMALL, LARGE = read_shape("Qwen/Qwen3-4B"), read_shape("Qwen/Qwen3-8B")
 NODE = Cluster(GPUS["h100"], 8)

@@ -8,8 +8,9 @@ from typing import Any
 
 import psutil
 import pytest
-from lightning.config import RayConfig, RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning_ray.cluster import connect
+from lightning_ray.config import RayConfig
 
 from tests.core.runner.conftest import gone, lease, server  # noqa: F401 — fixtures
 

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lightning.config import Config, KubernetesConfig, RayConfig, RunnerConfig
+from lightning.config.plugin_settings import Config, RunnerConfig
 from lightning.errors import MissingExtraError, RunnerError
 from lightning.installation import install_command
 from lightning.plugins import plugins
 from lightning.runner.outcomes import encode_outcome
 from lightning.types import LLM, Fault, Lease, Outcome, Task
+from lightning_k8s.config import KubernetesConfig
 from lightning_ray import runner as module
 from lightning_ray.cluster import ActorLostError, actors_for
+from lightning_ray.config import RayConfig
 from lightning_ray.runner import RayRunner
 
 Leases = Callable[..., Lease]

@@ -12,12 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from lightning.config import RayConfig, RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM, Fault, Lease, Task
 from lightning_ray.cluster import RayCluster
+from lightning_ray.config import RayConfig
 from lightning_ray.runner import RayRunner
 
 pytestmark = [

@@ -12,10 +12,10 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from lightning.config.sections import ProviderConfig
 from lightning.errors import ConfigError
 from lightning.types import CallStatus
 from lightning_record import providers
+from lightning_record.config import ProviderConfig
 from lightning_record.providers import read_providers
 
 HI = [{"role": "user", "content": "hi there"}]

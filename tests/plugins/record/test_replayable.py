@@ -27,6 +27,6 @@ async def test_a_step_counts_what_cannot_be_replayed() -> None:
 
 async def test_every_run_has_the_count() -> None:
     config = Config()
-    line = StepLine(CONTRACT.made(config, config.trainer))
+    line = StepLine(CONTRACT.made(config))
     added = await line.taken(StepTaken(0, [], [], Batch((), ()), {}))
     assert added.metrics["record/not_replayable"] == 0.0

@@ -9,33 +9,33 @@ import httpx
 import pytest
 from lightning import Trainer
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.config import Config, GatewayConfig, ProviderConfig, with_settings
+from lightning.config import load, load_config, plugin_settings, with_settings
+from lightning.config.plugin_settings import Config, GatewayConfig
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning_branching.tree_sampling import check_tree
+from lightning_record.config import ProviderConfig
 from lightning_server import serving
 
 ASK = {"messages": [{"role": "user", "content": "hi there"}]}
-PROVIDERS = {"judge": ProviderConfig(base_url="https://host/v1", models=("gpt-4o*",))}
 
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record")
     found = Plugins()
-    for module in (named, serving):
+    for module in (named, serving, load, plugin_settings):
         monkeypatch.setattr(module, "plugins", lambda: found)
 
 
 @pytest.mark.usefixtures("without")
-async def test_a_provider_is_refused_with_the_plugin_that_is_switched_off(build) -> None:
-    with pytest.raises(
-        ConfigError, match=r"gateway\.providers is set, .* plugin 'record' .* is disabled: .*= \{\} to go on"
-    ):
-        await build(providers=PROVIDERS)
+def test_a_provider_is_refused_with_the_plugin_that_is_switched_off() -> None:
+    said = r"unknown setting 'gateway\.providers\.judge\.base_url'\. The plugin 'record' brings it\. .* is disabled"
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides=["gateway.providers.judge.base_url=https://host/v1"], env={})
 
 
 @pytest.mark.usefixtures("without")

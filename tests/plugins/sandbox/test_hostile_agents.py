@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from lightning.config import RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.config import Config, RunnerConfig, with_settings
+from lightning.config import with_settings
+from lightning.config.plugin_settings import Config, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
@@ -109,5 +110,5 @@ async def test_sandboxed_agents_share_the_slots(lease: Leases) -> None:
 
 
 def test_a_sandbox_that_nothing_here_could_be_is_refused() -> None:
-    with pytest.raises(RunnerError, match=r"runner\.sandbox is 'bwrap'.*use runner='process'"):
+    with pytest.raises(RunnerError, match=r"the stage 'sandbox' .* encloses .*use runner='process'"):
         InlineRunner(make_looker(), RunnerConfig(sandbox="bwrap"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lightning.config import RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.installation import install_command
 from lightning.runner.process import ProcessRunner

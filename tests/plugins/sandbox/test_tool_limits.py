@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.config import RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import emit
 from lightning.runner.inline import InlineRunner

@@ -14,13 +14,13 @@ import pytest
 import zstandard
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from lightning.config.sections import ProviderConfig
 from lightning.gateway.connections import Entrance
 from lightning.gateway.http import KEY, RefusalError, RequestBody, packed_with, read_body
 from lightning.instrument.context import trace_id_of
 from lightning.memory_budget import Budget, Holders
 from lightning.types import CallStatus
 from lightning_otel.traces.store import spans
+from lightning_record.config import ProviderConfig
 from lightning_server.content_encoding import unpacking
 from lightning_server.serving import Sessions
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import pytest
-from lightning.config import Config
-from lightning.config.sections import RunnerConfig
+from lightning.config.plugin_settings import Config, RunnerConfig
 from lightning.types import LLM, Task
 from lightning_server.remote_runner import remote_runner
 

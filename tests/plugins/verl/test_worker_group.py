@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.config import RunnerConfig
-from lightning.config.sections import VerlConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning_ray import cluster
+from lightning_verl.config import VerlConfig
 from lightning_verl.device import choose
 
 ray = pytest.importorskip("ray")

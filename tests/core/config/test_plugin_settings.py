@@ -1,0 +1,136 @@
+"""The settings that plugins add: read and checked as the core's own, never without effect, never two of one key."""
+
+import importlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lightning.config import Config, check_plugin_settings, load_config, recorded_config, settings
+from lightning.config.plugin_settings import config_model
+from lightning.errors import ConfigError, PluginError
+from lightning.plugins import plugins
+
+SOURCE = '''
+from typing import ClassVar
+
+import lightning
+from pydantic import Field
+from lightning.config import PluginSettings
+from lightning.errors import ConfigError
+
+
+class Notes(PluginSettings):
+    """Notes."""
+
+    place: ClassVar[str] = "PLACE"
+    size: int = Field(default=3, ge=1)
+    """Number of notes."""
+    colour: str = "red"
+    """Their colour."""
+
+    def check(self):
+        if self.size > 9 and self.colour == "red":
+            raise ConfigError("so many red notes hurt the eye: set colour = blue")
+
+
+@lightning.hookimpl
+def register_settings(register):
+    register("NAME", lambda: Notes)
+'''
+
+
+@pytest.fixture
+def plugin(install: Any) -> Any:
+    """Install a plugin with settings at a place: `plugin(name, place)`; returns their class, where there is one."""
+
+    def add(name: str, place: str, source: str = SOURCE) -> Any:
+        module = f"{name}_plugin"
+        install(f"{name}-notes", {name: module}, {module: source.replace("PLACE", place).replace("NAME", name)})
+        plugins.cache_clear()
+        return importlib.import_module(module).Notes
+
+    return add
+
+
+@pytest.mark.parametrize("place", ["notes", "runner.notes", "runner"])
+def test_settings_of_a_plugin_stand_where_it_says(plugin: Any, place: str) -> None:
+    notes = plugin("notes", place)
+    config = load_config(
+        overrides=[f"{place}.size=5"], env={"LIGHTNING_" + place.upper().replace(".", "__") + "__COLOUR": "blue"}
+    )
+    assert (notes.of(config).size, notes.of(config).colour) == (5, "blue")
+    assert notes.of(Config()).size == 3
+    if place != "notes":
+        assert notes.of(config.runner).size == 5
+    (size,) = [setting for setting in settings() if setting.key == f"{place}.size"]
+    assert (size.accepts, size.default, size.help) == ("an integer >= 1", "3", "Number of notes.")
+    with pytest.raises(ConfigError, match=rf"{place}\.size cannot be 0; it accepts an integer >= 1"):
+        load_config(overrides=[f"{place}.size=0"], env={})
+    check_plugin_settings(config)
+    with pytest.raises(ConfigError, match="hurt the eye"):
+        check_plugin_settings(load_config(overrides=[f"{place}.size=10"], env={}))
+
+
+def test_settings_of_plugins_come_through_a_pickle() -> None:
+    config = load_config(overrides=["trainer.steps=3"], env={})
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert pickle.loads(pickle.dumps(config.runner)) == config.runner
+
+
+def test_a_key_of_two_plugins_or_of_the_core_names_them(plugin: Any) -> None:
+    plugin("notes", "runner.notes")
+    plugin("other", "runner.notes")
+    with pytest.raises(
+        PluginError, match=r"'notes' \(notes-notes 1.0\) and the plugin 'other' .* both have the setting runner.notes"
+    ):
+        config_model()
+
+
+def test_a_key_of_the_core_is_the_cores(plugin: Any) -> None:
+    plugin("notes", "runner", SOURCE.replace("size: int", "concurrency: int").replace("self.size", "self.concurrency"))
+    with pytest.raises(
+        PluginError, match=r"the core and the plugin 'notes' .* both have the setting runner.concurrency"
+    ):
+        config_model()
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "said"),
+    [
+        ("engin.notes", SOURCE, r"belong to the section 'engin', and there is none: sections are trainer, engine"),
+        ("notes", SOURCE.replace("lambda: Notes", "lambda: 3"), r"are 3: register a function that returns a class"),
+        (
+            "notes",
+            SOURCE.replace("lambda: Notes", "lambda: 1 / 0"),
+            r"cannot be made \(ZeroDivisionError.*DISABLE_PLUGINS=notes",
+        ),
+    ],
+)
+def test_settings_that_cannot_stand_name_the_plugin(plugin: Any, place: str, source: str, said: str) -> None:
+    plugin("notes", place, source)
+    with pytest.raises(PluginError, match=rf"the settings 'notes' of the plugin 'notes' .*{said}"):
+        config_model()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The plugins of this process are looked for again after the test."""
+    yield
+    plugins.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_key_of_an_absent_plugin_is_refused_by_its_name_and_kept_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "verl,sandbox")
+    plugins.cache_clear()
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides=["engine.verl.world_size=2", "runner.tool_limits={browser=1}"], env={})
+    for key, name in (("engine.verl.world_size", "verl"), ("runner.tool_limits.browser", "sandbox")):
+        said = next(line for line in str(refused.value).splitlines() if key in line)
+        assert f"unknown setting '{key}'. The plugin '{name}' brings it. Run: " in said
+        assert "'verl', 'sandbox'" in said or "'sandbox', 'verl'" in said
+    record = {"engine": {"verl": {"world_size": 2}, "lr": 0.5}, "runner": {"tool_limits": {"browser": 1}}}
+    config, unknown = recorded_config(record)
+    assert (config.engine.lr, unknown) == (0.5, ["engine.verl", "runner.tool_limits"])
+    assert record["engine"] == {"verl": {"world_size": 2}, "lr": 0.5}
