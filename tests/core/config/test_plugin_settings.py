@@ -115,9 +115,10 @@ def test_settings_that_cannot_stand_name_the_plugin(plugin: Any, place: str, sou
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """The plugins of this process are looked for again after the test."""
+    """The plugins of this process are looked for again after the test, when its environment is gone."""
     yield
     plugins.cache_clear()
+    plugins().plugins()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -8,7 +8,7 @@ from lightning.config import Config
 from lightning.credit import identical
 from lightning.errors import PluginError
 from lightning.plugins import Plugins
-from lightning.trainer import algorithm, lr_schedule
+from lightning.trainer import algorithm, model
 
 EXTRA = r"The plugin 'credits' brings it\. Run: .*credits.*The plugin 'credits' .*, which might have it, is disabled"
 NAMES = ("branch", "critic", "gigpo", "intermediate", "leave-one-out", "weighted", "weighted-variance")
@@ -18,7 +18,7 @@ NAMES = ("branch", "critic", "gigpo", "intermediate", "leave-one-out", "weighted
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "credits")
     found = Plugins()
-    for module in (algorithm, lr_schedule):
+    for module in (algorithm, model):
         monkeypatch.setattr(module, "plugins", lambda: found)
 
 
@@ -35,7 +35,7 @@ def test_ppo_is_refused_with_the_same_cure() -> None:
 
 def test_the_head_of_a_recorded_run_is_refused_with_the_same_cure() -> None:
     with pytest.raises(PluginError, match=f"there is no head 'critic'.*{EXTRA}"):
-        lr_schedule.made_head(Config(), "critic on a frozen trunk")
+        model.made_head(Config(), "critic on a frozen trunk")
 
 
 def test_the_credits_of_the_core_go_on() -> None:
