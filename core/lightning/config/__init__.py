@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.config.fields import Setting, settings
 from lightning.config.load import load_config, recorded_config, with_settings
-from lightning.config.plugin_settings import PluginSettings, check_plugin_settings, config_model
+from lightning.config.plugin_settings import PluginSettings, config_model
 from lightning.config.sections import (
     Config,
     EngineConfig,
@@ -33,7 +33,6 @@ __all__ = [
     "Setting",
     "TrainerConfig",
     "check_endpoint",
-    "check_plugin_settings",
     "config_model",
     "load_config",
     "recorded_config",

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
-from lightning.config.plugin_settings import config_model
+from lightning.config.plugin_settings import check_plugin_settings, config_model
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -55,7 +55,7 @@ def load_config(
     given = list(_from_file(file)) if file is not None else []
     given += _from_env(os.environ if env is None else env)
     given += [_from_override(text) for text in as_texts(overrides, "overrides")]
-    return _build(base.model_dump(mode="json", exclude_unset=True) if base else {}, given)
+    return _build(_set_in(base) if base else {}, given)
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
@@ -63,10 +63,12 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
 
     Raises `ConfigError` for an unknown key and a value that is not accepted.
     """
-    return _build(
-        config.model_dump(mode="json", exclude_unset=True),
-        [Given(key, value, "settings") for key, value in settings.items()],
-    )
+    return _build(_set_in(config), [Given(key, value, "settings") for key, value in settings.items()])
+
+
+def _set_in(config: Config) -> dict[str, object]:
+    """Return what is set in a configuration, also the settings of plugins in its sections, whatever class it has itself."""
+    return config.model_dump(mode="json", exclude_unset=True, serialize_as_any=True)
 
 
 def recorded_config(said: Mapping[str, object]) -> tuple[Config, list[str]]:
@@ -104,9 +106,11 @@ def _build(base: dict[str, object], given: Sequence[Given]) -> Config:
         _place(base, item)
     try:
         # JSON mode: strict about types, yet a list is a tuple.
-        return config_model().model_validate_json(json.dumps(base), strict=True)
+        config = config_model().model_validate_json(json.dumps(base), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_wrong(detail, given) for detail in error.errors()))) from None
+    check_plugin_settings(config)
+    return config
 
 
 def _from_file(file: Path) -> Iterator[Given]:
@@ -175,23 +179,20 @@ def _unknown(given: Given) -> str:
         return ""
     known = [setting.key for setting in settings()]
     section, sections = given.key.partition(".")[0], config_model().model_fields
-    if hint := did_you_mean(given.key, known):
-        pass
-    elif section in sections:
-        inside = [key for key in known if key.startswith(f"{section}.")]
-        hint = f". [{section}] has: {', '.join(key.partition('.')[2] for key in inside)}"
-    else:
-        hint = f". Sections are: {', '.join(sections)}"
-    return f"{given.origin}: unknown setting {given.key!r}{_brought(given.key) or hint}"
+    if brought := _brought(given.key):
+        hint = f".{brought}"
+    elif not (hint := did_you_mean(given.key, known)):
+        inside = [key.partition(".")[2] for key in known if key.startswith(f"{section}.")]
+        hint = f". [{section}] has: {', '.join(inside)}" if inside else f". Sections are: {', '.join(sections)}"
+    left_out = "" if hint.startswith(";") else plugins().left_out("settings")
+    return f"{given.origin}: unknown setting {given.key!r}{hint}{'.' if left_out and not brought else ''}{left_out}"
 
 
 def _brought(key: str) -> str:
-    """Return how to get the plugin that has this setting; "" if it is here, or if none is known to have it."""
+    """Say which plugin brings a setting; "" if it is here, or if none is known to have it."""
     names = key.split(".")
-    places = [".".join(names[:depth]) for depth in range(1, len(names) + 1)]
-    place = next((place for place in places if find(place) is None), "")
-    cure = plugins().cures("settings", place)
-    return f".{cure}" if cure else ""
+    places = (".".join(names[:depth]) for depth in range(1, len(names) + 1))
+    return plugins().brought("settings", next((place for place in places if find(place) is None), ""))
 
 
 def _not_plain(given: Given) -> str:

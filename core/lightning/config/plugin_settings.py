@@ -7,7 +7,7 @@ unknown, so that none is ever set without effect; two plugins, or a plugin and t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import create_model
@@ -38,7 +38,7 @@ class PluginSettings(Section):
         return found if isinstance(found, cls) else cls()
 
     def check(self) -> None:
-        """Raise `ConfigError` for values that cannot go together. Called before a run starts and its settings are stored."""
+        """Raise `ConfigError` for values that cannot go together. Called wherever settings are loaded or changed."""
 
 
 Registered = tuple[tuple[str, Callable[[], type[PluginSettings]]], ...]
@@ -47,32 +47,30 @@ Registered = tuple[tuple[str, Callable[[], type[PluginSettings]]], ...]
 def config_model() -> type[sections.Config]:
     """Return the class of configurations with the settings of all plugins. Raises `PluginError` for settings that cannot be
     made, and for a key that two plugins, or a plugin and the core, have."""
-    names = plugins().names("settings")
-    return _with_plugins(tuple((name, cast("Any", plugins().get("settings", name))) for name in names))
+    return _with_plugins(_registered())[0]
 
 
 def check_plugin_settings(config: sections.Config) -> None:
     """Raise `ConfigError` for settings of a plugin that cannot go together."""
-    for kind in _kinds(config_model()):
-        kind.of(config).check()
+    for kind in _with_plugins(_registered())[1]:
+        kind.check(kind.of(config))
 
 
-def _kinds(model: type[Section]) -> Iterator[type[PluginSettings]]:
-    """Yield the classes that plugins registered, of a configuration's class."""
-    for field in model.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from (kind for kind in field.annotation.__mro__ if PluginSettings in kind.__bases__)
-            yield from _kinds(field.annotation)
+def _registered() -> Registered:
+    names = plugins().names("settings")
+    return tuple((name, cast("Any", plugins().get("settings", name))) for name in names)
 
 
 @functools.cache
-def _with_plugins(registered: Registered) -> type[sections.Config]:
-    """Make the class of configurations: each section that has settings of plugins is a subclass of the core's."""
+def _with_plugins(registered: Registered) -> tuple[type[sections.Config], list[type[PluginSettings]]]:
+    """Make the class of configurations, in which each section is a subclass of the core's, and return it with the classes that
+    plugins registered."""
+    found: list[type[PluginSettings]] = []
     owners = {f"{section}.{key}": "" for section, kind in _sections().items() for key in kind.model_fields}
     bases: dict[str, list[type[Section]]] = {section: [kind] for section, kind in _sections().items()}
     tables: dict[str, dict[str, Any]] = {section: {} for section in ("", *bases)}
     for name, factory in registered:
-        kind = _made(name, factory)
+        found.append(kind := _made(name, factory))
         section, _, table = kind.place.rpartition(".")
         if section not in tables:
             raise PluginError(
@@ -91,9 +89,8 @@ def _with_plugins(registered: Registered) -> type[sections.Config]:
         name, said = kinds[-1].__name__, kinds[-1].__doc__
         made = create_model(name, __base__=tuple(kinds), __doc__=said, __module__=__name__, **tables[section])
         tables[""][section] = (made, made())
-    return create_model(
-        "Config", __base__=sections.Config, __doc__=sections.Config.__doc__, __module__=__name__, **tables[""]
-    )
+    said = sections.Config.__doc__
+    return create_model("Config", __base__=sections.Config, __doc__=said, __module__=__name__, **tables[""]), found
 
 
 def _sections() -> dict[str, type[Section]]:

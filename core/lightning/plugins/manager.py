@@ -485,10 +485,12 @@ class Plugins:
 
     def cures(self, kind: str, name: str = "") -> str:
         """Say how to get a name that is missing: the extra that brings it, and plugins that were left out."""
-        text = ""
-        if extra := EXTRAS.get((kind, name)):
-            text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
-        return text + self.left_out(kind)
+        return self.brought(kind, name) + self.left_out(kind)
+
+    def brought(self, kind: str, name: str) -> str:
+        """Say which extra brings a name, after a space; "" if that is not known."""
+        extra = EXTRAS.get((kind, name))
+        return f" The plugin {extra!r} brings it. Run: {install_command(extra)}" if extra else ""
 
     def _arrived(self, name: str, _module: ModuleType) -> None:
         """Load the plugin of a framework that was just imported. Its importer never waits here: the lock's holder may wait for

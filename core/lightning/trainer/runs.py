@@ -17,7 +17,7 @@ import json
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+from lightning.config import recorded_config
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
@@ -257,13 +258,23 @@ def _shown(value: Json) -> str:
 
 
 def differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
-    """The settings that are not the stored ones, by name, with both values."""
-    old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
+    """The settings that are not the stored ones, by name, with both values. A setting of a plugin that is not here is left out,
+    and one that is not stored has its default."""
+    old, new = _flatten(_comparable(stored)), _flatten(_comparable(now))
     return {
         key.removeprefix("config."): (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
+
+
+def _comparable(recorded: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Return a record in JSON, with its settings as this process knows them; as they are if it does not accept them."""
+    plain: dict[str, Json] = json.loads(json.dumps(recorded))
+    if isinstance(said := plain.get("config"), Mapping):
+        with suppress(ConfigError):
+            plain["config"] = recorded_config(said)[0].model_dump(mode="json")
+    return plain
 
 
 def _among(name: str, settings: Sequence[str]) -> bool:

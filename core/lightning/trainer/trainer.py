@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import run_to_end
-from lightning.config import Config, check_plugin_settings, load_config, with_settings
+from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.policy_server.vllm_server import check_policy_server
@@ -289,7 +289,6 @@ def _check_settings(config: Config, store: str | None) -> None:
             f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
         )
     check_server_settings(config)
-    check_plugin_settings(config)
     check_gateway(config.gateway)
     check_policy_server(config.policy_server)
     for tracker in names_of(config):

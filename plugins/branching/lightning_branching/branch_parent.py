@@ -16,6 +16,7 @@ from lightning.config import Config, config_model, recorded_config, with_setting
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
+from lightning.plugins import plugins
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
@@ -219,7 +220,10 @@ def config_of(
     values that are not valid."""
     check_sampling(sampling)
     base, unknown = recorded_config(parent.found.settings)
-    lost = [f"the run's setting {name} is not of this release, and left out" for name in unknown]
+    lost = [
+        f"the run's setting {name} is not of this release, and left out.{plugins().brought('settings', name)}"
+        for name in unknown
+    ]
     held: dict[str, float | int] = dict(base.gateway.override_sampling)
     if parent.rollout.split != TRAIN and base.trainer.eval_temperature is not None:
         held["temperature"] = base.trainer.eval_temperature
@@ -228,7 +232,7 @@ def config_of(
     config = configure(
         with_settings(
             Config(),
-            {name: _at(recorded, name) for name in RECORDED}
+            {name: _at(recorded, name) for name in RECORDED if find(name)}
             | {
                 "trainer.eval_temperature": None,
                 "trainer.seed": base.trainer.seed if seed is None else seed,
@@ -249,7 +253,9 @@ def config_of(
     config = with_settings(config, {"gateway.override_sampling": {**asked, **sampling}})
     # Recorded settings that may matter to a branch, that no record may set, and that the user has not set.
     here, default = config.model_dump(mode="json"), config_model()().model_dump(mode="json")
-    if left := [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]:
+    if left := [
+        name for name in CALLER_ONLY if find(name) and _at(recorded, name) not in (_at(default, name), _at(here, name))
+    ]:
         lost.append(
             f"the run was recorded with {', '.join(left)}, which no record sets on this machine: give what its agent needs "
             "with --set or --config"

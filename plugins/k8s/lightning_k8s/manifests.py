@@ -216,12 +216,13 @@ class Manifests:
 
     def _env(self, secret: Object, container: Object) -> list[Object]:
         """Return the environment: the template's variables, then those of the settings and the runner's own, each name once."""
-        runner = self.config.model_dump(mode="json")
+        runner, plain = self.config.model_dump(mode="json"), type(self.config)().model_dump(mode="json")
         ours: dict[str, Object] = {
             name: {"value": value} for name, value in KubernetesConfig.of(self.config).env.items()
         }
         for name in sorted(runner.keys() - OURS):
-            if runner[name] is not None:
+            told = name in RunnerConfig.model_fields or runner[name] != plain[name]
+            if runner[name] is not None and told:
                 ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": toml_value(runner[name])}
         reference = {"name": secret["metadata"]["name"], "key": TOKEN_KEY}
         ours["LIGHTNING_TOKEN"] = {"valueFrom": {"secretKeyRef": reference}}

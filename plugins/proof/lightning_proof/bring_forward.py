@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from lightning.algorithms.protocol import Algorithm, Batch, head_of
-from lightning.config import Config, config_model
+from lightning.config import Config, recorded_config
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
 from lightning.store.protocol import Store
@@ -36,7 +36,6 @@ from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
-from pydantic import ValidationError
 
 logger = logging.getLogger(__name__)
 
@@ -194,21 +193,21 @@ class Rewinder:
         that was chosen then. Raises `ConfigError` for settings of another release."""
         epoch = epoch_at(self.epochs, step)
         try:
-            config = config_model().model_validate(epoch.config.get("config"))
-        except ValidationError as error:
+            config, _ = recorded_config(cast("Mapping[str, object]", epoch.config.get("config")))
+        except ConfigError as error:
             raise ConfigError(
                 f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "
-                f"resume with the release that took them, or begin at a checkpoint ({error.errors()[0]['loc']})"
+                f"resume with the release that took them, or begin at a checkpoint ({error})"
             ) from error
         if self.machine_at is None:
-            engine = self.here.engine
-            update = {name: getattr(engine, name) for name in MACHINE_SETTINGS if hasattr(engine, name)}
+            update = {name: getattr(self.here.engine, name, None) for name in MACHINE_SETTINGS}
         else:
             update = dict(self.machine_at(step))
         if config.engine.dtype == "auto":
             chosen = self.records[step - 1].context.get("dtype") if step <= len(self.records) else None
             update["dtype"] = chosen or self.here.engine.dtype
-        engine = config.engine.model_copy(update=update)
+        here = {name: value for name, value in update.items() if name in type(config.engine).model_fields}
+        engine = config.engine.model_copy(update=here)
         return config.model_copy(update={"engine": engine})
 
 

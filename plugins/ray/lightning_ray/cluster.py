@@ -20,6 +20,7 @@ from lightning.config import RunnerConfig, config_model
 from lightning.errors import LightningError, MissingExtraError, RunnerError
 from lightning.runner.outcomes import encode_outcome
 from lightning.runner.process import ProcessRunner
+from pydantic import ValidationError
 
 from lightning_ray.config import RayConfig
 from lightning_ray.connection import begin
@@ -29,7 +30,8 @@ class AgentHost:
     """The actor that runs agents. Its worker processes end with it."""
 
     def __init__(self, shipped: bytes, config: str) -> None:
-        self._runner = ProcessRunner(shipped, config_model().model_validate({"runner": json.loads(config)}).runner)
+        self._shipped, self._config = shipped, config
+        self._runner: ProcessRunner
 
     async def start(self, version: str) -> str:
         """Load the agent, and return what is wrong; empty for nothing. `version` is the trainer's release, which the node must
@@ -37,8 +39,10 @@ class AgentHost:
         if version != lightning.__version__:
             return f"a node of the Ray cluster has lightning {lightning.__version__}, the trainer {version}"
         try:
+            settings = config_model().model_validate({"runner": json.loads(self._config)}).runner
+            self._runner = ProcessRunner(self._shipped, settings)
             await self._runner.start()
-        except LightningError as error:
+        except (LightningError, ValidationError) as error:
             return str(error)
         return ""
 
@@ -90,7 +94,9 @@ class RayCluster:
         if settings.runtime_env and self.thread is None:
             options["runtime_env"] = settings.runtime_env
         inside = self.config.model_copy(update={"concurrency": settings.agents_per_actor})
-        return self.ray.remote(AgentHost).options(**options).remote(shipped, inside.model_dump_json())
+        return (
+            self.ray.remote(AgentHost).options(**options).remote(shipped, inside.model_dump_json(exclude_defaults=True))
+        )
 
     async def answer(self, reference: Reference, seconds: float) -> Any:
         """Wait for an actor's answer, `seconds` at most, and return it. Raises `TimeoutError`, or `ActorLostError` when the

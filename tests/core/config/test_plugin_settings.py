@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lightning.config import Config, check_plugin_settings, load_config, recorded_config, settings
+from lightning.config import Config, load_config, recorded_config, settings, with_settings
 from lightning.config.plugin_settings import config_model
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
+from lightning.trainer.runs import differences
 
 SOURCE = '''
 from typing import ClassVar
@@ -41,7 +42,15 @@ def register_settings(register):
 
 
 @pytest.fixture
-def plugin(install: Any) -> Any:
+def fresh() -> Iterator[None]:
+    """The plugins of this process are looked for again after the test, when its environment is gone."""
+    yield
+    plugins.cache_clear()
+    plugins().plugins()
+
+
+@pytest.fixture
+def plugin(fresh: None, install: Any) -> Any:
     """Install a plugin with settings at a place: `plugin(name, place)`; returns their class, where there is one."""
 
     def add(name: str, place: str, source: str = SOURCE) -> Any:
@@ -67,9 +76,37 @@ def test_settings_of_a_plugin_stand_where_it_says(plugin: Any, place: str) -> No
     assert (size.accepts, size.default, size.help) == ("an integer >= 1", "3", "Number of notes.")
     with pytest.raises(ConfigError, match=rf"{place}\.size cannot be 0; it accepts an integer >= 1"):
         load_config(overrides=[f"{place}.size=0"], env={})
-    check_plugin_settings(config)
     with pytest.raises(ConfigError, match="hurt the eye"):
-        check_plugin_settings(load_config(overrides=[f"{place}.size=10"], env={}))
+        load_config(overrides=[f"{place}.size=10"], env={})
+
+
+def test_each_plugins_check_is_made_also_of_two_in_one_section(plugin: Any) -> None:
+    plugin("notes", "runner")
+    derived = "class Base(PluginSettings):\n    pass\n\n\nclass Notes(Base)"
+    source = SOURCE.replace("class Notes(PluginSettings)", derived).replace("size", "length").replace("colour", "shade")
+    plugin("other", "runner", source)
+    for key in ("size", "length"):
+        with pytest.raises(ConfigError, match="hurt the eye"):
+            load_config(overrides=[f"runner.{key}=10"], env={})
+
+
+@pytest.mark.parametrize("place", ["runner.notes", "runner"])
+def test_settings_survive_a_configuration_of_the_cores_own_class(plugin: Any, place: str) -> None:
+    notes = plugin("notes", place)
+    loaded = load_config(overrides=[f"{place}.size=5"], env={})
+    for config in (Config(runner=loaded.runner), Config().model_copy(update={"runner": loaded.runner})):
+        assert notes.of(config).size == 5
+        assert notes.of(with_settings(config, {"trainer.steps": 3})).size == 5
+        assert notes.of(load_config(base=config, env={})).size == 5
+
+
+def test_a_run_goes_on_whatever_plugins_came_and_went_since(plugin: Any) -> None:
+    before = {"config": load_config(env={}).model_dump(mode="json")}
+    plugin("notes", "engine.notes")
+    after = {"config": load_config(env={}).model_dump(mode="json")}
+    changed = {"config": load_config(overrides=["engine.notes.size=4"], env={}).model_dump(mode="json")}
+    assert differences(before, after) == differences(after, before) == {}
+    assert differences(before, changed) == {"engine.notes.size": (3, 4)}
 
 
 def test_settings_of_plugins_come_through_a_pickle() -> None:
@@ -113,14 +150,6 @@ def test_settings_that_cannot_stand_name_the_plugin(plugin: Any, place: str, sou
         config_model()
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """The plugins of this process are looked for again after the test, when its environment is gone."""
-    yield
-    plugins.cache_clear()
-    plugins().plugins()
-
-
 @pytest.mark.usefixtures("fresh")
 def test_a_key_of_an_absent_plugin_is_refused_by_its_name_and_kept_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "verl,sandbox")
@@ -131,6 +160,8 @@ def test_a_key_of_an_absent_plugin_is_refused_by_its_name_and_kept_in_a_record(m
         said = next(line for line in str(refused.value).splitlines() if key in line)
         assert f"unknown setting '{key}'. The plugin '{name}' brings it. Run: " in said
         assert "'verl', 'sandbox'" in said or "'sandbox', 'verl'" in said
+    with pytest.raises(ConfigError, match=r"'trainer\.stps'; did you mean 'trainer\.steps'\?$"):
+        load_config(overrides=["trainer.stps=3"], env={})
     record = {"engine": {"verl": {"world_size": 2}, "lr": 0.5}, "runner": {"tool_limits": {"browser": 1}}}
     config, unknown = recorded_config(record)
     assert (config.engine.lr, unknown) == (0.5, ["engine.verl", "runner.tool_limits"])
