@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning
 import pytest
 from lightning.cli.output import load_agent
-from lightning.config import RunnerConfig
+from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.instrument.providers import LOGINS
 from lightning.runner.inline import InlineRunner
