@@ -37,7 +37,8 @@ def test_the_tag_changes_with_the_agent(project: Path) -> None:
 
 
 def test_the_trainer_gets_what_its_settings_read(project: Path) -> None:
-    settings = ["optimizer_model.base_url=https://api.example.org/v1", "trainer.alerts=['webhook:ALERTS_URL']"]
+    critic = ["optimizer_model.base_url=https://api.example.org/v1", "optimizer_model.model=critic"]
+    settings = [*critic, "trainer.alerts=['webhook:ALERTS_URL']"]
     given = [part for text in settings for part in ("--set", text)]
     plan = make_plan([*TRAIN, *given], Options(trainer_secrets=("OTHER",)), project)
     assert plan.trainer_secrets == ("ALERTS_URL", "OPENAI_API_KEY", "OTHER")
