@@ -60,6 +60,7 @@ async def unless(doing: Coroutine[Any, Any, T], over: Coroutine[Any, Any, object
         await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
+        other.cancel()  # also if this is cancelled while `doing` cleans up
         await cancel(task)
         await end(other)
 

@@ -114,3 +114,30 @@ async def test_what_is_given_up_has_tidied_up_before_none_is_returned() -> None:
 
     assert await unless(doing(), asyncio.sleep(0.01)) is None
     assert tidied == ["tidied up"]
+
+
+async def test_a_second_cancellation_leaves_no_listener_behind() -> None:
+    listening, cleaning, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def doing() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cleaning.set()
+            await asyncio.sleep(600)
+
+    async def listen() -> None:
+        listening.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            over.set()
+
+    task = asyncio.create_task(unless(doing(), listen()))
+    await listening.wait()
+    task.cancel()
+    await cleaning.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await asyncio.wait_for(over.wait(), 30)

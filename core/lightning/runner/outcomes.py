@@ -225,11 +225,8 @@ def encode_outcome(outcome: Outcome, notes: Mapping[str, Json] | None = None) ->
     else:
         candidate, data = silent, _dump(asdict(silent))
     if candidate is not outcome:
-        kept = (
-            "everything but tool arguments and results"
-            if candidate.tool_events
-            else "the reward and what it is made of"
-        )
+        kept = "the reward alone" if candidate is silent else "the reward and what it is made of"
+        kept = "everything but tool arguments and results" if candidate.tool_events else kept
         logger.warning("not all that an agent reported can be sent: keeping %s", kept)
     return data
 

@@ -56,10 +56,12 @@ class UsageMeter:
         now = await self._policy.usage()
         if now is None:
             return {}
-        server = (self._policy.alias, self._policy.claim)
-        again = server != self._server or any(count < before for count, before in zip(now, self._before, strict=True))
-        since = now if again else Usage(*(count - before for count, before in zip(now, self._before, strict=True)))
+        server, (alias, claim), before = (self._policy.alias, self._policy.claim), self._server, self._before
+        again = server[0] != alias or any(count < earlier for count, earlier in zip(now, before, strict=True))
+        since = now if again else Usage(*(count - earlier for count, earlier in zip(now, before, strict=True)))
         self._before, self._server = now, server
+        if not again and server[1] != claim:
+            return {}  # claimed anew: whether it was also started anew, and since when it counts, is not known
         if since.preemptions and self._said.first("preempted"):
             logger.warning(
                 "vLLM preempted %d requests because its KV cache was full, and computes them again: %s",

@@ -268,7 +268,7 @@ def _blaming_engine() -> Iterator[None]:
         yield
     except Exception as error:
         callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if isinstance(error, LightningError) or not any(isinstance(each, Engine) for each in callers):
+        if isinstance(error, LightningError) or not any(issubclass(type(each), Engine) for each in callers):
             raise
         raise EngineError(
             f"the engine failed when recorded steps were taken again ({type(error).__name__}: {error}). Nothing that was "

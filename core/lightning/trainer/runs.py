@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import inspect
 import json
+import logging
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from tokenize import TokenError
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
 from lightning.trainer.context import Epoch, base_digest, read_epochs
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
+
+log = logging.getLogger(__name__)
 
 AGENT = "agent"
 """Where a run's state, or its configuration, names its agent as MODULE:FUNCTION."""
@@ -237,6 +240,8 @@ async def plan_epochs(
     records = await store.steps(run.id)
     begun = records[-1].step + 1 if records else 1
     epochs = [epoch for epoch in await read_epochs(store, run) if epoch.number == 0 or epoch.first < begun]
+    if records:
+        _warn_of_absent(epochs[-1])
     planned = [(first, {**described, "algorithm": algorithm}) for first, algorithm in phases] or [(1, dict(described))]
     for place, (first, config) in enumerate(planned):
         if place + 1 < len(planned) and planned[place + 1][0] <= begun:
@@ -244,6 +249,18 @@ async def plan_epochs(
         if differences(epochs[-1].config, config):
             epochs.append(Epoch(len(epochs), max(first, begun), config, time.time()))
     return epochs
+
+
+def _warn_of_absent(epoch: Epoch) -> None:
+    """Warn of settings that a run's last epoch has and that nothing here carries out; the record keeps them."""
+    with suppress(ConfigError):
+        _, absent = recorded_config(cast("Mapping[str, object]", epoch.config.get("config", {})))
+        for key in absent:
+            log.warning(
+                "the run was recorded with the setting %s, which is unknown here: it goes on without it.%s",
+                key,
+                plugins().brought("settings", key),
+            )
 
 
 def changes_of(epochs: Sequence[Epoch], number: int) -> list[str]:

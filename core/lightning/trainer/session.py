@@ -381,8 +381,8 @@ def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
     """Return the result that a step reports: of its rows up to the first update, and of all updates."""
     metrics = dict(result.metrics)
     metrics |= {"lr": updates[-1].metrics["lr"]} if "lr" in updates[-1].metrics else {}
-    for name in [name for name in updates[0].metrics if name.endswith("grad_norm")]:
+    for name in {name for update in updates for name in update.metrics if name.endswith("grad_norm")}:
         values = [update.metrics[name] for update in updates if name in update.metrics]
-        metrics |= {name: sum(values) / len(values)} if values else {}
+        metrics[name] = sum(values) / len(values)
     taken = sum(update.metrics["updates"] for update in updates)
     return StepResult(metrics | {"updates": taken, "stepped": 1.0}, result.seen)

@@ -18,6 +18,7 @@ from lightning.algorithms.protocol import Algorithm, Batch, head_of
 from lightning.config import Config, recorded_config
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError
+from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import (
@@ -193,7 +194,10 @@ class Rewinder:
         that was chosen then. Raises `ConfigError` for settings of another release."""
         epoch = epoch_at(self.epochs, step)
         try:
-            config, _ = recorded_config(cast("Mapping[str, object]", epoch.config.get("config")))
+            config, unknown = recorded_config(cast("Mapping[str, object]", epoch.config.get("config")))
+            # Engines and heads of absent plugins are refused by their names; no other setting of an engine may be missing.
+            if gone := [key for key in unknown if key.startswith("engine.") and not plugins().brought("settings", key)]:
+                raise ConfigError(f"unknown: {', '.join(gone)}")
         except ConfigError as error:
             raise ConfigError(
                 f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "

@@ -52,6 +52,15 @@ async def test_a_server_that_was_started_again_is_known_also_where_it_has_counte
     assert await found.step(PAIR) == {"prefix_hit_share": 0.0, "preemptions": 0.0}
 
 
+async def test_a_server_that_was_claimed_anew_may_have_gone_on_so_one_step_is_unknown() -> None:
+    server = Server(Usage(2, 100, 50), Usage(900, 9000, 90, 30), Usage(902, 9100, 140, 30))
+    found = UsageMeter(cast("PolicyServer", server))
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.5, "preemptions": 0.0}
+    server.claim = "another"
+    assert await found.step(PAIR) == {}
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.5, "preemptions": 0.0}
+
+
 async def test_preemptions_are_told_once_with_the_cure(warnings_of: Callable[[], list[str]]) -> None:
     found = meter(Usage(8, 80, 8, 2), Usage(16, 160, 16, 9))
     await found.step(PAIR)

@@ -188,7 +188,10 @@ class Runs:
         return [run.id for run in await self._store.list_runs(after=after, limit=limit, brief=True)]
 
     def _is_dropped(self, run: str) -> bool:
-        return time.monotonic() < self._dropped.get(run, 0.0)
+        if time.monotonic() < self._dropped.get(run, 0.0):
+            return True
+        self._dropped.pop(run, None)
+        return False
 
     async def _follow(self) -> None:
         while True:
