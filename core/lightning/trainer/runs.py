@@ -255,11 +255,11 @@ def _warn_of_absent(epoch: Epoch) -> None:
     """Warn of settings that a run's last epoch has and that nothing here carries out; the record keeps them."""
     with suppress(ConfigError):
         _, absent = recorded_config(cast("Mapping[str, object]", epoch.config.get("config", {})))
-        for key in absent:
+        if absent:
             log.warning(
-                "the run was recorded with the setting %s, which is unknown here: it goes on without it.%s",
-                key,
-                plugins().brought("settings", key),
+                "the run was recorded with settings that are unknown here, and goes on without them: %s.%s",
+                ", ".join(absent),
+                "".join(dict.fromkeys(plugins().brought("settings", key) for key in absent)),
             )
 
 

@@ -10,7 +10,8 @@ from lightning.config import Config, load_config, recorded_config, settings, wit
 from lightning.config.plugin_settings import config_model
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
-from lightning.trainer.runs import differences
+from lightning.trainer.runs import differences, plan_epochs
+from lightning.types import Run, StepRecord
 
 SOURCE = '''
 from typing import ClassVar
@@ -107,6 +108,22 @@ def test_a_run_goes_on_whatever_plugins_came_and_went_since(plugin: Any) -> None
     changed = {"config": load_config(overrides=["engine.notes.size=4"], env={}).model_dump(mode="json")}
     assert differences(before, after) == differences(after, before) == {}
     assert differences(before, changed) == {"engine.notes.size": (3, 4)}
+
+
+async def test_a_resume_says_once_which_recorded_settings_nothing_here_carries_out(warnings_of: Any) -> None:
+    settings = load_config(env={}).model_dump(mode="json")
+    settings["runner"] |= {"pace": {"seconds": 1}, "notes": 3}
+    run = Run("run", "a run", {"config": settings})
+    async with plugins().opened_store("memory://") as store:
+        await store.put_run(run)
+        await plan_epochs(store, run, run.config)
+        assert warnings_of() == []
+        await store.commit_step(StepRecord("run", 1, 1, (), (), ""))
+        await plan_epochs(store, run, run.config)
+    (said,) = warnings_of()
+    assert said.startswith("the run was recorded with settings that are unknown here, and goes on without them: runner.")
+    assert "runner.pace" in said
+    assert "runner.notes" in said
 
 
 def test_settings_of_plugins_come_through_a_pickle() -> None:
