@@ -121,7 +121,9 @@ async def test_a_resume_says_once_which_recorded_settings_nothing_here_carries_o
         await store.commit_step(StepRecord("run", 1, 1, (), (), ""))
         await plan_epochs(store, run, run.config)
     (said,) = warnings_of()
-    assert said.startswith("the run was recorded with settings that are unknown here, and goes on without them: runner.")
+    assert said.startswith(
+        "the run was recorded with settings that are unknown here, and goes on without them: runner."
+    )
     assert "runner.pace" in said
     assert "runner.notes" in said
 
