@@ -1,6 +1,6 @@
-"""`lightning doctor`: what is installed, what is missing, and the command that cures it.
+"""`lightning doctor`: checks what is installed and what is missing, and says the cure where one is known: a command or advice.
 
-The invariant: it changes nothing, and no finding keeps it from the next one.
+The invariant: it changes nothing, and a problem that one check finds does not stop the next check.
 """
 
 from __future__ import annotations
@@ -284,4 +284,4 @@ def _show(checks: list[Check], ok: bool) -> None:
             for check in checks
         ],
     )
-    say("\n[green]ready for: lightning demo" if ok else "\n[red]lightning demo cannot run yet: see the commands above")
+    say("\n[green]ready for: lightning demo" if ok else "\n[red]lightning demo cannot run yet: see the cures above")

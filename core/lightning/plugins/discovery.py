@@ -135,9 +135,9 @@ class RegisteredNames:
     """The registered names of all kinds, each with the plugin that registered it."""
 
     def __init__(self) -> None:
-        self._taken: defaultdict[str, dict[str, tuple[str, object]]] = defaultdict(dict)
+        self._taken: defaultdict[str, dict[str, tuple[str, object, bool]]] = defaultdict(dict)
+        """By kind and name: the plugin, the factory, and whether the name is a usual one."""
         self._contested: dict[tuple[str, str], set[str]] = {}
-        self._usual: set[tuple[str, str]] = set()
 
     def take(self, kind: str, plugin: str, name: str, factory: object, *, usual: bool = False) -> None:
         """Register a name of a plugin. A `usual` name is used where a user names none of its kind.
@@ -156,9 +156,7 @@ class RegisteredNames:
             owner = self._taken[kind][name][0]
             self._contested.setdefault((kind, name), set()).update({owner, plugin})
             raise PluginError(f"it registers the {one(kind)} {name!r}, which the plugin {owner!r} registers as well")
-        self._taken[kind][name] = (plugin, factory)
-        if usual:
-            self._usual.add((kind, name))
+        self._taken[kind][name] = (plugin, factory, usual)
 
     def known(self, kind: str) -> list[str]:
         """The names of a kind, sorted."""
@@ -166,7 +164,7 @@ class RegisteredNames:
 
     def usual(self, kind: str) -> list[str]:
         """Return the names of a kind that are used where a user names none."""
-        return [name for name in self.known(kind) if (kind, name) in self._usual]
+        return [name for name in self.known(kind) if self._taken[kind][name][2]]
 
     def claimants(self, kind: str, name: str) -> list[str]:
         """Return the plugins that claim the same name; empty when at most one does."""
@@ -182,7 +180,8 @@ class RegisteredNames:
         return self._taken[kind][name][0]
 
     def drop(self, plugin: str) -> None:
-        """Forget everything a plugin registered, but not the names that it claimed with others."""
+        """Remove every name that a plugin registered. That it claimed a name with another plugin is remembered: `claimants`
+        goes on naming both."""
         for names in self._taken.values():
-            for name in [name for name, (owner, _) in names.items() if owner == plugin]:
+            for name in [name for name, (owner, *_) in names.items() if owner == plugin]:
                 del names[name]

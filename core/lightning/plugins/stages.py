@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 class Stage:
     """A plugin's part in a line. `api` is the version of the line's contract that it was written for. `before` and `after` name
-    the stages that it stands before and after, installed or not. `carries_out` names the settings of the line's section that it
-    carries out."""
+    the stages that it stands before and after, installed or not. `carries_out` names the core's settings that a call stage or
+    a sampler carries out; other settings of stages belong to their plugins (`lightning.config.PluginSettings`)."""
 
     api: ClassVar[int] = 0
     before: ClassVar[Collection[str]] = ()

@@ -300,7 +300,8 @@ def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> s
 def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
     """Return the globs that match none of the callers, each with the glob that was probably meant; "" if none is similar.
 
-    Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
+    Only agents that no glob matches are suggested: a glob for an agent that was not called this time is not taken for a
+    misspelling of an agent that is trained already.
     """
     known = list(callers)
     globs: dict[str, str] = {}

@@ -422,6 +422,7 @@ def _order_of(config: TrainerConfig, tasks: Sequence[Task]) -> NamedStage[TaskOr
     _check_order(config.order)
     if (order := ORDER.make(config.order, tasks, config)) is None:
         raise ConfigError(
-            f"the plugin {plugins().owner(ORDER.asked, config.order)} makes no order {config.order!r}: mend it"
+            f"the plugin {plugins().owner(ORDER.asked, config.order)} registers the order {config.order!r}, and its factory "
+            "returned None instead of a TaskOrder: mend the plugin, or set trainer.order to 'shuffled' or 'given'"
         )
     return order

@@ -1,6 +1,7 @@
-"""Parts shared by the makers of bubblewrap sandboxes: the runner for its agents, and an agent for a program that it runs.
+"""What the two makers of bubblewrap sandboxes share: finding the program bwrap, and knowing which files to hide.
 
-The invariant: all of them use the same bubblewrap, and hide the files that the runner's settings name, in each process.
+One maker is the runner, for each process of agents; the other is the agent for tasks in Harbor's format, for a task's program.
+The invariant: both use the same bwrap, and hide the files that `runner.sandbox_hidden` names.
 """
 
 from __future__ import annotations

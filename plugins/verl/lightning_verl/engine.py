@@ -369,7 +369,7 @@ class VerlEngine:
         self._restarts += 1
         if short:
             self._budget = max(1, longest, self._budget // 2)
-            logger.warning("going on with %d tokens per micro-batch", self._budget)
+            logger.warning("out of memory: going on with %d tokens per micro-batch", self._budget)
         logger.warning("%s; starting the workers again after step %d", error, steps)
         self._start(again=True)
         if self._saved is not None:

@@ -9,6 +9,7 @@ from lightning import __version__, hooks
 from lightning.errors import PluginError
 from lightning.installation import install_command
 from lightning.plugins import Plugins
+from lightning.plugins.discovery import RegisteredNames
 
 CREDIT = """
 from lightning import hookimpl
@@ -300,3 +301,11 @@ def test_a_hook_that_two_plugins_bring_breaks_the_second_alone(install) -> None:
     (broken,) = [item for item in plugins.plugins() if item.state == "broken"]
     assert broken.name in ("first", "second")
     assert "'register_tunes' is already registered" in broken.error
+
+
+def test_a_usual_name_of_a_plugin_that_broke_is_not_usual_for_the_next_one() -> None:
+    names = RegisteredNames()
+    names.take("trackers", "broken", "mine", lambda config: None, usual=True)
+    names.drop("broken")
+    names.take("trackers", "whole", "mine", lambda config: None)
+    assert (names.known("trackers"), names.usual("trackers")) == (["mine"], [])

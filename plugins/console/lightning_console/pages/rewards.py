@@ -131,7 +131,8 @@ _memo: Memo[Rewards] = Memo(kept=16)
 
 
 async def read_rewards(store: Store, run: Run) -> Rewards:
-    """Read the rewards of a run's training rollouts, kept until the run changes. Raises `StoreError`."""
+    """Return statistics of the rewards of a run's training rollouts, from at most `STEPS` of its steps. They are cached until
+    the run changes, or longer if computing them was slow (`Memo`). Raises `StoreError`."""
     return await _memo.get(store, run.id, await stamp_of(store, run.id), lambda: apart(lambda: _read(store, run)))
 
 

@@ -86,7 +86,7 @@ class Client:
             given["runner.sandbox_hidden"] = (*base.runner.sandbox_hidden, str(token.absolute()))
         self.config = with_settings(base, {key: value for key, value in given.items() if value is not None})
         if rollouts is not None and rollouts < 1:
-            raise ConfigError(f"rollouts={rollouts} is no work: give a number from 1, or none for no end")
+            raise ConfigError(f"rollouts={rollouts} must be at least 1; leave it out to work without an end")
         self._store = HttpStore(server, token=token, patience=PATIENCE)
         self._runner = plugins().runner(runner)(agent, self.config)
         if self._runner.concurrency == 0:
