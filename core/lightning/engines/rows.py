@@ -20,8 +20,8 @@ import torch
 from lightning.batch.sample import Sample, TokenSpan, span_digest
 from lightning.engines.logprob_gap import quantile
 from lightning.errors import DataError
+from lightning.losses.correction import mismatch_metrics
 from lightning.losses.protocol import TokenBatch
-from lightning.losses.terms import mismatch_metrics
 
 
 def by_call(sample: Sample) -> list[Sample]:

@@ -6,8 +6,6 @@ composed of them is a sum over tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from lightning.losses.correction import Correction
@@ -74,27 +72,3 @@ def sampler_kl(sampler_log_ratio: torch.Tensor) -> torch.Tensor:
     """Return the estimate k3 of KL(pi_sampler || pi) at each sampled token: ratio - 1 - log ratio."""
     bounded = clamped(sampler_log_ratio)
     return torch.expm1(bounded) - bounded
-
-
-OF_BOTH = frozenset({"approx_kl", "ratio", "ratio_max"})
-"""The metrics that compare trainer and sampler, and mean nothing without the sampler's logprobs."""
-
-
-def mismatch_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the means of a step's metrics with `ess` in the place of the means of rho and rho². `ess` is the effective sample
-    size of the sampler's tokens for the trainer's policy, as a share of them: (E rho)² / E rho² (Kish, Survey Sampling, 1965);
-    1 means that both agree. `ess`, `approx_kl` and `ratio` are rescaled to the tokens that have a sampler's logprob (their
-    share is `old_logprob_share`; the given means count all others as if both agreed), and absent if no token has one."""
-    found = dict(means)
-    share = found.get("old_logprob_share", 1.0)
-    moments = [found.pop(name, None) for name in ("rho", "rho_squared")]
-    if not share:
-        return {name: value for name, value in found.items() if name not in OF_BOTH}
-    first, second = (None if each is None else 1.0 + (each - 1.0) / share for each in moments)
-    if first is not None and second:
-        found["ess"] = first * first / second
-    if "approx_kl" in found:
-        found["approx_kl"] /= share
-    if "ratio" in found:
-        found["ratio"] = 1.0 + (found["ratio"] - 1.0) / share
-    return found

@@ -20,7 +20,7 @@ from lightning_record import exchanges
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_branching.branches import BranchedAttempt, Branches, Inherits
+from lightning_branching.branch_answers import BranchedAttempt, Branches, Inherits
 from lightning_branching.recorded import prefix_of, read_rollout, why_no_branch
 from lightning_branching.streams import answer_of
 from lightning_branching.tools import BRANCHES

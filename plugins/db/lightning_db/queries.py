@@ -55,9 +55,6 @@ RUNS: Final = "SELECT id FROM runs"
 UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
 TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
 """Selects the traces of attempts that gateways keep in the state: a value is `[rollout, attempt, expires_at]`."""
-TRACES_AT_ONCE: Final = 500
-"""The most traces that are removed in one transaction, for which other writers wait. There is one for each attempt that ever
-was."""
 TRACES_AFTER: Final = f"{TRACES} AND name > ? ORDER BY name LIMIT ?"
 FORGET_STATE: Final = "DELETE FROM state WHERE run = ? AND name = ?"
 ROLLOUTS: Final = "SELECT id FROM rollouts WHERE run = ? ORDER BY id"

@@ -23,6 +23,9 @@ from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
 
 T = TypeVar("T")
 SELECT_VERSIONS: Final = "SELECT name, version FROM operation_groups ORDER BY name"
+TRACES_AT_ONCE: Final = 500
+"""The most traces that are removed in one transaction, for which other writers wait. There is one for each attempt that ever
+was."""
 
 
 class RelationalKeeper(ABC):
@@ -168,7 +171,7 @@ class RelationalKeeper(ABC):
             return traces[-1][0] if traces else "", old
 
         while True:
-            page = (after, queries.TRACES_AT_ONCE)
+            page = (after, TRACES_AT_ONCE)
             after, old = await self._read(look)
             if not after:
                 return

@@ -26,7 +26,7 @@ from lightning.plugins import plugins
 from lightning.tracking.trackers import names_of
 from lightning_debug.config import AlertsConfig
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
-from lightning_planner.roofline import Memory, memory
+from lightning_planner.memory import Memory, memory
 from lightning_planner.shape import Shape, read_shape
 from lightning_prompts.config import OptimizerModelConfig
 from lightning_record.config import ProvidersConfig

@@ -17,10 +17,11 @@ from lightning.config import Config, EngineConfig
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.cluster import Cluster
 from lightning_planner.costs import Changes, Costs, Schedule, Sharing, Team, draw
+from lightning_planner.memory import Memory, memory, uncounted
 from lightning_planner.recorded import PHASES, Recorded, forward_passes
-from lightning_planner.roofline import Memory, memory, server_costs, trainer_costs, uncounted
 from lightning_planner.shape import Shape
 from lightning_planner.simulation import Phases, Simulated, simulate
+from lightning_planner.speed import server_costs, trainer_costs
 
 LABEL = "simulation: no number of a plan was measured"
 """Label of everything that a plan prints or writes."""

@@ -1,55 +1,23 @@
-"""The connection to a Ray cluster, ended only by the code that made it; and the actor that runs agents on a node.
+"""The connection to a Ray cluster, ended only by the code that made it.
 
-The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`. An
-agent never runs in the actor's own process, so that neither a crash nor a hang of an agent costs the actor. The actor returns
-an agent's outcome as bytes of JSON.
+The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
 import logging
 import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import lightning
-from lightning.config import RunnerConfig, config_model
-from lightning.errors import LightningError, MissingExtraError, RunnerError
-from lightning.runner.outcomes import encode_outcome
-from lightning.runner.process import ProcessRunner
-from pydantic import ValidationError
+from lightning.config import RunnerConfig
+from lightning.errors import MissingExtraError, RunnerError
 
+from lightning_ray.actor import AgentHost
 from lightning_ray.config import RayConfig
 from lightning_ray.connection import begin
-
-
-class AgentHost:
-    """The actor that runs agents. Its worker processes end with it."""
-
-    def __init__(self, shipped: bytes, config: str) -> None:
-        self._shipped, self._config = shipped, config
-        self._runner: ProcessRunner
-
-    async def start(self, version: str) -> str:
-        """Load the agent, and return what is wrong; empty for nothing. `version` is the trainer's release, which the node must
-        have."""
-        if version != lightning.__version__:
-            return f"a node of the Ray cluster has lightning {lightning.__version__}, the trainer {version}"
-        try:
-            settings = config_model().model_validate({"runner": json.loads(self._config)}).runner
-            self._runner = ProcessRunner(self._shipped, settings)
-            await self._runner.start()
-        except (LightningError, ValidationError) as error:
-            return str(error)
-        return ""
-
-    async def run(self, request: bytes) -> bytes:
-        """Run the agent on an encoded request, and return the encoded outcome. Cancelling this kills the agent."""
-        return encode_outcome(await self._runner.answer(request))
-
 
 LOCAL_STARTS = 3
 """How often starting a local cluster is tried: Ray gives up after 30 s, which may not suffice on a busy machine."""

@@ -20,8 +20,8 @@ from lightning.gateway import call as gateway_call
 from lightning.testing import Reply, vllm_replies
 from lightning.trainer.agents import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
-from lightning_branching import branches
-from lightning_branching.branches import BranchedAttempt, Branches
+from lightning_branching import branch_answers
+from lightning_branching.branch_answers import BranchedAttempt, Branches
 from lightning_branching.divergence import diverged
 from lightning_branching.recorded import recorded_rollout
 from lightning_branching.stage import BranchesStage
@@ -165,7 +165,7 @@ def test_of_parallel_calls_with_a_clock_the_one_that_was_meant_is_compared(made:
 
 
 def test_an_agent_that_leaves_a_call_out_is_void(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "PATIENCE", 0.2)
+    monkeypatch.setattr(branch_answers, "PATIENCE", 0.2)
     turns = itertools.count()
 
     def agent(task: Task, llm: LLM) -> float:

@@ -19,7 +19,7 @@ from lightning.trainer import samplers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
-from lightning_branching.branches import Branches
+from lightning_branching.branch_answers import Branches
 from lightning_branching.recorded import is_void
 from lightning_record import exchanges
 

@@ -19,7 +19,7 @@ from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
-from lightning_db import keeper, queries
+from lightning_db import keeper, queries, relational
 from lightning_db.keeper import Weight, count_tokens, keeper_of
 from lightning_otel.traces.store import spans
 from lightning_resources.operations import list_resources
@@ -298,7 +298,7 @@ async def test_who_writes_meanwhile_waits_for_a_few_of_the_old_traces(
     database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be hundreds of thousands: a trainer that waited for all of them would give up."""
-    monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
+    monkeypatch.setattr(relational, "TRACES_AT_ONCE", 2)
     connection = sqlite3.connect(database, isolation_level=None, timeout=0, check_same_thread=False)
     for number in range(5):
         trace = (f"{number:032x}", json.dumps([f"gone-{number}", 1, 2e9]))

@@ -15,8 +15,7 @@ from lightning.testing.trajectories import make_group
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import batch_digest
 from lightning.types import StepReward, ToolEvent, logprobs
-from lightning_finetuning.dpo import DPO
-from lightning_finetuning.preference import PreferenceLoss
+from lightning_finetuning.dpo import DPO, PreferenceLoss
 
 
 def pairs_of(batch) -> list[str]:

@@ -13,8 +13,7 @@ from lightning.batch.sample import TokenSpan
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.protocol import StepLoss, StepTokens, TokenBatch, needs_reference
-from lightning_finetuning.dpo import DPO
-from lightning_finetuning.preference import PreferenceLoss
+from lightning_finetuning.dpo import DPO, PreferenceLoss
 from torch.nn.functional import logsigmoid
 
 REWARDS = [0.0, 1.0, 0.5, 1.0]

@@ -13,16 +13,9 @@ from lightning.config import LoraConfig
 from lightning.config.plugin_settings import EngineConfig
 from lightning.errors import ConfigError
 from lightning_planner.cluster import GPUS, Assumptions, Cluster, assume, find_gpu
-from lightning_planner.roofline import (
-    kv_tokens,
-    layer_activations,
-    memory,
-    server_costs,
-    trainer_costs,
-    training_items,
-    uncounted,
-)
+from lightning_planner.memory import kv_tokens, layer_activations, memory, training_items, uncounted
 from lightning_planner.shape import KNOWN, read_shape, shape_of
+from lightning_planner.speed import server_costs, trainer_costs
 from lightning_verl.config import VerlConfig
 
 SMALL, LARGE = read_shape("Qwen/Qwen3-4B"), read_shape("Qwen/Qwen3-8B")

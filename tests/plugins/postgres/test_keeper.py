@@ -21,7 +21,7 @@ from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Rollout, Run, Scope, Task, Token
 from lightning_db import command as db
-from lightning_db import queries
+from lightning_db import queries, relational
 from lightning_db.keeper import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
@@ -171,7 +171,7 @@ async def test_pruning(store: PostgresStore, url: str) -> None:
 async def test_old_traces_go_a_few_at_a_time(
     store: PostgresStore, url: str, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
+    monkeypatch.setattr(relational, "TRACES_AT_ONCE", 2)
     kept = (await store.list_rollouts("run")).items[0].id
     for number in range(5):
         await store.put_state(TRACES_RUN, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])

@@ -1,9 +1,7 @@
-"""Memory and speed of GPUs on which nothing was measured: formulas, each with its source.
+"""The memory that a training step and vLLM take on GPUs on which nothing was measured: formulas, each with its source.
 
 The invariant: memory is in bytes for one GPU, at the moment of the step that needs most of it; nothing that is shared by
-ranks is counted whole on each, and nothing that every rank needs whole is divided. Every term of a cost is operations or bytes
-divided by a peak times an assumed share of it, and terms that could overlap are added, so that an estimate is rather too slow
-than too fast.
+ranks is counted whole on each, and nothing that every rank needs whole is divided.
 
     what a rank keeps: weights, gradients, two moments, float32 each (ZeRO, arXiv 1910.02054, with all of it sharded), but
     gradients whole where verl exchanges them only after the last micro-batch, as it does unless told otherwise
@@ -12,15 +10,10 @@ than too fast.
     activations: what the backward pass needs of each layer, counted from the layer's own operations as arXiv 2205.05198
     does, without attention scores (flash attention keeps none); with checkpointing each layer's input, and one layer whole
     KV cache: 2 x layers x key heads x their size, for each token (arXiv 2309.06180), in what vLLM's share leaves
-    decoding: each iteration reads the weights once and every sequence's keys and values (arXiv 2309.06180)
-    a token forward: 2 operations for each parameter it is multiplied with; backward twice that (arXiv 2001.08361), and one
-    forward more where layers are checkpointed, and for each pass that the algorithm makes before the gradient's; attention
-    adds 4 x layers x width x tokens before it, which are half a row in the mean
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning.config import EngineConfig
@@ -28,7 +21,6 @@ from lightning.errors import ConfigError
 from lightning_verl.config import VerlConfig
 
 from lightning_planner.cluster import Cluster
-from lightning_planner.costs import ServerCosts, TrainerCosts
 from lightning_planner.shape import Shape
 
 HALF, FULL = 2, 4
@@ -259,79 +251,3 @@ def _kv_bytes(shape: Shape, cluster: Cluster) -> float:
     """Return the bytes of a token's keys and values on all GPUs of the policy server. With more GPUs than key heads some heads
     are stored more than once."""
     return HALF * shape.kv_elements * max(1.0, cluster.server_gpus / shape.kv_heads)
-
-
-STATE = 3 * FULL
-"""Bytes of a checkpoint for each trained parameter: the weight and two moments in float32."""
-TRAFFIC = 7 * FULL
-"""Bytes that AdamW reads and writes for each parameter: the gradient is read; weight and two moments are read and written."""
-
-
-def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -> ServerCosts:
-    """Return a policy server's costs at a mean `context` of tokens in a sequence.
-
-    Raises `ConfigError` when the model does not fit into vLLM's share of the memory, or its heads cannot be divided among the
-    GPUs.
-    """
-    gpu, assumed, together = cluster.gpu, cluster.assumptions, cluster.server_gpus
-    _check_heads(shape, cluster)
-    room = kv_tokens(shape, cluster, share)
-    if room < context:
-        raise ConfigError(
-            f"{shape.name} leaves vLLM no room for a KV cache in {share:.0%} of {together} x {gpu.name}: raise "
-            f"policy_server.gpu_memory_utilization, or {_option(cluster)}"
-        )
-    traffic = together * gpu.bandwidth * assumed.bandwidth_share
-    operations = together * gpu.flops * assumed.prompt_mfu
-    forward = 2.0 * shape.computed / operations
-    return ServerCosts(
-        token=HALF * shape.parameters / traffic + assumed.iteration_seconds,
-        token_per_call=forward + HALF * shape.kv_elements * context / traffic,
-        prompt_token=forward,
-        latency=assumed.call_seconds,
-        max_calls=assumed.max_calls,
-        kv_tokens=room,
-    )
-
-
-def _check_heads(shape: Shape, cluster: Cluster) -> None:
-    """Raise `ConfigError` where vLLM would refuse: all GPUs of a server must have equally many heads, and no key head may be
-    split."""
-    able = [
-        number
-        for number in range(1, min(shape.heads, cluster.gpus if cluster.shared else cluster.gpus - 1) + 1)
-        if not shape.heads % number and (not shape.kv_heads % number or not number % shape.kv_heads)
-    ]
-    if cluster.server_gpus not in able:
-        raise ConfigError(
-            f"vLLM cannot divide the {shape.heads} heads and {shape.kv_heads} key heads of {shape.name} among "
-            f"{cluster.server_gpus} GPUs: give {_option(cluster)} as one of {', '.join(map(str, able))}"
-        )
-
-
-def _option(cluster: Cluster) -> str:
-    return "--tensor-parallel" if cluster.shared else "--serve-on"
-
-
-def trainer_costs(
-    shape: Shape, cluster: Cluster, engine: EngineConfig, length: float, forward_passes: int = 0
-) -> TrainerCosts:
-    """Return training's costs for rows of a mean `length` of tokens, each of which has `forward_passes` before its gradient's
-    own pass."""
-    gpu, assumed, ranks = cluster.gpu, cluster.assumptions, cluster.training
-    passes = (4.0 if engine.gradient_checkpointing else 3.0) + forward_passes
-    operations = passes * (2.0 * shape.computed + 2.0 * shape.layers * shape.queries * length)
-    computing = operations / (ranks * gpu.flops * assumed.train_mfu)
-    # A micro-batch of every rank gathers the weights twice and scatters the gradients once; it overlaps with computing. In a
-    # forward pass alone they are gathered once.
-    exchanged = ((2 + forward_passes) * HALF + FULL) * shape.parameters * (ranks - 1) / ranks
-    sharding = exchanged / cluster.exchange / (ranks * engine.tokens_per_microbatch)
-    learned = shape.parameters if engine.lora is None else shape.adapters(engine.lora.rank)
-    machines = math.ceil(ranks / assumed.gpus_per_machine)
-    return TrainerCosts(
-        step=TRAFFIC * learned / ranks / (gpu.bandwidth * assumed.bandwidth_share),
-        row_token=max(computing, sharding),
-        checkpoint=STATE * learned / (machines * assumed.files),
-        update=2 * HALF * shape.parameters / assumed.files,  # written by the trainer, read by the server
-        export=HALF * shape.parameters / assumed.files,
-    )
