@@ -14,8 +14,8 @@ from lightning.store.memory import MemoryStore
 from lightning.types import Json, Outcome, Rollout, Run, Task
 from lightning_console.answers import answer
 from lightning_console.export import export_pages
-from lightning_console.pages.group import Action, Line, make_tree
 from lightning_console.places import SERVER, Places
+from lightning_console.queries.tree import Action, Line, make_tree
 from lightning_console.router import show
 from lightning_record import exchanges
 from lightning_record.exchanges import TEXTS
