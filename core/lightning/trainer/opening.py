@@ -48,7 +48,7 @@ from lightning.trainer.runs import (
 from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.stages import step_line
-from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
+from lightning.trainer.summary import Reporter, Summary, summarize
 from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
@@ -135,15 +135,13 @@ class RunOpening:
         train: list[Task],
         val: list[Task],
         sampler: Sampler | None = None,
-        *,
-        own_loop: bool = False,
     ) -> AsyncIterator[Prepared]:
         """The run to begin or to go on with, and what it needs that costs little to open. `sampler` is where its groups come
         from, None for the core's own."""
         sampler = sampler or TurnSampler()
         line = run_line(self.config)
         line.check(self.config)
-        runner = self._runner_of(agent, needed=own_loop or bool(val) or self.recorded is None)
+        runner = self._runner_of(agent, needed=bool(val) or self.recorded is None)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
@@ -198,7 +196,7 @@ class RunOpening:
             reporter,
         )
 
-    async def _open_loop(self, made: Prepared, val: list[Task], *, own_loop: bool = False) -> Loop:
+    async def _open_loop(self, made: Prepared, val: list[Task]) -> Loop:
         """What samples and what trains, opened, and the loop over them."""
         assert isinstance(self.schedule, AlgorithmSchedule), "a search has a loop of its own"
         engine = self._make_engine(made.start.config)
@@ -222,17 +220,25 @@ class RunOpening:
             made.epochs,
             base,
             made.sampler,
-            own_loop,
             made.teacher,
             step_line(made.start.config),
             made.line,
             made.bring_forward,
         )
 
-    async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:
+    @asynccontextmanager
+    async def _opened(self, agent: Agent | None, val: list[Task]) -> AsyncIterator[Loop]:
+        """The loop of a run whose steps the block takes; after the block the run is over."""
+        async with self._prepared(agent, [], val) as made:
+            loop = await self._open_loop(made, val)
+            yield loop
+            await self._finished(made, loop)
+
+    async def _finished(self, made: Prepared, loop: Loop) -> Summary:
         """The run is over: say so, and tell plugins where its model lies."""
         await mark_over(made.start.store, made.start.run.id, True)
         summary = await summarize(made.start.store, made.start.run.id)
+        kept = loop.kept
         steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
         about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
         if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import run_to_end
@@ -28,15 +29,18 @@ from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.context import mark_over
 from lightning.trainer.model import default_rate, resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
-from lightning.trainer.plan import as_tasks, fixed_order
+from lightning.trainer.plan import as_tasks
 from lightning.trainer.run_stages import run_line
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
-from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
 from lightning.types import Json, Run, Task, as_texts
+
+if TYPE_CHECKING:
+    from lightning import Session
+    from lightning.hooks import MakeSession
 
 logger = logging.getLogger(__name__)
 
@@ -183,52 +187,19 @@ class Trainer(RunOpening):
                 await mark_over(made.start.store, made.start.run.id, True)
                 return await summarize(made.start.store, made.start.run.id)
             loop = await self._open_loop(made, val)
-            kept = await loop.run({"seconds/start": time.monotonic() - made.began})
-            return await self._finished(made, loop, kept)
+            await loop.run({"seconds/start": time.monotonic() - made.began})
+            return await self._finished(made, loop)
 
-    @asynccontextmanager
-    async def session(self, agent: Agent | None, val: Sequence[Task | Json] = ()) -> AsyncIterator[Session]:
-        """Everything that a run needs, open, for a training loop of your own (`lightning.trainer.session`).
+    def session(self, agent: Agent | None, val: Sequence[Task | Json] = ()) -> AbstractAsyncContextManager[Session]:
+        """Open everything that a run needs, for a training loop of your own: `async with trainer.session(agent) as session`.
 
         It leaves a run as `fit` does: the same record, checkpoints and model, which `resume=True` goes on with. Checkpoints are
-        written at each step. Raises `ConfigError` for settings that only `fit` has a meaning for, and what `fit` raises.
+        written at each step. Raises `ConfigError` for settings that only `fit` has a meaning for, `PluginError` without the
+        plugin that brings such loops, and what `fit` raises.
         """
         held_out = as_tasks(val, "val")
-        self._check_own_loop(held_out)
-        async with self._prepared(agent, [], held_out, own_loop=True) as made:
-            loop = await self._open_loop(made, held_out, own_loop=True)
-            async with Session(loop) as session:
-                yield session
-            await self._finished(made, loop, session.kept)
-
-    def _check_own_loop(self, held_out: list[Task]) -> None:
-        """Refuse, before anything is opened, what a loop of somebody's own cannot do; name what it does not look at."""
-        if self.recorded is not None or not isinstance(self.schedule, AlgorithmSchedule):
-            raise ConfigError("a loop of your own samples rollouts and updates weights: give no record, and no search")
-        if head := self.schedule.head:
-            raise ConfigError(
-                f"the head {head!r} is trained by Trainer.fit alone: choose a credit without one for your own loop"
-            )
-        trainer, engine, plain = self.config.trainer, self.config.engine, Config()
-        if fixed_order(trainer.order) is None or engine.minibatches * engine.epochs > 1:
-            raise ConfigError(
-                "orders of plugins (trainer.order), engine.minibatches and engine.epochs belong to Trainer.fit: your own loop "
-                "chooses its tasks, and takes as many updates as it calls optim_step()"
-            )
-        if trainer.sampling != plain.trainer.sampling:
-            raise ConfigError(
-                f"trainer.sampling = {trainer.sampling} belongs to Trainer.fit: your own loop says what is sampled, and where "
-                "branches begin with session.branch()"
-            )
-        if trainer.max_reuse and not trainer.max_staleness:
-            raise ConfigError(
-                f"trainer.max_reuse = {trainer.max_reuse} with trainer.max_staleness = 0: after a step its rollouts are too "
-                "old for another one. Set trainer.max_staleness to the age in steps at which a replay buffer drops them"
-            )
-        check_held_out(self.config, held_out)
-        unused = ("tasks_per_step", "eval_every", "patience", "max_waves", "checkpoint_every")
-        if said := [name for name in unused if getattr(trainer, name) != getattr(plain.trainer, name)]:
-            logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
+        make = cast("MakeSession", plugins().sole("sessions", "Trainer.session"))
+        return make(self, held_out, self._opened(agent, held_out))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
         line = run_line(self.config)

@@ -320,7 +320,6 @@ async def open_bench(
                 epochs,
                 "the base",
                 sampler,
-                own_loop,
                 bring_forward=bring_forward,
             )
             loop.stages = stages(config)
