@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from lightning_finetuning.dpo import DPO
     from lightning_finetuning.sft import SFT
     from lightning_prompts.apo import APO
+    from lightning_session.session import Session
 
     from lightning.algorithms.lightning_rl import LightningRL
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
     from lightning.instrument import component, label, reward, state, tool
     from lightning.trainer import Trainer
-    from lightning.trainer.session import Session
     from lightning.types import LLM, Caller, Rollout, StepState, Task, ToolEvent, Transition
 
 __all__ = [
@@ -67,7 +67,7 @@ _HOME = {
     "LightningRL": "lightning.algorithms.lightning_rl",
     "MissingExtraError": "lightning.errors",
     "Rollout": "lightning.types",
-    "Session": "lightning.trainer.session",
+    "Session": "lightning_session.session",
     "StepState": "lightning.types",
     "Task": "lightning.types",
     "ToolEvent": "lightning.types",

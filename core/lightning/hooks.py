@@ -29,8 +29,11 @@ import pluggy
 from lightning.errors import import_extra
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from starlette.types import ASGIApp
 
+    from lightning import Session, Trainer
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
@@ -52,10 +55,15 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.agents import RunServer
+    from lightning.trainer.loop import Loop
     from lightning.trainer.run_stages import RunStage
     from lightning.trainer.samplers import Asked, Sampler, TaskOrder
     from lightning.trainer.stages import StepStage
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
+
+    MakeSession = Callable[
+        [Trainer, Sequence[Task], AbstractAsyncContextManager[Loop]], AbstractAsyncContextManager[Session]
+    ]
 
 hookspec = pluggy.HookspecMarker("lightning")
 hookimpl = pluggy.HookimplMarker("lightning")
@@ -352,6 +360,16 @@ def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]
 def register_orders(register: Callable[[str, Callable[[Sequence[Task], TrainerConfig], TaskOrder]], None]) -> None:
     """Register orders of tasks for `trainer.order = "name"`: functions from the run's tasks and the settings `trainer` to a
     `lightning.trainer.samplers.TaskOrder`, called once for each run. An order that raises ends the run's step."""
+
+
+@hookspec
+def register_sessions(register: Callable[[str, MakeSession], None]) -> None:
+    """Register what `Trainer.session` opens: a function that gets the trainer, the held-out tasks, and a context manager that
+    opens the run (a `lightning.trainer.loop.Loop`) and ends it, and returns the context manager to return.
+
+    The function raises `ConfigError` for settings that it has no use for, before it opens the run. At most one plugin may
+    register one; a training by `Trainer.fit` calls none.
+    """
 
 
 @hookspec

@@ -18,10 +18,11 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.trainer.training_data import all_rollouts, load_groups, rollouts_of
+from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Rollout, Transition
 from lightning_examples.raw_python import MODEL
 from lightning_examples.word_problems import tasks, val_tasks
+from lightning_proof.recorded_step import rollouts_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -55,7 +55,7 @@ from lightning.store import SqliteThing
 from lightning.runner import process, warmth
 from lightning.types.recorded import Span
 from lightning.moved import away
-from lightning.trainer.loop import Loop
+from lightning.trainer.trainer import Prepared
 if False:
     from lightning.engines.protocol import Engine
 """
@@ -73,7 +73,7 @@ def test_a_private_import_is_named_with_its_line_and_the_public_place(install) -
         f"{file}:4: lightning.runner.warmth: {nothing}",
         f"{file}:5: lightning.types.recorded.Span: import it from lightning.types",
         f"{file}:6: lightning.moved.away: this lightning has no such module",
-        f"{file}:7: lightning.trainer.loop.Loop: {nothing}",
+        f"{file}:7: lightning.trainer.trainer.Prepared: {nothing}",
     ]
     with pytest.raises(AssertionError, match=r"curious_plugin.py:4: lightning\.runner\.process: nothing public"):
         check_imports("curious_plugin", *FOR_ADAPTERS)

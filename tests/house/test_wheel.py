@@ -22,7 +22,7 @@ ENTRY_POINTS = [
     "debug", "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner",
     "policy_server", "postgres", "prompts", "proof", "raw", "ray", "record", "redis", "resources", "runners", "samplers",
-    "sandbox", "server", "smolagents.smolagents", "stores", "trackers", "verl",
+    "sandbox", "server", "session", "smolagents.smolagents", "stores", "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.batch.build import Normalization, build_samples
+from lightning.batch.build import Normalization, build_samples, state_rows, with_values
 from lightning.batch.sample import (
     FloatArray,
     IntArray,
@@ -43,6 +43,8 @@ __all__ = [
     "is_trained",
     "sampler_logprobs",
     "span_digest",
+    "state_rows",
     "transition_digest",
     "turns",
+    "with_values",
 ]

@@ -104,6 +104,7 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("weight_transfers", "gloo"): "attach",
     ("weight_transfers", "nccl"): "attach",
     ("fleets", ""): "server",
+    ("sessions", ""): "session",
     ("ports", ""): "server",
     ("run_stages", "prompts"): "resources",
     ("run_stages", "begun"): "proof",
@@ -134,6 +135,7 @@ SOLE: Mapping[str, str] = {
     "servers": "lets clients in",
     "fleets": "knows of gateways elsewhere",
     "ports": "guards ports",
+    "sessions": "opens training loops of your own",
 }
 """Kinds of which at most one plugin registers one, with what that plugin does."""
 

@@ -170,6 +170,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),
+        "a training loop of one's own": ("lightning.trainer.loop",),
         "an evaluation": ("lightning.trainer.agents",),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",

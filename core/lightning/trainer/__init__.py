@@ -9,15 +9,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.trainer.session import Session
     from lightning.trainer.summary import Evaluation, Summary
     from lightning.trainer.trainer import Trainer
 
-__all__ = ["Evaluation", "Session", "Summary", "Trainer"]
+__all__ = ["Evaluation", "Summary", "Trainer"]
 
 _HOME = {
     "Evaluation": "summary",
-    "Session": "session",
     "Summary": "summary",
     "Trainer": "trainer",
 }

@@ -7,9 +7,7 @@ The invariant: the algorithm of a step follows from its number alone, so that a 
 from __future__ import annotations
 
 import inspect
-import logging
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeGuard
 
@@ -19,8 +17,6 @@ from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +146,3 @@ def credit_of(algorithm: object) -> object:
     if isinstance(credit, type):
         raise ConfigError(f"credit={credit.__name__} is a class, not a credit function: give {credit.__name__}(...)")
     return plugins().credit(credit)
-
-
-def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
-    """Say which algorithms take branches for rollouts of their own, and which bonuses outweigh the credit that does not."""
-    for algorithm in algorithms:
-        credit = getattr(algorithm, "credit", None)
-        if credit is None:  # an algorithm of one's own knows what it does
-            continue
-        if getattr(plugins().credit(credit), "knows_branches", False):
-            _warn_of_bonus(algorithm)
-            continue
-        logger.warning(
-            "groups have branches, and the credit is %s: it takes them for rollouts of their own, so that late calls weigh "
-            "more. credit=branch compares them where they part",
-            credit if isinstance(credit, str) else type(credit).__name__,
-        )
-
-
-def _warn_of_bonus(algorithm: Algorithm) -> None:
-    names = ("entropy_coefficient", "kl_coefficient")
-    if found := [f"{name} = {value:g}" for name in names if (value := getattr(algorithm, name, 0.0))]:
-        logger.warning(
-            "the credit branch with %s: its advantages are in units of the reward and divided among continuations, so that a "
-            "coefficient which was chosen for GRPO may outweigh them. Begin with 0",
-            " and ".join(found),
-        )

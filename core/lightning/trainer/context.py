@@ -8,11 +8,11 @@ for bit on a CPU; where the numeric context differs they are the same but for ro
 Keys: `epoch`, the number of the config epoch · `weights`, SHA-256 (hex) of the weights that were served when the step was
 taken, which are those of version `step` (of the adapters, where these were handed over alone; `base` for the model's own) ·
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
-(`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
-(`OwnStep`) · `stages`, the plugins' stages that stood in a line: by what goes through it (`calls` of the
-trainer's gateway; `attempts`, where they are made beside it; `steps`; `groups`, of which they are the sampler and the order of
-tasks; `runs`, at whose beginning and end they stand), in their order, each with the version of its distribution · `added`,
-what stages add to the step, by their names · and the numeric context, `NUMERIC`.
+(`model`) and that one's `base_digest` (`sha256`) · `stages`, the plugins' stages that stood in a line: by what goes through it
+(`calls` of the trainer's gateway; `attempts`, where they are made beside it; `steps`; `groups`, of which they are the sampler
+and the order of tasks; `runs`, at whose beginning and end they stand), in their order, each with the version of its
+distribution · `added`, what stages add to the step, by their names · what a loop other than the trainer's says of how it took
+the step · and the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import hashlib
 import inspect
 import json
 import platform
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,9 +30,9 @@ from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from lightning.engines.protocol import Engine
-from lightning.errors import ConfigError, DataError
+from lightning.errors import ConfigError
 from lightning.store.protocol import Store
-from lightning.types import Json, Run, StepRecord
+from lightning.types import Json, Run
 
 NUMERIC: Final = ("dtype", "device", "threads", "tokens_per_microbatch", "path", "cpu", "versions")
 """Keys of the numeric context: the dtype that is computed in, where, by how many threads, trained tokens of a micro-batch, the
@@ -280,56 +279,3 @@ def reference_of(engine: Engine, teacher: Teacher | None) -> dict[str, Path]:
             f"from {teacher.name}: take another engine (the torch engine takes one), or another algorithm"
         )
     return {"reference": teacher.folder}
-
-
-OWN_LOOP: Final = "own_loop"
-"""The key in a step's context that says it was taken by a loop of somebody's own (`lightning.trainer.session`), and how."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnStep:
-    """A step of such a loop. `batch` is the digest of the rows as the run's algorithm made them; `updates` has for each update
-    its learning rate and the digest of the rows that its gradient was computed on (`rows_digest`)."""
-
-    batch: str
-    updates: tuple[tuple[float, str], ...]
-
-    @property
-    def changed(self) -> bool:
-        """Whether an update was computed on other rows than the batch's: some of them, or with other weights or advantages."""
-        return any(rows != self.batch for _, rows in self.updates)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of all of it."""
-        digest = hashlib.sha256(self.batch.encode())
-        for rate, rows in self.updates:
-            digest.update(struct.pack("<d", rate) + rows.encode())
-        return digest.hexdigest()
-
-    def to_json(self) -> dict[str, Json]:
-        """Return this in JSON, as the step's context has it under `OWN_LOOP`."""
-        return {"batch": self.batch, "updates": [{"lr": rate, "rows": rows} for rate, rows in self.updates]}
-
-
-def own_step(context: Mapping[str, Json]) -> OwnStep | None:
-    """Read from a step's context how a loop of somebody's own took the step; None if the trainer's loop took it. Raises
-    `DataError` for a context that cannot be read."""
-    found = context.get(OWN_LOOP)
-    if not found:
-        return None
-    try:
-        if not isinstance(found, Mapping) or not isinstance(updates := found["updates"], (list, tuple)):
-            raise TypeError("no list of updates")
-        return OwnStep(str(found["batch"]), tuple((float(each["lr"]), str(each["rows"])) for each in updates))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the step's record does not say which updates its own loop took: {found!r:.200}. Restore the database from a "
-            "backup"
-        ) from error
-
-
-def changed_by_loop(record: StepRecord) -> bool:
-    """Whether a loop of somebody's own took this step and computed an update on other rows than the algorithm's."""
-    own = own_step(record.context)
-    return own is not None and own.changed

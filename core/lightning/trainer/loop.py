@@ -20,17 +20,14 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.runner.protocol import StagedRunner
-from lightning.store.rollout_state import REUSE
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import (
     ADDED,
-    OWN_LOOP,
     STAGES,
     TEACHER,
     Epoch,
-    OwnStep,
     Teacher,
     epoch_at,
     named_stages,
@@ -93,8 +90,6 @@ class Loop:
     epochs: Sequence[Epoch] = ()
     base: str = ""
     sampler: Sampler = field(default_factory=TurnSampler)
-    own_loop: bool = False
-    """Whether steps are taken by a loop of somebody's own (`Session`), which only its own code can take again."""
     teacher: Teacher | None = None
     """What the engine has for a reference model, where that is another one than the run began with."""
     stages: StepLine = field(default_factory=StepLine)
@@ -102,6 +97,8 @@ class Loop:
     bring_forward: BringForward | None = None
     """What takes recorded steps again; none: no step that taught is committed before its checkpoint is on disk."""
     done: int = 0
+    kept: Evaluation | None = None
+    """The evaluation of the exported model, where the best one's is kept."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -172,14 +169,14 @@ class Loop:
                 f"that after {best.step} steps (trainer.patience)"
             )
         keeps = self.stack.config.trainer.keep == "best"
-        kept = await asyncio.to_thread(self.held_out.deliver, model) if keeps else None
-        if kept is None:
+        self.kept = await asyncio.to_thread(self.held_out.deliver, model) if keeps else None
+        if self.kept is None:
             await asyncio.to_thread(self.engine.export, model)
         else:
             self.reporter.say(
-                f"kept the model of the best evaluation: after {kept.step} steps, held-out reward {kept.score:.3f}"
+                f"kept the model of the best evaluation: after {self.kept.step} steps, held-out reward {self.kept.score:.3f}"
             )
-        return kept
+        return self.kept
 
     def sampling(self) -> Sampler:
         """The sampler, with what it works with."""
@@ -189,7 +186,8 @@ class Loop:
 
     async def step(self, step: int) -> dict[str, float]:
         """Sample the groups of a step, train on them once, and make the policy server serve the result."""
-        self._seconds, algorithm = {}, self.schedule.at(step)
+        self.begin_step()
+        algorithm = self.schedule.at(step)
         with self.timed("rollout"):
             sampled = await self.sampler.sample(step)
         with self.timed("checkpoint"):
@@ -217,14 +215,14 @@ class Loop:
         groups: Sequence[Group],
         batch: Batch,
         result: StepResult,
-        reused: Sequence[str] = (),
-        own: OwnStep | None = None,
+        said: Mapping[str, Json] | None = None,
+        digest: str = "",
     ) -> dict[str, float]:
-        """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `reused`
-        are the rollouts that an earlier step has trained, `sampled` is what is new, `own` what a loop of somebody's own did."""
+        """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `sampled`
+        is what is new. A loop that takes steps otherwise than this one says how in `said`, for the step's context, and by a
+        `digest` of what it did, for the record in place of the batch's."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step - 1, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
-        metrics |= {"reused": float(len(reused))} if reused else {}
         metrics["drift_tokens"] = await self.drift(batch, result)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
         fresh = not metrics.get("staleness_max") and not sampled.elsewhere  # other weights differ, as they should
@@ -241,10 +239,8 @@ class Loop:
         with self.timed("checkpoint"):
             context = await self.context(step, result)
             context |= {ADDED: added.context} if added.context else {}
-            context |= {OWN_LOOP: own.to_json()} if own else {}
-            if reused:
-                context[REUSE] = {"limit": self.stack.config.trainer.max_reuse, "rollouts": [*reused]}
-            await self.commit(step, groups, batch, metrics, context, taught=taught)
+            context |= said or {}
+            await self.commit(step, groups, batch, metrics, context, digest, taught=taught)
         with self.timed("update"):
             self.publisher.prober.remember(batch, {} if sampled.elsewhere else metrics)
             metrics |= await self.publish(taught=taught)
@@ -257,7 +253,7 @@ class Loop:
         return metrics
 
     def begin_step(self) -> None:
-        """Count the seconds of a step from here on."""
+        """Count the seconds of a step, or of an evaluation, from here on."""
         self._seconds = {}
 
     def alarm(self, when: str, step: int, alarms: Sequence[Alarm]) -> None:
@@ -302,17 +298,18 @@ class Loop:
         batch: Batch,
         metrics: dict[str, float],
         context: dict[str, Json],
+        digest: str,
         *,
         taught: bool,
     ) -> None:
         """From here on the step is history. The last one is saved before, and so is one that nothing could take again; others
         beside what comes next."""
         last = step == self.stack.config.trainer.steps and (taught or self.writer.unsaved)
-        if last or (taught and (self.own_loop or self.bring_forward is None)):
+        if last or (taught and self.bring_forward is None):
             await self.writer.write(step)
         checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
         record = record_step(
-            self.stack.run.id, step, groups, batch, checkpoint=checkpoint, metrics=metrics, context=context
+            self.stack.run.id, step, groups, batch, digest, checkpoint=checkpoint, metrics=metrics, context=context
         )
         await self.stack.store.commit_step(record)
         self.done = step
@@ -337,7 +334,7 @@ class Loop:
         """Run the agent on every held-out task with the current policy; finished ones are not run again."""
         if not self.val:
             return None
-        self._seconds = {}
+        self.begin_step()
         run = self.stack.run.id
         attempts, step = self.stack.config.runner.max_attempts, self.done
         known = await all_rollouts(self.stack.store, run, split=VAL, step=step)

@@ -16,10 +16,9 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.errors import DataError
-from lightning.types import Fault, Json, Rollout, Status, Task, Transition
+from lightning.types import Fault, Json, Rollout, Status, Task
 
 if TYPE_CHECKING:
-    from lightning.batch.trajectory import Trajectory
     from lightning.config.sections import FixedOrder
     from lightning.trainer.context import Epoch
 
@@ -300,25 +299,6 @@ def train_rollouts(
         )
         for place, task in enumerate(tasks, first)
         for index in range(group_size)
-    ]
-
-
-def branch_rollouts(points: Sequence[tuple[Trajectory, Transition]], first: int) -> list[Rollout]:
-    """A branch of each of these trajectories, all of one group, at the call; numbered in the group from `first` on."""
-    return [
-        Rollout(
-            id=f"{trunk.rollout.group}/{index}",
-            run=trunk.rollout.run,
-            task=trunk.rollout.task,
-            group=trunk.rollout.group,
-            step=trunk.rollout.step,
-            split=trunk.rollout.split,
-            index=index,
-            max_attempts=trunk.rollout.max_attempts,
-            resources=trunk.rollout.resources,
-            parent=call.key,
-        )
-        for index, (trunk, call) in enumerate(points, first)
     ]
 
 

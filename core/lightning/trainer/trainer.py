@@ -1,47 +1,86 @@
 """`Trainer`: from an agent and its tasks to a better model, in one call.
 
 The invariant: one folder (`out`) holds everything a run is: database, checkpoints, logs, metrics, final model. The same call
-with `resume=True` goes on where it stopped.
+with `resume=True` goes on where it stopped. A start that fails leaves no run that a corrected one would stumble over, and
+nothing open. The state on disk is the one that the run's committed steps lead to, each under its own settings.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
-from lightning.asyncio_utils import run_to_end
+from lightning.asyncio_utils import one_by_one, run_to_end, together
 from lightning.config import Config, load_config, with_settings
+from lightning.engines.protocol import ChecksModel, Engine, Head, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.plugins.named import name_of
+from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.vllm_server import check_policy_server
-from lightning.runner.protocol import Agent
-from lightning.store.places import DATABASE
-from lightning.store.url import redacted, sqlite_url
-from lightning.tracking.trackers import names_of
-from lightning.trainer.agents import check_server_settings, project_of
+from lightning.runner.protocol import Agent, Runner
+from lightning.store.places import DATABASE, run_id_of
+from lightning.store.protocol import Store
+from lightning.store.url import parse, redacted, sqlite_url
+from lightning.tracking.trackers import Trackers, names_of
+from lightning.trainer.agents import check_server_settings, hidden_from_agents, project_of
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.context import mark_over
-from lightning.trainer.model import default_rate, resolve_model
-from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
-from lightning.trainer.plan import as_tasks, fixed_order
-from lightning.trainer.run_stages import run_line
-from lightning.trainer.runs import claim_folder
-from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
-from lightning.trainer.session import Session
-from lightning.trainer.stack import check_gateway
+from lightning.trainer.checkpoints import Checkpoints, check_disk
+from lightning.trainer.context import Epoch, Teacher, base_digest, keep_epochs, mark_over, reference_of
+from lightning.trainer.loop import Loop
+from lightning.trainer.model import default_rate, made_head, optimizer_of, resolve_model, with_dtypes
+from lightning.trainer.plan import as_tasks, task_ids
+from lightning.trainer.run_stages import PROBE, BringForward, Prompts, RunLine, Start, run_line
+from lightning.trainer.runs import (
+    AGENT,
+    changes_of,
+    check_run,
+    claim_folder,
+    describe_algorithm,
+    name_folder,
+    plan_epochs,
+)
+from lightning.trainer.samplers import OF_SAMPLERS, RECORDED, Asked, Brought, Sampler, TurnSampler, sampler_of
+from lightning.trainer.stack import Stack, check_gateway, open_stack
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
 from lightning.types import Json, Run, Task, as_texts
 
+if TYPE_CHECKING:
+    from lightning import Session
+    from lightning.hooks import MakeSession
+
 logger = logging.getLogger(__name__)
 
 
-class Trainer(RunOpening):
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that is about to begin, from this `start`. `resources` closes it; `line` has the stages at its beginning and its
+    end; `agent` names the agent as MODULE:FUNCTION, empty where another process cannot import it."""
+
+    resources: AsyncExitStack
+    start: Start
+    epochs: list[Epoch]
+    bring_forward: BringForward | None
+    line: RunLine
+    prompts: Prompts
+    agent: str
+    runner: Runner
+    train: list[Task]
+    sampler: Sampler
+    teacher: Teacher | None
+    began: float
+
+
+class Trainer:
     """Makes the model behind an agent better by reinforcement learning.
 
     `model` is a folder with a `transformers` causal LM, or the name of one on a model hub. `algorithm` is an object or the
@@ -183,52 +222,19 @@ class Trainer(RunOpening):
                 await mark_over(made.start.store, made.start.run.id, True)
                 return await summarize(made.start.store, made.start.run.id)
             loop = await self._open_loop(made, val)
-            kept = await loop.run({"seconds/start": time.monotonic() - made.began})
-            return await self._finished(made, loop, kept)
+            await loop.run({"seconds/start": time.monotonic() - made.began})
+            return await self._finished(made, loop)
 
-    @asynccontextmanager
-    async def session(self, agent: Agent | None, val: Sequence[Task | Json] = ()) -> AsyncIterator[Session]:
-        """Everything that a run needs, open, for a training loop of your own (`lightning.trainer.session`).
+    def session(self, agent: Agent | None, val: Sequence[Task | Json] = ()) -> AbstractAsyncContextManager[Session]:
+        """Open everything that a run needs, for a training loop of your own: `async with trainer.session(agent) as session`.
 
         It leaves a run as `fit` does: the same record, checkpoints and model, which `resume=True` goes on with. Checkpoints are
-        written at each step. Raises `ConfigError` for settings that only `fit` has a meaning for, and what `fit` raises.
+        written at each step. Raises `ConfigError` for settings that only `fit` has a meaning for, `PluginError` without the
+        plugin that brings such loops, and what `fit` raises.
         """
         held_out = as_tasks(val, "val")
-        self._check_own_loop(held_out)
-        async with self._prepared(agent, [], held_out, own_loop=True) as made:
-            loop = await self._open_loop(made, held_out, own_loop=True)
-            async with Session(loop) as session:
-                yield session
-            await self._finished(made, loop, session.kept)
-
-    def _check_own_loop(self, held_out: list[Task]) -> None:
-        """Refuse, before anything is opened, what a loop of somebody's own cannot do; name what it does not look at."""
-        if self.recorded is not None or not isinstance(self.schedule, AlgorithmSchedule):
-            raise ConfigError("a loop of your own samples rollouts and updates weights: give no record, and no search")
-        if head := self.schedule.head:
-            raise ConfigError(
-                f"the head {head!r} is trained by Trainer.fit alone: choose a credit without one for your own loop"
-            )
-        trainer, engine, plain = self.config.trainer, self.config.engine, Config()
-        if fixed_order(trainer.order) is None or engine.minibatches * engine.epochs > 1:
-            raise ConfigError(
-                "orders of plugins (trainer.order), engine.minibatches and engine.epochs belong to Trainer.fit: your own loop "
-                "chooses its tasks, and takes as many updates as it calls optim_step()"
-            )
-        if trainer.sampling != plain.trainer.sampling:
-            raise ConfigError(
-                f"trainer.sampling = {trainer.sampling} belongs to Trainer.fit: your own loop says what is sampled, and where "
-                "branches begin with session.branch()"
-            )
-        if trainer.max_reuse and not trainer.max_staleness:
-            raise ConfigError(
-                f"trainer.max_reuse = {trainer.max_reuse} with trainer.max_staleness = 0: after a step its rollouts are too "
-                "old for another one. Set trainer.max_staleness to the age in steps at which a replay buffer drops them"
-            )
-        check_held_out(self.config, held_out)
-        unused = ("tasks_per_step", "eval_every", "patience", "max_waves", "checkpoint_every")
-        if said := [name for name in unused if getattr(trainer, name) != getattr(plain.trainer, name)]:
-            logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
+        make = cast("MakeSession", plugins().sole("sessions", "Trainer.session"))
+        return make(self, held_out, self._opened(agent, held_out))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
         line = run_line(self.config)
@@ -256,12 +262,276 @@ class Trainer(RunOpening):
             return report
 
     async def _summary(self) -> Summary:
-        store = self.open_store()
-        await store.open()
-        try:
+        async with plugins().opened_store(self._url()) as store:
             return await summarize(store, self.run_id)
-        finally:
-            await store.close()
+
+    # what a run needs, opened in order ----------------------------------------------------------------------------
+    @property
+    def run_id(self) -> str:
+        """The run's id: the name its folder had when the run was started."""
+        return run_id_of(self.out)
+
+    def open_store(self) -> Store:
+        """The run's store, not yet opened."""
+        return plugins().store(self._url())
+
+    def _url(self) -> str:
+        return self._store_url or sqlite_url((self.out / "lightning.db").resolve())
+
+    def _elsewhere(self) -> str:
+        """The URL of a store outside the run's folder, as it is understood from any folder; empty when there is none."""
+        if self._store_url is None:
+            return ""
+        where = parse(self._store_url)
+        if where.scheme != "sqlite":
+            return self._store_url
+        return sqlite_url(Path(where.path).resolve(), sync=where.options.get("sync", ""))
+
+    def _described(self, train: Sequence[Task], val: Sequence[Task]) -> dict[str, Json]:
+        head = self.schedule.head if isinstance(self.schedule, AlgorithmSchedule) else ""
+        return {
+            "model": str(self.model),
+            "algorithm": describe_algorithm(self.algorithm),
+            "train_agents": list(self.train_agents),
+            "engine": self.engine,
+            "head": str(made_head(self.config, head) or ""),
+            "seed": self.config.trainer.seed,
+            "config": self.config.model_dump(mode="json"),
+            "tasks": {"train": [task.id for task in train], "val": [task.id for task in val]},
+        }
+
+    @asynccontextmanager
+    async def _prepared(
+        self,
+        agent: Agent | None,
+        train: list[Task],
+        val: list[Task],
+        sampler: Sampler | None = None,
+    ) -> AsyncIterator[Prepared]:
+        """The run to begin or to go on with, and what it needs that costs little to open. `sampler` is where its groups come
+        from, None for the core's own."""
+        sampler = sampler or TurnSampler()
+        line = run_line(self.config)
+        line.check(self.config)
+        runner = self._runner_of(agent, needed=bool(val) or self.recorded is None)
+        began = time.monotonic()
+        async with AsyncExitStack() as resources:
+            resources.enter_context(claim_folder(self.out))
+            reporter = resources.enter_context(Reporter(enabled=self.progress))
+            store = await resources.enter_async_context(plugins().opened_store(self._url()))
+            record = await self._open_record(resources, store, sampler, reporter)
+            train = [*record.tasks] if record else train
+            described = self._described(train, val) | ({RECORDED: record.described} if record else {})
+            start = await self._start(store, described, reporter)
+            teacher = await line.teacher(start)
+            start, epochs, bring_forward = await prepare(start, line, self.from_run, teacher)
+            prompts = await line.prompts(store, start.run, self.config.runner.prompts)
+            reporter.phase("starting the policy server and loading the model")
+            yield Prepared(
+                resources,
+                start,
+                epochs,
+                bring_forward,
+                line,
+                prompts,
+                name_of(agent),
+                runner,
+                train,
+                sampler,
+                teacher,
+                began,
+            )
+
+    async def _start(self, store: Store, described: Mapping[str, Json], reporter: Reporter) -> Start:
+        """The run to begin or to go on with, and what is known of it. Raises `ConfigError` for one that cannot be, or that has
+        no room on the disk."""
+        searches = isinstance(self.schedule, SearchAlgorithm)
+        run = await check_run(
+            store, self.run_id, described, resume=self.resume, project=self._project, searches=searches
+        )
+        if not searches:
+            check_disk(self.out, self.model, self.config)
+        if self._rate_chosen:
+            reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
+        return Start(
+            store,
+            run,
+            described,
+            self.out,
+            self.model,
+            self.schedule.phases if isinstance(self.schedule, AlgorithmSchedule) else (),
+            with_dtypes(self.config, self.model, self.engine),
+            self._make_engine,
+            self._store_url or "",
+            reporter,
+        )
+
+    async def _open_loop(self, made: Prepared, val: list[Task]) -> Loop:
+        """What samples and what trains, opened, and the loop over them."""
+        assert isinstance(self.schedule, AlgorithmSchedule), "a search has a loop of its own"
+        engine = self._make_engine(made.start.config)
+        made.resources.callback(engine.close)
+        await check_model(engine, self.model, made.start.reporter)
+        stack, base = await self._open_both(
+            made, engine, head=made_head(self.config, made.epochs[-1].config.get("head"))
+        )
+        trackers = await self._begin(made, stack)
+        await stack.tell_how_to_call()
+        say_how_to_join(stack, made.start.reporter)
+        return Loop(
+            stack,
+            engine,
+            self.schedule,
+            made.train,
+            val,
+            self.train_agents,
+            made.start.reporter,
+            trackers,
+            made.epochs,
+            base,
+            made.sampler,
+            made.teacher,
+            step_line(made.start.config),
+            made.line,
+            made.bring_forward,
+        )
+
+    @asynccontextmanager
+    async def _opened(self, agent: Agent | None, val: list[Task]) -> AsyncIterator[Loop]:
+        """The loop of a run whose steps the block takes; after the block the run is over."""
+        async with self._prepared(agent, [], val) as made:
+            loop = await self._open_loop(made, val)
+            yield loop
+            await self._finished(made, loop)
+
+    async def _finished(self, made: Prepared, loop: Loop) -> Summary:
+        """The run is over: say so, and tell plugins where its model lies."""
+        await mark_over(made.start.store, made.start.run.id, True)
+        summary = await summarize(made.start.store, made.start.run.id)
+        kept = loop.kept
+        steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
+        about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
+        if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
+            about[PROBE] = {
+                "ids": [*probe.ids],
+                "logprobs": [0.0, *probe.logprobs[1:]],
+                "dtype": made.start.config.engine.dtype,
+            }
+        await made.line.exported(made.start.store, made.start.run, self.out / "model", about)
+        return summary
+
+    async def _open_record(
+        self, resources: AsyncExitStack, store: Store, sampler: Sampler, reporter: Reporter
+    ) -> Brought | None:
+        """What the run is trained on, where that is a record; steps that were not set are one pass over it. Raises
+        `ConfigError` where a run goes on otherwise than it began."""
+        run = await store.get_run(self.run_id)
+        known = None if run is None else run.config.get(RECORDED)
+        if self.recorded is None:
+            if known is not None:
+                raise ConfigError(f"run {self.run_id!r} is trained on a record: give it again (recorded, --recorded)")
+            return None
+        if run is not None and known is None:
+            raise ConfigError(f"run {self.run_id!r} is not trained on a record: give another `out`")
+        record = await sampler.opened(resources, known, self.out, self._project)
+        if not self._steps_set:
+            self.config = with_settings(self.config, {"trainer.steps": record.steps})
+        reporter.say(record.said)
+        return record
+
+    async def _open_both(self, made: Prepared, engine: Engine, *, head: Head | None) -> tuple[Stack, str]:
+        """What samples and what trains, opened; and the digest of the model's folder."""
+        run, store = made.start.run, made.start.store
+        # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
+        restores = bool(
+            self.config.policy_server.attach
+            or await store.last_step(run.id)
+            or Checkpoints(self.out / "checkpoints", keep=1).newest(0) == 0
+        )
+        sender = engine.sender() if isinstance(engine, SendsWeights) else None
+        # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.
+        open_in_order = one_by_one if shares_gpu(self.config) else together
+        return await open_in_order(
+            self._open_stack(
+                made.resources,
+                self.out,
+                made.start.model,
+                run,
+                store,
+                made.runner,
+                made.prompts,
+                restores=restores,
+                sender=sender,
+            ),
+            asyncio.to_thread(self._open_engine, engine, made, head=head),
+        )
+
+    async def _open_stack(
+        self,
+        resources: AsyncExitStack,
+        folder: Path,
+        model: Path,
+        run: Run,
+        store: Store,
+        runner: Runner,
+        prompts: Prompts,
+        *,
+        restores: bool = False,
+        sender: object | None = None,
+    ) -> Stack:
+        return await open_stack(
+            resources,
+            run=run,
+            config=with_dtypes(self.config, self.model, self.engine),
+            folder=folder,
+            model=model,
+            store=store,
+            runner=runner,
+            prompts=prompts,
+            restores=restores,
+            sender=sender,
+        )
+
+    def _runner_of(self, agent: Agent | None, *, needed: bool = True) -> Runner:
+        """The runner. Raises `ConfigError` when it runs agents in this process and there is none, where one is `needed`."""
+
+        def nobody(task: object, llm: object) -> float:
+            raise DataError("there is no agent in this process")
+
+        runner = self._make_runner(agent or nobody, hidden_from_agents(self.config, self.out, self._url()))
+        if agent is None and runner.concurrency and needed:
+            raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
+        return runner
+
+    def _open_engine(self, engine: Engine, made: Prepared, *, head: Head | None) -> str:
+        """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
+        other = reference_of(engine, made.teacher)
+        optimizer = optimizer_of(self.config)
+        engine.open(made.start.model, optimizer, seed=self.config.trainer.seed, head=head, **other)
+        return base_digest(made.start.model, self.out / "base.json")
+
+    async def _begin(self, made: Prepared, stack: Stack) -> Trackers:
+        """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over.
+
+        Servers are not told yet how its agents call: a search for prompts knows its component later, and clients may lease
+        what waits of a resumed run already, by what they were told before.
+        """
+        name_folder(self.out, stack.run.id, self._elsewhere())
+        await stack.store.put_run(stack.run)
+        await keep_epochs(stack.store, stack.run, made.epochs)
+        await stack.store.put_state(stack.run.id, AGENT, made.agent)
+        await mark_over(stack.store, stack.run.id, False)
+        await stack.prompts.keep(stack.store, stack.run.id)
+        described = self._described((), ())
+        trackers = Trackers(
+            names_of(self.config),
+            self.config,
+            run=stack.run.id,
+            folder=self.out,
+            store=stack.store,
+            about={name: described[name] for name in ("model", "algorithm", "train_agents")},
+        )
+        return made.resources.enter_context(trackers)
 
 
 def _check_search(config: Config) -> None:
@@ -294,3 +564,63 @@ def _check_settings(config: Config, store: str | None) -> None:
     for tracker in names_of(config):
         plugins().tracker(tracker)
     step_line(config)
+
+
+async def check_model(engine: Engine, model: Path, reporter: Reporter) -> None:
+    """Refuse a model folder that cannot be trained, or say what of it may not be expected, while nothing is started."""
+    if isinstance(engine, ChecksModel) and (remark := await asyncio.to_thread(engine.check, model)):
+        reporter.say(f"{model}: {remark}")
+
+
+def say_how_to_join(stack: Stack, reporter: Reporter) -> None:
+    """Tell how agents join a run that starts none itself."""
+    if stack.agents.elsewhere and stack.agents.how_to_join:
+        reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
+
+
+async def prepare(
+    start: Start, line: RunLine, parent: str | None, teacher: Teacher | None = None
+) -> tuple[Start, list[Epoch], BringForward | None]:
+    """What the run begins with: its start, with the model; its epochs; and what takes its recorded steps again, if anything
+    does. `parent` is the run to fork, if any.
+
+    Raises `ConfigError` for a parent that a run cannot have, and what `RunLine.bring_forward` does.
+    """
+    run, model, described, store = start.run, start.model, dict(start.described), start.store
+    records = await store.steps(run.id)
+    if (begun := await line.begun(start, parent)) is not None:
+        run, model = replace(run, config={**run.config, **begun.described}), begun.model
+        described |= begun.described
+    else:
+        Checkpoints(start.folder / "checkpoints", keep=1).discard(0)  # of a fork that did not begin
+    described["head"] = described["head"] or run.config.get("head", "")
+    algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in start.phases]
+    epochs = await plan_epochs(store, run, described, algorithms)
+    for epoch in epochs[1:]:
+        if records and epoch.first == len(records) + 1:
+            changed = "\n  ".join(changes_of(epochs, epoch.number))
+            start.reporter.say(f"config epoch {epoch.number} begins with step {epoch.first}:\n  {changed}")
+            warn_of_tasks(epochs[epoch.number - 1], epoch)
+    start = replace(start, run=run, model=model)
+    return start, epochs, await line.bring_forward(start, records, epochs, teacher)
+
+
+def warn_of_tasks(before: Epoch, after: Epoch) -> None:
+    """Say that a run goes on with other training tasks."""
+    old, new = task_ids(before), task_ids(after)
+    given = after.setting("trainer", "order") == "given"
+    if not old or old == new or (not given and set(old) == set(new)):
+        return
+    moved = "" if set(old) != set(new) else ", and they stand in another order"
+    rule = (
+        "trainer.order = given goes on at its place in the list, so tasks that moved may come twice in a pass or not at all"
+        if given
+        else "what a pass has taken comes no second time in it, and new ones join it where their turn is still to come"
+    )
+    logger.warning(
+        "the training tasks changed: %d added, %d removed%s; %s",
+        len(set(new) - set(old)),
+        len(set(old) - set(new)),
+        moved,
+        rule,
+    )

@@ -22,30 +22,12 @@ from lightning.algorithms.protocol import Batch
 from lightning.batch.build import state_rows, with_values
 from lightning.batch.sample import FloatArray, Sample, transition_digest
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.errors import StoreError
 from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.trainer.context import PolicyFault, own_step
-from lightning.trainer.plan import TRAIN
+from lightning.trainer.context import PolicyFault
 from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
-
-
-async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Group]) -> list[Group]:
-    """The groups with the values that the step was credited with. Raises `StoreError` when they are not there."""
-    kept = await store.get_state(run, _values_key(step))
-    known = {
-        (str(rollout), int(attempt), int(seq)): float(value)
-        for rollout, attempt, seq, value in (kept if isinstance(kept, list) else ())
-    }
-    wanted = {(span.rollout, span.attempt, span.seq) for row in state_rows(groups) for span in row.spans}
-    if missing := wanted - known.keys():
-        rollout, attempt, seq = min(missing)
-        raise StoreError(
-            f"the head's values of step {step} are not in the store (rollout {rollout} attempt {attempt} call {seq})"
-        )
-    return with_values(groups, known)
 
 
 async def fresh_values(
@@ -63,26 +45,18 @@ async def fresh_values(
         for row, own in zip(rows, given, strict=True)
         for span, value in zip(row.spans, own, strict=True)
     }
-    await store.put_state(run, _values_key(step), [[*key, value] for key, value in sorted(found.items())])
+    await store.put_state(run, values_key(step), [[*key, value] for key, value in sorted(found.items())])
     return with_values(groups, found)
 
 
-def _values_key(step: int) -> str:
+def values_key(step: int) -> str:
+    """The key of a run's state that has the head's values of a step: `[rollout, attempt, seq, value]` for each call."""
     return f"values/{step}"
 
 
 async def all_rollouts(store: Store, run: str, *, split: str | None = None, step: int | None = None) -> list[Rollout]:
     """Every rollout of a run (all pages), in creation order. Those of all steps may be gigabytes: `each_rollout` keeps none."""
     return [rollout async for rollout in each_rollout(store, run, split=split, step=step)]
-
-
-async def rollouts_of(store: Store, record: StepRecord, max_staleness: int) -> list[Rollout]:
-    """The rollouts that a committed step looked at, group by group in the step's order."""
-    steps = [
-        await all_rollouts(store, record.run, split=TRAIN, step=step)
-        for step in range(max(1, record.step - max_staleness), record.step + 1)
-    ]
-    return of_groups([rollout for found in steps for rollout in found], record.groups)
 
 
 def of_groups(rollouts: Iterable[Rollout], groups: Sequence[str]) -> list[Rollout]:
@@ -175,22 +149,24 @@ def rollout_digest(trajectory: Trajectory) -> str:
     """SHA-256 (hex) of everything recorded about a rollout that training reads: ids, logprobs, reward, versions, order."""
     rollout = trajectory.rollout
     digest = hashlib.sha256()
-    _text(digest, rollout.id, rollout.group, rollout.task.id)
+    digest_text(digest, rollout.id, rollout.group, rollout.task.id)
     digest.update(struct.pack("<qqqd", rollout.attempt, rollout.step, rollout.index, trajectory.reward))
-    _text(digest, json.dumps(rollout.parent))
+    digest_text(digest, json.dumps(rollout.parent))
     for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=True):
-        _text(digest, call.id, call.caller.agent, "/".join(call.caller.path), call.status.value, call.finish_reason)
+        digest_text(
+            digest, call.id, call.caller.agent, "/".join(call.caller.path), call.status.value, call.finish_reason
+        )
         digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))
         for run in call.versions:
             digest.update(struct.pack("<qq", run.start, run.version))
-            _text(digest, run.policy)
+            digest_text(digest, run.policy)
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
             digest.update(np.asarray(values, dtype=kind).tobytes())
     for event in trajectory.tool_events:
-        _text(digest, event.name, event.status, event.call_id, event.response_id)
+        digest_text(digest, event.name, event.status, event.call_id, event.response_id)
     for step_reward in trajectory.step_rewards:
-        _text(digest, step_reward.name, step_reward.response_id)
+        digest_text(digest, step_reward.name, step_reward.response_id)
         digest.update(struct.pack("<d", step_reward.value))
     return digest.hexdigest()
 
@@ -210,52 +186,18 @@ def batch_digest(batch: Batch) -> str:
         ):
             digest.update(np.ascontiguousarray(values, dtype=kind).tobytes())
         for span in sample.spans:
-            _text(digest, span.rollout)
+            digest_text(digest, span.rollout)
             digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
             digest.update(struct.pack("<dd", span.value_target, span.value_weight))
-    _loss(digest, batch)
+    digest_loss(digest, batch)
     return digest.hexdigest()
 
 
-def row_digests(sample: Sample) -> tuple[str, str]:
-    """SHA-256 (hex) of a row: of what was sampled, and of what is to be learned from it (weights and advantages)."""
-    what, how = hashlib.sha256(struct.pack("<qd", len(sample), sample.temperature)), hashlib.sha256()
-    for span in sample.spans:
-        _text(what, span.rollout)
-        what.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
-        how.update(struct.pack("<dd", span.value_target, span.value_weight))
-    for digest, values, kind in (
-        (what, sample.ids, "<i4"),
-        (what, sample.logprobs, "<f4"),
-        (what, sample.versions, "<i4"),
-        (how, sample.weights, "<f4"),
-        (how, sample.advantages, "<f4"),
-    ):
-        digest.update(np.ascontiguousarray(values, dtype=kind).tobytes())
-    return what.hexdigest(), how.hexdigest()
-
-
-def rows_digest(rows: Iterable[tuple[str, str]], batch: Batch) -> str:
-    """SHA-256 (hex) of rows by their own digests, which are those of a batch in its order or what became of them, and of the
-    batch's loss."""
-    digest = hashlib.sha256("".join(part for row in rows for part in row).encode())
-    _loss(digest, batch)
-    return digest.hexdigest()
-
-
-def is_batch_of(record: StepRecord, batch: Batch) -> bool:
-    """Whether a batch is the one that a step's algorithm made, by the digests in its record. What a loop of somebody's own did
-    with its rows is another question (`changed_by_loop`)."""
-    own = own_step(record.context)
-    if own is None:
-        return batch_digest(batch) == record.digest
-    return own.digest == record.digest and own.batch == rows_digest(map(row_digests, batch.samples), batch)
-
-
-def _loss(digest: hashlib._Hash, batch: Batch) -> None:
+def digest_loss(digest: hashlib._Hash, batch: Batch) -> None:
+    """Add a batch's own loss to a digest, if it has one: its type and fields."""
     if batch.loss is not None:
         loss = batch.loss.given if isinstance(batch.loss, GivenLoss) else batch.loss
-        _text(digest, type(loss).__qualname__, *_fields(loss))
+        digest_text(digest, type(loss).__qualname__, *_fields(loss))
 
 
 def _fields(loss: object) -> Iterator[str]:
@@ -279,21 +221,22 @@ def record_step(
     step: int,
     groups: Sequence[Group],
     batch: Batch,
+    digest: str = "",
     *,
     checkpoint: str,
     metrics: Mapping[str, float],
     context: Mapping[str, Json],
 ) -> StepRecord:
-    """The proof of a step: what was trained, in which order, and the digests an audit compares with."""
+    """The proof of a step: what was trained, in which order, and the digests an audit compares with. Its `digest` is the
+    batch's, unless the loop that trained the step gives another one."""
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
-    own = own_step(context)
     return StepRecord(
         run=run,
         step=step,
         policy_version=step,
         rollouts=tuple((rollout.id, rollout.attempt) for rollout in batch.used),
         digests=tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used),
-        digest=batch_digest(batch) if own is None else own.digest,
+        digest=digest or batch_digest(batch),
         checkpoint=checkpoint,
         metrics=metrics,
         groups=tuple(group.id for group in groups),
@@ -317,7 +260,8 @@ def count_drift(batch: Batch, calls: Sequence[Transition], seen: Mapping[tuple[s
     return drift
 
 
-def _text(digest: hashlib._Hash, *values: str) -> None:
+def digest_text(digest: hashlib._Hash, *values: str) -> None:
+    """Add texts to a digest, each with its length in bytes."""
     for value in values:
         data = value.encode()
         digest.update(struct.pack("<q", len(data)))

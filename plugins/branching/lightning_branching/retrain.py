@@ -21,11 +21,12 @@ from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weights import FILES
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.context import NUMERIC, OWN_LOOP, Epoch, Numeric, base_digest, epoch_at, machine, read_epochs
+from lightning.trainer.context import NUMERIC, Epoch, Numeric, base_digest, epoch_at, machine, read_epochs
 from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.types import Json, Run, StepRecord
 from lightning_proof.bring_forward import Rewinder
 from lightning_proof.fork import model_of
+from lightning_proof.recorded_step import OWN_LOOP
 from lightning_verl.config import VerlConfig
 
 WEIGHTS: Final = "weights.safetensors"

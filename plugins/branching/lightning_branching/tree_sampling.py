@@ -15,8 +15,6 @@ from lightning.bounded import Once
 from lightning.config import TrainerConfig
 from lightning.errors import ConfigError
 from lightning.gateway.stages import CONTRACT
-from lightning.trainer.algorithm import warn_of_credit
-from lightning.trainer.plan import branch_rollouts
 from lightning.trainer.samplers import Asked, Sampled, TurnSampler
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
@@ -25,6 +23,7 @@ from lightning_record.exchanges import why_not_replayable
 
 from lightning_branching.branch_points import branch_points
 from lightning_branching.config import TREE, TreeConfig
+from lightning_branching.planned import branch_rollouts, warn_of_credit
 from lightning_branching.recorded import is_void
 
 logger = logging.getLogger(__name__)

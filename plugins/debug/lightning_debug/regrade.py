@@ -25,9 +25,10 @@ from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.outcomes import score
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
-from lightning.trainer.training_data import load_groups, rollouts_of
+from lightning.trainer.training_data import load_groups
 from lightning.types import Json, Status, StepRecord, Transition
 from lightning_proof.bring_forward import algorithm_of
+from lightning_proof.recorded_step import rollouts_of
 from lightning_record.exchanges import parent_of
 
 from lightning_debug.judge import NOTHING, Judgement

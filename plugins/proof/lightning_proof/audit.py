@@ -17,13 +17,14 @@ from lightning.batch import Group, begins_at
 from lightning.errors import DataError, StoreError
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.rollout_state import Reuse, reuse_of
-from lightning.trainer.context import NUMERIC, Epoch, epoch_at, other_stages, own_step, read_epochs, stages_of
+from lightning.trainer.context import NUMERIC, Epoch, epoch_at, other_stages, read_epochs, stages_of
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.runs import rebuild_algorithm
-from lightning.trainer.training_data import all_rollouts, is_batch_of, load_groups, recorded_values, rollout_digest
+from lightning.trainer.training_data import all_rollouts, load_groups, rollout_digest
 from lightning.types import Rollout, StepRecord
 
 from lightning_proof.bring_forward import recorded_teacher
+from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import (
-    OWN_LOOP,
     TEACHER,
     Epoch,
     Numeric,
@@ -35,8 +34,10 @@ from lightning.trainer.context import (
 from lightning.trainer.model import made_head, optimizer_of, rate_of
 from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
-from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollouts_of
+from lightning.trainer.training_data import load_groups
 from lightning.types import Json, StepRecord
+
+from lightning_proof.recorded_step import OWN_LOOP, is_batch_of, recorded_values, rollouts_of
 
 logger = logging.getLogger(__name__)
 

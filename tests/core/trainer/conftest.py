@@ -36,13 +36,13 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.context import keep_epochs
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import optimizer_of
-from lightning.trainer.opening import prepare
 from lightning.trainer.run_stages import RunLine, Start, run_line
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Asked, Sampler, sampler_of
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import StepLine
 from lightning.trainer.summary import Reporter
+from lightning.trainer.trainer import prepare
 from lightning.types import Json, Task, token_ids
 
 ALGORITHM = LightningRL("grpo", group_size=4)
@@ -320,7 +320,6 @@ async def open_bench(
                 epochs,
                 "the base",
                 sampler,
-                own_loop,
                 bring_forward=bring_forward,
             )
             loop.stages = stages(config)

@@ -115,7 +115,7 @@ def test_a_disk_too_small_is_told_before_vllm_starts(tmp_path: Path, monkeypatch
     model = make_tiny_model(tmp_path / "model")
     numbers = sum(math.prod(spec.shape) for spec in folder_tensors(model).values())
     need = 3 * 12 * numbers + 4 * numbers
-    monkeypatch.setattr("lightning.trainer.opening.open_stack", Mock(side_effect=PolicyServerError("it was started")))
+    monkeypatch.setattr("lightning.trainer.trainer.open_stack", Mock(side_effect=PolicyServerError("it was started")))
 
     def fit(free: int, **settings: object) -> None:
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))

@@ -22,8 +22,8 @@ from lightning.policy_server.protocol import Probe, Update
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
+from lightning.trainer import trainer as opening
 from lightning.trainer.agents import HowToCall
 from lightning.trainer.stack import Stack, check_ports, open_stack
 from lightning.trainer.stages import StepLine

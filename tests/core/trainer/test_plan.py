@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.trainer.context import Epoch
-from lightning.trainer.opening import warn_of_tasks
 from lightning.trainer.plan import (
     Place,
     as_tasks,
@@ -20,6 +19,7 @@ from lightning.trainer.plan import (
     train_rollouts,
     val_rollouts,
 )
+from lightning.trainer.trainer import warn_of_tasks
 from lightning.types import Task
 
 TASKS = [Task(f"question {number}") for number in range(7)]

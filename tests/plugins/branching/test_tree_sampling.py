@@ -21,15 +21,16 @@ from lightning.config.plugin_settings import Config
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply
 from lightning.tracking.trackers import attempts_of
-from lightning.trainer.algorithm import AlgorithmSchedule, warn_of_credit
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
-from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Status, Task
+from lightning_branching.planned import warn_of_credit
 from lightning_branching.tree_sampling import check_tree
 from lightning_credits import Branched
 from lightning_proof.audit import audit
 from lightning_record import exchanges
+from lightning_session.session import Session
 
 from tests.tiny_families import make_tiny_family
 

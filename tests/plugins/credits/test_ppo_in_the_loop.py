@@ -11,7 +11,8 @@ from lightning.algorithms.protocol import head_of
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_group
-from lightning.trainer.training_data import fresh_values, recorded_values
+from lightning.trainer.training_data import fresh_values
+from lightning_proof.recorded_step import recorded_values
 
 PPO = LightningRL("ppo", group_size=2)
 

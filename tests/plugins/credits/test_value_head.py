@@ -21,8 +21,9 @@ from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_group
-from lightning.trainer.training_data import fresh_values, recorded_values
+from lightning.trainer.training_data import fresh_values
 from lightning_credits.value_head import CriticHead
+from lightning_proof.recorded_step import recorded_values
 from safetensors.torch import load_file
 
 Open = Callable[..., TorchEngine]

@@ -22,7 +22,7 @@ from lightning.errors import AuditError, ConfigError
 from lightning.store.protocol import Store
 from lightning.store.sqlite.store import SqliteStore
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer import opening
+from lightning.trainer import trainer as opening
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.context import Teacher, base_digest, reference_of
 from lightning.types import StepRecord

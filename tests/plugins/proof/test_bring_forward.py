@@ -16,15 +16,15 @@ from lightning.batch.trajectory import Group
 from lightning.errors import AuditError, ConfigError
 from lightning.trainer.context import Epoch
 from lightning.trainer.runs import describe_algorithm
-from lightning.trainer.session import Session
 from lightning_proof.bring_forward import algorithm_of
+from lightning_session.session import Session
 
 from tests.core.trainer.test_held_out import graded, ledger
 from tests.core.trainer.test_runs import each_function, edited_source
-from tests.core.trainer.test_session import Open
-from tests.core.trainer.test_session import take as take
 from tests.core.trainer.test_shared_gpu import CUDA
 from tests.core.trainer.test_shared_gpu import recorded as recorded
+from tests.plugins.session.test_session import Open
+from tests.plugins.session.test_session import take as take
 
 
 @each_function

@@ -15,7 +15,7 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
-from lightning.trainer import opening
+from lightning.trainer import trainer as opening
 from lightning_proof.audit import audit
 
 from tests.core.trainer.conftest import LedgerEngine

@@ -14,12 +14,12 @@ from lightning.batch.trajectory import Group
 from lightning.cli.app import build
 from lightning.errors import DataError
 from lightning.store.protocol import Store
-from lightning.trainer.session import Session
 from lightning.types import Json, Rollout, Run, StepRecord
 from lightning_proof.audit import audit
+from lightning_session.session import Session
 from typer.testing import CliRunner
 
-from tests.core.trainer.test_reuse import BUFFER, TASKS, Open, take
+from tests.plugins.session.test_reuse import BUFFER, TASKS, Open, take
 
 EVERY_CALL = LightningRL("reinforce++", group_size=4, entropy_coefficient=0.01)
 """Which trains every rollout, whatever its reward is."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +13,13 @@ import pytest
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import Sample
 from lightning.cli.app import build
-from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import StepRecord
 from lightning_proof.audit import audit
+from lightning_session.session import Session
 from typer.testing import CliRunner
 
-from tests.core.trainer.test_session import TASKS, Open, take
+from tests.plugins.session.test_session import TASKS, Open, take
 
 
 async def test_steps_of_ones_own_are_recorded_served_and_audited(bench: Open, tmp_path: Path) -> None:
@@ -148,3 +150,21 @@ async def test_older_rollouts_are_trained_where_the_setting_allows_them(bench: O
             await session.optim_step()
             assert (await session.publish())["staleness_max"] == 1.0
         assert (await audit(made.store, "run")).ok
+
+
+def test_a_record_that_does_not_say_which_updates_were_taken_is_refused() -> None:
+    """Also where Python leaves assertions out."""
+    program = """if True:
+        from lightning.errors import DataError
+        from lightning_proof.recorded_step import own_step
+        for said in "yes", [1], {"batch": "0"}, {"batch": "0", "updates": {}}, {"updates": [1]}:
+            try:
+                print(own_step({"own_loop": said}))
+            except DataError as error:
+                print(error)
+    """
+    ran = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    assert len(ran.stdout.splitlines()) == 5
+    for line in ran.stdout.splitlines():
+        assert line.startswith("the step's record does not say which updates its own loop took: ")
+        assert line.endswith("Restore the database from a backup")

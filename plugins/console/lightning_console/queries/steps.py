@@ -21,10 +21,11 @@ from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
 from lightning.errors import DataError, LightningError
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.context import Epoch, changed_by_loop, epoch_at, read_epochs
+from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.runs import rebuild_algorithm
-from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollout_digest, rollouts_of
+from lightning.trainer.training_data import load_groups, rollout_digest
 from lightning.types import Rollout, Run, StepRecord
+from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values, rollouts_of
 
 from lightning_console.queries.memo import Memo
 
@@ -193,7 +194,8 @@ def _doubt(record: StepRecord, batch: Batch) -> str:
     used = tuple((rollout.id, rollout.attempt) for rollout in batch.used)
     try:
         if used == record.rollouts and is_batch_of(record, batch):
-            return CHANGED if changed_by_loop(record) else ""
+            own = own_step(record.context)
+            return CHANGED if own is not None and own.changed else ""
     except DataError as error:
         return str(error)
     return "the rows that are derived now are not those that the step recorded: run `lightning audit`"

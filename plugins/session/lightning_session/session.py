@@ -17,30 +17,38 @@ committed, and `lightning audit` derives its batch again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
-from lightning.batch.sample import Sample
-from lightning.batch.trajectory import Group
+from lightning.batch import Group, Sample
+from lightning.config import Config
 from lightning.engines.protocol import Engine, StepResult
-from lightning.errors import DataError
+from lightning.errors import ConfigError, DataError
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
-from lightning.trainer.algorithm import warn_of_credit
-from lightning.trainer.context import OwnStep
+from lightning.store.rollout_state import REUSE
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.loop import Loop
-from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
+from lightning.trainer.plan import TRAIN, as_tasks, fixed_order, newest_generation, train_rollouts
 from lightning.trainer.samplers import Sampled
-from lightning.trainer.summary import Evaluation
-from lightning.trainer.training_data import all_rollouts, load_groups, row_digests, rows_digest
+from lightning.trainer.summary import Evaluation, check_held_out
+from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Json, Rollout, Task, Transition
+from lightning_branching.planned import branch_rollouts, warn_of_credit
+from lightning_proof.recorded_step import OWN_LOOP, OwnStep, row_digests, rows_digest
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -94,14 +102,15 @@ class Session:
         """Whether `branch` was called."""
         self._turn = asyncio.Lock()
         self._resources = AsyncExitStack()
-        self.kept: Evaluation | None = None
-        """The evaluation of the exported model, if `trainer.keep` is `best`."""
 
     async def __aenter__(self) -> Self:
         loop = self._loop
         async with AsyncExitStack() as opened:
             sampler = loop.sampling()
             await loop.restore()
+            loop.bring_forward = (
+                None  # from here on only the user's code can take a step again: each has its checkpoint
+            )
             await opened.enter_async_context(loop.writer)
             await opened.enter_async_context(loop.stages)
             await opened.enter_async_context(sampler)
@@ -118,12 +127,17 @@ class Session:
             if self._now is not None and self._now.updates:
                 raise DataError("the last updates are in no step: publish() before the session ends")
             await self._loop.writer.finish()
-            self.kept = await self._loop.export()
+            await self._loop.export()
 
     @property
     def step(self) -> int:
         """How many steps are committed."""
         return self._loop.done
+
+    @property
+    def kept(self) -> Evaluation | None:
+        """The evaluation of the exported model, if `trainer.keep` is `best`."""
+        return self._loop.kept
 
     @property
     def engine(self) -> Engine:
@@ -317,10 +331,14 @@ class Session:
                 )
             made, batch, step = self._batches[id(now.batch)], now.batch, self.step + 1
             groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
-            sampled = Sampled(now.rollouts, [group for group in groups if not self._taken[group.id]], now.seconds)
-            reused = [rollout.id for rollout in batch.used if rollout.id in self._trained]
+            fresh, said = [group for group in groups if not self._taken[group.id]], {OWN_LOOP: own.to_json()}
+            reused: list[Json] = [rollout.id for rollout in batch.used if rollout.id in self._trained]
+            if reused:
+                said[REUSE] = {"limit": loop.stack.config.trainer.max_reuse, "rollouts": reused}
+            sampled = Sampled(now.rollouts, fresh, now.seconds, {"reused": float(len(reused))} if reused else {})
+            result = _summed(now.result, now.updates)
             try:
-                metrics = await loop.take(step, sampled, groups, batch, _summed(now.result, now.updates), reused, own)
+                metrics = await loop.take(step, sampled, groups, batch, result, said, own.digest)
             finally:
                 if loop.done == step:  # committed, whatever failed then
                     self._committed(groups, batch)
@@ -386,3 +404,43 @@ def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
         metrics[name] = sum(values) / len(values)
     taken = sum(update.metrics["updates"] for update in updates)
     return StepResult(metrics | {"updates": taken, "stepped": 1.0}, result.seen)
+
+
+@asynccontextmanager
+async def opened_session(
+    trainer: Trainer, held_out: Sequence[Task], opened: AbstractAsyncContextManager[Loop]
+) -> AsyncIterator[Session]:
+    """Open `Trainer.session`: check the trainer's settings, then open its run. Raises what `check_settings` raises."""
+    check_settings(trainer, held_out)
+    async with opened as loop, Session(loop) as session:
+        yield session
+
+
+def check_settings(trainer: Trainer, held_out: Sequence[Task]) -> None:
+    """Raise `ConfigError` for settings that a loop of somebody's own cannot carry out; warn of those that it does not use."""
+    if trainer.recorded is not None or not isinstance(trainer.schedule, AlgorithmSchedule):
+        raise ConfigError("a loop of your own samples rollouts and updates weights: give no record, and no search")
+    if head := trainer.schedule.head:
+        raise ConfigError(
+            f"the head {head!r} is trained by Trainer.fit alone: choose a credit without one for your own loop"
+        )
+    asked, engine, plain = trainer.config.trainer, trainer.config.engine, Config().trainer
+    if fixed_order(asked.order) is None or engine.minibatches * engine.epochs > 1:
+        raise ConfigError(
+            "orders of plugins (trainer.order), engine.minibatches and engine.epochs belong to Trainer.fit: your own loop "
+            "chooses its tasks, and takes as many updates as it calls optim_step()"
+        )
+    if asked.sampling != plain.sampling:
+        raise ConfigError(
+            f"trainer.sampling = {asked.sampling} belongs to Trainer.fit: your own loop says what is sampled, and where "
+            "branches begin with session.branch()"
+        )
+    if asked.max_reuse and not asked.max_staleness:
+        raise ConfigError(
+            f"trainer.max_reuse = {asked.max_reuse} with trainer.max_staleness = 0: after a step its rollouts are too old for "
+            "another one. Set trainer.max_staleness to the age in steps at which a replay buffer drops them"
+        )
+    check_held_out(trainer.config, held_out)
+    unused = ("tasks_per_step", "eval_every", "patience", "max_waves", "checkpoint_every")
+    if said := [name for name in unused if getattr(asked, name) != getattr(plain, name)]:
+        logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -17,9 +15,9 @@ from lightning.config import Config, with_settings
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, RunnerError
 from lightning.losses.correction import Correction
-from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Status, Task
+from lightning_session.session import Session
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TASKS = [Task("one"), Task("two")]
@@ -51,24 +49,6 @@ async def test_a_falling_rate_counts_steps_and_is_never_silently_0(bench: Open, 
             await session.optim_step()
         await session.optim_step(lr=0.125)
         assert (await session.publish())["lr"] == 0.125
-
-
-def test_a_record_that_does_not_say_which_updates_were_taken_is_refused() -> None:
-    """Also where Python leaves assertions out."""
-    program = """if True:
-        from lightning.errors import DataError
-        from lightning.trainer.context import own_step
-        for said in "yes", [1], {"batch": "0"}, {"batch": "0", "updates": {}}, {"updates": [1]}:
-            try:
-                print(own_step({"own_loop": said}))
-            except DataError as error:
-                print(error)
-    """
-    ran = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
-    assert len(ran.stdout.splitlines()) == 5
-    for line in ran.stdout.splitlines():
-        assert line.startswith("the step's record does not say which updates its own loop took: ")
-        assert line.endswith("Restore the database from a backup")
 
 
 async def test_a_row_whose_tokens_were_changed_in_place_is_refused(bench: Open, tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Plan branches of rollouts that a training has sampled, and warn of algorithms that do not credit branches as such.
+
+The invariant: the ids of branches follow from their group and their numbers alone, so that planning them twice is harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.batch import Trajectory
+from lightning.plugins import plugins
+from lightning.types import Rollout, Transition
+
+logger = logging.getLogger(__name__)
+
+
+def branch_rollouts(points: Sequence[tuple[Trajectory, Transition]], first: int) -> list[Rollout]:
+    """A branch of each of these trajectories, all of one group, at the call; numbered in the group from `first` on."""
+    return [
+        Rollout(
+            id=f"{trunk.rollout.group}/{index}",
+            run=trunk.rollout.run,
+            task=trunk.rollout.task,
+            group=trunk.rollout.group,
+            step=trunk.rollout.step,
+            split=trunk.rollout.split,
+            index=index,
+            max_attempts=trunk.rollout.max_attempts,
+            resources=trunk.rollout.resources,
+            parent=call.key,
+        )
+        for index, (trunk, call) in enumerate(points, first)
+    ]
+
+
+def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
+    """Say which algorithms take branches for rollouts of their own, and which bonuses outweigh the credit that does not."""
+    for algorithm in algorithms:
+        credit = getattr(algorithm, "credit", None)
+        if credit is None:  # an algorithm of one's own knows what it does
+            continue
+        if getattr(plugins().credit(credit), "knows_branches", False):
+            _warn_of_bonus(algorithm)
+            continue
+        logger.warning(
+            "groups have branches, and the credit is %s: it takes them for rollouts of their own, so that late calls weigh "
+            "more. credit=branch compares them where they part",
+            credit if isinstance(credit, str) else type(credit).__name__,
+        )
+
+
+def _warn_of_bonus(algorithm: Algorithm) -> None:
+    names = ("entropy_coefficient", "kl_coefficient")
+    if found := [f"{name} = {value:g}" for name in names if (value := getattr(algorithm, name, 0.0))]:
+        logger.warning(
+            "the credit branch with %s: its advantages are in units of the reward and divided among continuations, so that a "
+            "coefficient which was chosen for GRPO may outweigh them. Begin with 0",
+            " and ".join(found),
+        )
