@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, cast
 
-from lightning.asyncio_utils import cancel, unless
+from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
@@ -101,14 +101,12 @@ async def deliver(
     *,
     on_finished: Callable[[Rollout], None] | None = None,
     news: asyncio.Event | None = None,
-    stop: asyncio.Event | None = None,
 ) -> None:
     """Run the attempts that `delivery` hands out until it has no more.
 
-    Setting `news` (cleared here) makes it ask again at once. Once `stop` is set nothing more is leased: running agents get
-    `config.drain` seconds to end, then they are ended and their leases given back. `on_finished` and errors are as in `work`.
+    Setting `news` (cleared here) makes it ask again at once. Cancelling, `on_finished` and errors are as in `work`.
     """
-    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event(), stop or asyncio.Event()).execute()
+    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event()).execute()
 
 
 class _FromStore:
@@ -174,10 +172,9 @@ class _Worker:
         config: RunnerConfig,
         on_finished: Callable[[Rollout], None] | None,
         news: asyncio.Event,
-        stop: asyncio.Event,
     ) -> None:
         self._delivery, self._runner, self._config, self._on_finished = delivery, runner, config, on_finished
-        self._news, self._stop = news, stop
+        self._news = news
         self._concurrency = min(runner.concurrency, config.concurrency)
         self._held: dict[asyncio.Task[None], Lease] = {}  # leases to renew: until their outcomes are taken
         self._reporting: set[asyncio.Task[None]] = set()
@@ -188,52 +185,28 @@ class _Worker:
         await self._delivery.release()
         async with self._delivery.watch() as watch:
             waiting = _Waiting(self._heartbeat, lambda: watch.wait(LOOK_SECONDS), self._news.wait)
-            told = asyncio.create_task(self._stop.wait())
             try:
-                await self._until_done(waiting, told)
+                while await self._more():
+                    await waiting.first(self._held)
+                    self._news.clear()
+                    self._collect()
             except BaseException:
-                await cancel(*waiting.tasks, told, *self._held)
+                await cancel(*waiting.tasks, *self._held)
                 await self._release_anyway()
                 raise
             else:
-                await cancel(*waiting.tasks, told, *self._held)
+                await cancel(*waiting.tasks)
                 await self._delivery.release()
             finally:
                 if self._stale:
                     logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)
 
-    async def _until_done(self, waiting: _Waiting, told: asyncio.Task[bool]) -> None:
-        while await self._more():
-            if told.done():
-                await self._drain(waiting)
-                return
-            await waiting.first([told, *self._held])
-            self._news.clear()
-            self._collect()
-
-    async def _drain(self, waiting: _Waiting) -> None:
-        now = asyncio.get_running_loop().time
-        deadline = now() + self._config.drain
-        logger.info("stopping: %d agents get %g s to end (runner.drain)", len(self._held), self._config.drain)
-        while self._held and now() < deadline:
-            await waiting.first(self._held, deadline - now())
-            self._collect()
-        if self._held:
-            logger.warning("%d agents were ended after %g s (runner.drain)", len(self._held), self._config.drain)
-
     async def _more(self) -> bool:
         """Lease as many attempts as there is room for. Return False when nothing is left to do, here or elsewhere."""
-        if self._stop.is_set():
-            return bool(self._held)
         free = self._concurrency - len(self._held)
-        for lease, llm in await self._lease(free) if free else ():
+        for lease, llm in await self._delivery.lease(free) if free else ():
             self._held[asyncio.create_task(self._attempt(lease, llm))] = lease
         return bool(self._held) or await self._delivery.unfinished()
-
-    async def _lease(self, free: int) -> Sequence[tuple[Lease, LLM | StageError]]:
-        """Lease up to `free` attempts; return none when `stop` comes first. Attempts leased after that are given back in the
-        end."""
-        return await unless(self._delivery.lease(free), self._stop.wait()) or []
 
     def _collect(self) -> None:
         for task in [task for task in self._held if task.done()]:
@@ -303,9 +276,9 @@ class _Waiting:
         """The tasks that wait for the events."""
         return list(self._things)
 
-    async def first(self, more: Iterable[asyncio.Task[object]], timeout: float | None = None) -> None:
-        """Return when one of the events has come, or one of `more` is done, or after `timeout` seconds."""
-        await asyncio.wait({*self._things, *more}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    async def first(self, more: Iterable[asyncio.Task[object]]) -> None:
+        """Return when one of the events has come, or one of `more` is done."""
+        await asyncio.wait({*self._things, *more}, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in self._things if task.done()]:
             thing = self._things.pop(task)
             task.result()
