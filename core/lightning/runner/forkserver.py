@@ -23,9 +23,9 @@ from lightning.asyncio_utils import cancel
 from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
 from lightning.memory_budget import Holder
+from lightning.processes import kill_group
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import pack_stages
-from lightning.runner.forkserver_main import kill_group
 from lightning.runner.stages import NO_STAGES, AttemptLine, Enclosure
 from lightning.runner.worker import without_proxy
 

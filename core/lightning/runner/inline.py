@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from lightning.asyncio_utils import to_its_end
@@ -160,24 +161,19 @@ async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Rewa
 
     Not in a pool: threads of hung agents would use it up, and the interpreter waits for a pool's threads when it ends.
     """
-    loop = asyncio.get_running_loop()
-    finished: asyncio.Future[_Ended] = loop.create_future()
+    finished: Future[_Ended] = Future()
+    finished.set_running_or_notify_cancel()  # the thread cannot be stopped, so neither can this
     context = contextvars.copy_context()
-
-    def settle(ended: _Ended) -> None:
-        if not finished.done():
-            finished.set_result(ended)
 
     def call() -> None:
         try:
             ended = _Ended(context.run(function))
         except BaseException as error:  # noqa: BLE001 — carried over to the loop
             ended = _Ended(error=error)
-        with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody waits any more
-            loop.call_soon_threadsafe(settle, ended)
+        finished.set_result(ended)
 
     threading.Thread(target=call, name="lightning-agent", daemon=True).start()
-    ended = await finished
+    ended = await asyncio.wrap_future(finished)
     if ended.error is not None:
         raise ended.error
     return ended.result
