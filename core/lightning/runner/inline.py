@@ -28,7 +28,7 @@ from lightning.runner.agent_serialization import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.stages import AttemptRefusedError, attempt_line, enter
-from lightning.runner.worker import is_async, run_agent, without_children
+from lightning.runner.worker import in_loop, is_async, run_agent, without_children
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
 GRACE = 1.0
@@ -141,9 +141,7 @@ class InlineRunner:
         result = call() if is_async(agent) else await _in_thread(call)
         if not inspect.isawaitable(result):
             return result
-        attempt.calls.begin()  # after a thread, here
-        with without_children():
-            return await result
+        return await in_loop(lambda: result, attempt)  # after a thread, here
 
 
 def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:

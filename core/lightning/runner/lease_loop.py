@@ -184,31 +184,41 @@ class _Worker:
     async def execute(self) -> None:
         await self._delivery.release()
         async with self._delivery.watch() as watch:
-            waiting = _Waiting(self._heartbeat, lambda: watch.wait(LOOK_SECONDS), self._news.wait)
+            beside = [self._begin(self._heartbeat()), self._begin(self._look(watch))]
             try:
                 while await self._more():
-                    await waiting.first(self._held)
+                    await self._news.wait()
                     self._news.clear()
-                    self._collect()
+                    self._collect(beside)
             except BaseException:
-                await cancel(*waiting.tasks, *self._held)
+                await cancel(*beside, *self._held)
                 await self._release_anyway()
                 raise
             else:
-                await cancel(*waiting.tasks)
+                await cancel(*beside)
                 await self._delivery.release()
             finally:
                 if self._stale:
                     logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)
 
+    def _begin(self, doing: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Begin a task whose end is news."""
+        task = asyncio.create_task(doing)
+        task.add_done_callback(lambda _: self._news.set())
+        return task
+
     async def _more(self) -> bool:
         """Lease as many attempts as there is room for. Return False when nothing is left to do, here or elsewhere."""
         free = self._concurrency - len(self._held)
         for lease, llm in await self._delivery.lease(free) if free else ():
-            self._held[asyncio.create_task(self._attempt(lease, llm))] = lease
+            self._held[self._begin(self._attempt(lease, llm))] = lease
         return bool(self._held) or await self._delivery.unfinished()
 
-    def _collect(self) -> None:
+    def _collect(self, beside: Iterable[asyncio.Task[None]]) -> None:
+        """Forget the attempts that have ended. Raises the error of one, or of a task `beside` them."""
+        for task in beside:
+            if task.done():
+                task.result()
         for task in [task for task in self._held if task.done()]:
             del self._held[task]
             self._reporting.discard(task)
@@ -243,6 +253,12 @@ class _Worker:
             await asyncio.sleep(self._config.lease_ttl / 3)
             await asyncio.gather(*(self._renew(task, lease) for task, lease in self._held.items()))
 
+    async def _look(self, watch: RunWatch) -> None:
+        """Have leases requested when the run has changed, or after `LOOK_SECONDS`, until cancelled."""
+        while True:
+            await watch.wait(LOOK_SECONDS)
+            self._news.set()
+
     async def _renew(self, task: asyncio.Task[None], lease: Lease) -> None:
         try:
             await self._delivery.renew(lease)
@@ -263,23 +279,3 @@ class _Worker:
     def _too_late(self, lease: Lease, error: StaleAttemptError) -> None:
         self._stale += 1
         logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
-
-
-class _Waiting:
-    """Waits for the first of several recurring events. An event whose coroutine fails raises its error."""
-
-    def __init__(self, *things: Callable[[], Coroutine[object, object, object]]) -> None:
-        self._things = {asyncio.create_task(thing()): thing for thing in things}
-
-    @property
-    def tasks(self) -> Sequence[asyncio.Task[object]]:
-        """The tasks that wait for the events."""
-        return list(self._things)
-
-    async def first(self, more: Iterable[asyncio.Task[object]]) -> None:
-        """Return when one of the events has come, or one of `more` is done."""
-        await asyncio.wait({*self._things, *more}, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in self._things if task.done()]:
-            thing = self._things.pop(task)
-            task.result()
-            self._things[asyncio.create_task(thing())] = thing
