@@ -178,7 +178,6 @@ class _Worker:
         self._concurrency = min(runner.concurrency, config.concurrency)
         self._held: dict[asyncio.Task[None], Lease] = {}  # leases to renew: until their outcomes are taken
         self._reporting: set[asyncio.Task[None]] = set()
-        self._superseded: set[asyncio.Task[None]] = set()
         self._stale = 0
 
     async def execute(self) -> None:
@@ -222,9 +221,7 @@ class _Worker:
         for task in [task for task in self._held if task.done()]:
             del self._held[task]
             self._reporting.discard(task)
-            if task in self._superseded:
-                self._superseded.discard(task)
-            else:
+            if not task.cancelling():  # else its lease was taken over
                 task.result()
 
     async def _attempt(self, lease: Lease, llm: LLM | StageError) -> None:
@@ -264,7 +261,6 @@ class _Worker:
             await self._delivery.renew(lease)
         except StaleAttemptError as error:
             if not task.done() and task not in self._reporting:  # else its report finds that out
-                self._superseded.add(task)
                 task.cancel()
                 self._too_late(lease, error)
 
