@@ -33,7 +33,6 @@ from lightning.engines.loading import (
     is_transposed,
     names_and_shapes,
     original_names,
-    quantisation,
     read_model,
     unwrapped,
 )
@@ -49,6 +48,7 @@ from lightning.policy_server.model_folder import (
     check_model_folder,
     checkpoint_files,
     folder_tensors,
+    quantisation,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ only. If `max_model_len` is not set, our own vLLM is started with the length bef
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning.errors import EngineError, MissingExtraError
-from lightning.policy_server.model_folder import growing_positions
+from lightning.policy_server.model_folder import growing_positions, quantisation
 from lightning.policy_server.profiles import argument
 
 if TYPE_CHECKING:
@@ -182,18 +181,6 @@ def names_and_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
             found[name] = tensor.detach()
         seen.add(id(tensor))
     return {name: tuple(tensor.shape) for name, tensor in original_names(model, found).items()}
-
-
-def quantisation(folder: Path) -> str:
-    """Return the method by which a folder's weights are quantised, such as `fp8` or `gptq`; empty if they are not."""
-    config = json.loads((folder / "config.json").read_bytes())
-    text = config.get("text_config") or {}
-    for place in (config, text):
-        found = place.get("quantization_config") or place.get("compression_config")
-        if found:
-            method = str(found.get("quant_method", "unknown"))
-            return method if method != "fp8" or found.get("weight_block_size") else "fp8 without blocks"
-    return ""
 
 
 UNKNOWN = 0

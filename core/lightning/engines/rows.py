@@ -314,7 +314,11 @@ class Tally:
         self._loss += loss
         self._weight += weight
         self._tokens += len(batch.weights)
-        for name, value in {"entropy": entropy, **metrics}.items():
+        self._add_sums({"entropy": entropy, **metrics})
+
+    def _add_sums(self, metrics: Mapping[str, float]) -> None:
+        """Add weighted sums; of numbers whose names end in `_max`, the largest is kept."""
+        for name, value in metrics.items():
             if name.endswith("_max"):
                 self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
             else:
@@ -335,10 +339,7 @@ class Tally:
         self._weight += other._weight
         self._tokens += other._tokens
         self._gaps += other._gaps
-        for name, value in other._sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        for name, value in other._maxima.items():
-            self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
+        self._add_sums(other._sums | other._maxima)
         if other._states:
             self.add_states(other._states, other._metrics)
 

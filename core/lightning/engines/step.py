@@ -358,10 +358,8 @@ class _Updates:
             self._clipped.append(clipped)
         if first:
             self._first = self._first or tally
-            merged = Tally()
-            merged.merge(self._tally)
-            merged.merge(tally)
-            self._tally, self.parts = merged, self.parts + 1
+            self._tally.merge(tally)
+            self.parts += 1
 
     def result(self) -> StepResult:
         """Return the step's report: the metrics of the first pass, and the gaps of trainer and sampler before the first update.
@@ -383,7 +381,7 @@ class _Updates:
             "stepped": float(self.taken > 0),
             "skipped_nonfinite": float(self._skipped),
         }
-        return StepResult(found | norms | counts | rate, self._tally.seen)
+        return StepResult(found | norms | counts | rate, dict(self._tally.seen))
 
 
 def _numbers_of(

@@ -22,7 +22,7 @@ from lightning.instrument.components import ask, component, component_path, curr
 from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
 from lightning.instrument.frames import user_functions
 from lightning.instrument.marking import attached_adapters
-from lightning.instrument.tool_slots import ToolSlot, hold_slots, tool_slot
+from lightning.instrument.tool_slots import ToolSlot, hold_slots, set_slots, tool_slot
 
 __all__ = [
     "ActiveAttempt",
@@ -51,6 +51,7 @@ __all__ = [
     "mark_request",
     "replace_method",
     "reward",
+    "set_slots",
     "state",
     "tool",
     "tool_slot",

@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from lightning.errors import PluginError
 from lightning.hooks import hookimpl
 from lightning.instrument.components import component_path
-from lightning.instrument.last_call import starter, starter_here
+from lightning.instrument.last_call import known_as, starter, starter_here
 from lightning.types import Caller, StepState, ToolEvent
 
 User = TypeVar("User")
@@ -305,7 +305,7 @@ class Scopes:
         """Run the block in a new scope."""
         scope = ActiveScope(kind, name, subject, self.here())
         try:
-            with self._seen(scope):
+            with known_as(self._innermost, scope):
                 yield scope
         finally:
             scope.is_open = False
@@ -320,26 +320,16 @@ class Scopes:
     def _each(self, items: Generator[T, None, object], scope: ActiveScope) -> Generator[T, None, object]:
         try:
             while True:
-                with self._seen(scope):
+                with known_as(self._innermost, scope):
                     try:
                         item = next(items)
                     except StopIteration as stop:
                         return stop.value
                 yield item
         finally:
-            with self._seen(scope):
+            with known_as(self._innermost, scope):
                 items.close()
             scope.is_open = False
-
-    @contextmanager
-    def _seen(self, scope: ActiveScope) -> Iterator[None]:
-        # Restore the former value, not `scope.around`: a pool's thread serves other rollouts when this work is done.
-        before = self._innermost.get()
-        self._innermost.set(scope)
-        try:
-            yield
-        finally:
-            self._innermost.set(before)
 
     def caller(self, scope: ActiveScope | None = None) -> Caller | None:
         """Return the caller of a model call from a scope (None: the innermost scope here); None if no agent is running.

@@ -34,7 +34,7 @@ from types import FrameType
 
 from lightning.bounded import Once
 from lightning.errors import DataError
-from lightning.instrument.last_call import Trail, renew_lock_in_forks, starter_here
+from lightning.instrument.last_call import Trail, known_as, renew_lock_in_forks, starter_here
 from lightning.instrument.providers import Address, Url, place_of
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, state_of, text_of
 from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
@@ -288,18 +288,16 @@ def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
     """
     attempt = ActiveAttempt(llm, alone=alone)
     attempt.disown(_busy_threads())
-    token = _current.set(attempt)
     with _lock:
         _active.append(attempt)
     try:
-        with attempt.calls.given():
+        with known_as(_current, attempt), attempt.calls.given():
             yield attempt
     finally:
         attempt.close()
         with _lock:
             _active.remove(attempt)
             _leave_behind(attempt)
-        _current.reset(token)
 
 
 def _leave_behind(ended: ActiveAttempt) -> None:
@@ -423,6 +421,14 @@ def emit(event: ToolEvent | StepState) -> None:
         attempt.add_tool_event(event)
 
 
+def _attempt_for(function: str) -> ActiveAttempt | None:
+    """Return the rollout that this code runs for; None outside of one, with a log line that this function did nothing."""
+    attempt = current_attempt()
+    if attempt is None:
+        log_once(f"{function} outside", f"lightning.{function}() was called outside a rollout and did nothing")
+    return attempt
+
+
 def state(**variables: object) -> None:
     """Record the agent's state before its next model call, as named values: `lightning.state(board=board, turn=3)`.
 
@@ -431,11 +437,8 @@ def state(**variables: object) -> None:
 
     Outside a rollout this does nothing, so code that is also used without training may keep it.
     """
-    attempt = current_attempt()
-    if attempt is None:
-        log_once("state outside", "lightning.state() was called outside a rollout and did nothing")
-        return
-    attempt.add_state(StepState(state_of(variables)))
+    if (attempt := _attempt_for("state")) is not None:
+        attempt.add_state(StepState(state_of(variables)))
 
 
 def reward(value: float, name: str = "reward", response_id: str = "") -> None:
@@ -451,11 +454,8 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """
     what = f"the reward of lightning.reward(name={text_of(name)!r})"
     checked = number(value, what, "give a finite number")
-    attempt = current_attempt()
-    if attempt is None:
-        log_once("reward outside", "lightning.reward() was called outside a rollout and did nothing")
-        return
-    attempt.add_step_reward(StepReward(checked, name, response_id))
+    if (attempt := _attempt_for("reward")) is not None:
+        attempt.add_step_reward(StepReward(checked, name, response_id))
 
 
 def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
@@ -484,11 +484,8 @@ def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
         )
     if sum(map(len, texts)) > LONGEST_LABEL:
         raise DataError(f"lightning.label(): a label of {sum(map(len, texts))} characters; {LONGEST_LABEL} are allowed")
-    attempt = current_attempt()
-    if attempt is None:
-        log_once("label outside", "lightning.label() was called outside a rollout and did nothing")
-        return
-    attempt.add_label(response_id, Caller(agent, names))
+    if (attempt := _attempt_for("label")) is not None:
+        attempt.add_label(response_id, Caller(agent, names))
 
 
 def log_once(key: str, message: str, *arguments: object) -> None:

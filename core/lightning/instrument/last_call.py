@@ -105,12 +105,13 @@ renew_lock_in_forks(globals())
 
 @contextmanager
 def known_as(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Inside the block, the context variable has this value."""
-    token = variable.set(value)
+    """Inside the block, the context variable has this value, and after it the one that it had before."""
+    before = variable.get()
+    variable.set(value)
     try:
         yield
     finally:
-        variable.reset(token)
+        variable.set(before)
 
 
 def started_in(context: Context) -> AbstractContextManager[None]:

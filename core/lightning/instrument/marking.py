@@ -32,10 +32,8 @@ from lightning.instrument.context import (
     log_once,
 )
 from lightning.instrument.providers import Url, elsewhere, is_policys
-from lightning.types import CALLER_HEADER, ROLLOUT_HEADER, UNNAMED, Caller
+from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, Caller
 
-NO_ADAPTER: Final = "no-adapter:"
-"""The prefix of `Caller.framework`, before the framework's module, for a call by a framework without an adapter."""
 FRAMEWORKS: Final = (
     "agent_framework",
     "agno",
@@ -79,11 +77,6 @@ def without_adapter() -> str:
                 return name
         frame = frame.f_back
     return ""
-
-
-def framework_without_adapter(framework: str) -> str:
-    """Return the framework without adapter that a value of `Caller.framework` names; empty for any other value."""
-    return framework.removeprefix(NO_ADAPTER) if framework.startswith(NO_ADAPTER) else ""
 
 
 TRACE_HEADER = "traceparent"

@@ -6,23 +6,13 @@ The invariant: without such a stage no run waits, and no method of a framework i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from types import TracebackType
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
-class ToolSlot(Protocol):
+class ToolSlot(AbstractContextManager[object], AbstractAsyncContextManager[object], Protocol):
     """The slot of one run of a tool: entering waits until it is free. Also a slot entered by `async with` may be left by
     `__exit__`."""
-
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
-    async def __aenter__(self) -> object: ...
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
 
 
 class ToolSlots(Protocol):

@@ -11,7 +11,6 @@ the owner kills a server's group when it stops the server.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import multiprocessing
 import multiprocessing.context
@@ -23,6 +22,8 @@ import threading
 import time
 from pathlib import Path
 
+from lightning.processes import die_with_parent as die_with
+
 OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
 FORKED = "LIGHTNING_FORKED_ENGINE"
@@ -33,7 +34,6 @@ SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp
 """Arguments with which the server starts more than an engine, or through another program (a config file may hold such
 arguments). The engine is not forked then."""
 POLL_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 def alias_metadata() -> None:
@@ -114,11 +114,8 @@ def die_with_parent() -> None:
     did not start.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent.pid:  # it ended before we could ask
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid, signal.SIGKILL)
 
 
 def watch_owner(owner: int) -> threading.Thread:

@@ -290,7 +290,7 @@ def read_facts(folder: Path) -> ModelFacts:
         kv_elements=_kv_elements(text, len(kinds) - len(other)),
         context=_integer(text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
         plain_attention=not latent and not states,
-        why_bfloat16="linear attention" if linear else "FP8 weights" if _is_fp8(config, text) else "",
+        why_bfloat16="linear attention" if linear else "FP8 weights" if quantisation(folder).startswith("fp8") else "",
         template="\n".join(_templates(folder)),
         vocabulary=tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else "",
         growing=growing_positions(folder),
@@ -317,14 +317,20 @@ def growing_positions(folder: Path) -> GrowingPositions | None:
     return None
 
 
+def quantisation(folder: Path) -> str:
+    """Return the method by which a folder's weights are quantised, such as `fp8` or `gptq`; empty if they are not."""
+    config = json_object(folder / "config.json")
+    for place in (config, _text_part(config)):
+        found = place.get("quantization_config") or place.get("compression_config")
+        if found:
+            method = str(found.get("quant_method", "unknown"))
+            return method if method != "fp8" or found.get("weight_block_size") else "fp8 without blocks"
+    return ""
+
+
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model."""
     return next((part for name in TEXT_PARTS if isinstance(part := config.get(name), dict)), config)
-
-
-def _is_fp8(*configs: Mapping[str, object]) -> bool:
-    quantised = (config.get("quantization_config") for config in configs)
-    return any(isinstance(own, dict) and own.get("quant_method") == "fp8" for own in quantised)
 
 
 def _name(folder: Path) -> str:

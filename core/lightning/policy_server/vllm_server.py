@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +51,7 @@ from lightning.policy_server.profiles import (
 )
 from lightning.policy_server.protocol import PolicyServer, Probe, Update, Usage
 from lightning.policy_server.weights import FromDisk, WeightTransfer
+from lightning.processes import kill_group
 from lightning.store.url import redacted
 
 TAIL_LINES = 15
@@ -132,10 +132,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill every process of vLLM's group now."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        kill_group(self.pid)
 
     async def _wait(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -23,9 +23,9 @@ from lightning.asyncio_utils import cancel
 from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
 from lightning.memory_budget import Holder
+from lightning.processes import kill_group
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import pack_stages
-from lightning.runner.forkserver_main import kill_group
 from lightning.runner.stages import NO_STAGES, AttemptLine, Enclosure
 from lightning.runner.worker import without_proxy
 
@@ -150,37 +150,34 @@ class ForkServer:
     async def start(self) -> None:
         """Start the process and wait until the agent is loaded there. Raises `RunnerError` with the reason if it is not."""
         try:
-            await self._start()
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = self._start_process(theirs.fileno())
+            self._control.setblocking(False)
+            loop = asyncio.get_running_loop()
+            setup = json.dumps(self._setup).encode()
+            incoming = _Incoming(self._control)
+            try:
+                for each in (setup, self._line, self._shipped):
+                    await loop.sock_sendall(self._control, socket_framing.pack(each))
+                answer = await incoming.next()
+            except ConnectionAbortedError as error:
+                raise RunnerError(f"no agent can be run: {error}") from error
+            except OSError:
+                answer = None
+            if answer is None:
+                status = await asyncio.to_thread(self._process.wait)
+                raise RunnerError(
+                    f"the process that prepares agents {_how_it_ended(status)} while it imported the agent's modules; "
+                    "its own output, above, has the reason"
+                )
+            if answer.get("error"):
+                raise RunnerError(f"no agent can be run: {answer['error']}")
+            self.threads = str(answer["threads"])
+            self._listener = asyncio.create_task(self._listen(incoming))
         except BaseException:
             await self.close()
             raise
-
-    async def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._start_process(theirs.fileno())
-        self._control.setblocking(False)
-        loop = asyncio.get_running_loop()
-        setup = json.dumps(self._setup).encode()
-        incoming = _Incoming(self._control)
-        try:
-            for each in (setup, self._line, self._shipped):
-                await loop.sock_sendall(self._control, socket_framing.pack(each))
-            answer = await incoming.next()
-        except ConnectionAbortedError as error:
-            raise RunnerError(f"no agent can be run: {error}") from error
-        except OSError:
-            answer = None
-        if answer is None:
-            status = await asyncio.to_thread(self._process.wait)
-            raise RunnerError(
-                f"the process that prepares agents {_how_it_ended(status)} while it imported the agent's modules; "
-                "its own output, above, has the reason"
-            )
-        if answer.get("error"):
-            raise RunnerError(f"no agent can be run: {answer['error']}")
-        self.threads = str(answer["threads"])
-        self._listener = asyncio.create_task(self._listen(incoming))
 
     def _start_process(self, control: int) -> subprocess.Popen[bytes]:
         code = _COMMAND.format(descriptor=control, parent=_INIT if self.enclosure else os.getpid())
@@ -200,31 +197,28 @@ class ForkServer:
         """Return a new worker process. At most `FORKS` are requested at once. Raises `WorkerDiedError` when none can be
         forked."""
         async with self._room:
-            return await self._fork()
-
-    async def _fork(self) -> Worker:
-        if not self.alive:
-            raise WorkerDiedError("the fork server of the agents' processes is gone")
-        ours, theirs = socket.socketpair()
-        request = next(self._requests)
-        forked: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
-        try:
-            with theirs:
-                await self._send({"fork": request}, theirs)
-            self._forks[request] = forked  # before anything can be heard of it
-            pid, exited = await forked  # it may have exited by now, so the future comes with the news
-            ours.setblocking(False)
-            enclosure = self.enclosure
-            unattended = await enclosure.attend(ours) if enclosure and enclosure.inside else None
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-        except BaseException as error:
-            ours.close()  # the worker, if there is one, reads the end and leaves
-            if isinstance(error, OSError | RunnerError):
-                raise WorkerDiedError(f"a worker process could not be forked: {error}") from error
-            raise
-        finally:
-            self._forks.pop(request, None)
-        return Worker(pid, exited, reader, writer, unattended)
+            if not self.alive:
+                raise WorkerDiedError("the fork server of the agents' processes is gone")
+            ours, theirs = socket.socketpair()
+            request = next(self._requests)
+            forked: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
+            try:
+                with theirs:
+                    await self._send({"fork": request}, theirs)
+                self._forks[request] = forked  # before anything can be heard of it
+                pid, exited = await forked  # it may have exited by now, so the future comes with the news
+                ours.setblocking(False)
+                enclosure = self.enclosure
+                unattended = await enclosure.attend(ours) if enclosure and enclosure.inside else None
+                reader, writer = await asyncio.open_unix_connection(sock=ours)
+            except BaseException as error:
+                ours.close()  # the worker, if there is one, reads the end and leaves
+                if isinstance(error, OSError | RunnerError):
+                    raise WorkerDiedError(f"a worker process could not be forked: {error}") from error
+                raise
+            finally:
+                self._forks.pop(request, None)
+            return Worker(pid, exited, reader, writer, unattended)
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker's process group now, or as soon as the fork server can receive the command."""

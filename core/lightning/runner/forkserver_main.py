@@ -11,7 +11,6 @@ leaves its children, and what they have started, behind. It would save the loop 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -31,13 +30,12 @@ from lightning.errors import LightningError
 from lightning.instrument import emit
 from lightning.instrument.providers import remember
 from lightning.plugins import plugins
+from lightning.processes import die_with_parent, kill_group
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent, unpack_stages
 from lightning.runner.stages import NO_STAGES, AttemptLine
 from lightning.runner.warmth import Contexts, Stores, build_model
 from lightning.runner.worker import flush, without_children
-
-_PR_SET_PDEATHSIG = 1
 
 MOST_NAMES = 8
 """The most names of threads or modules in one message."""
@@ -363,22 +361,3 @@ class _Template:
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
-
-
-def die_with_parent(parent: int, how: signal.Signals) -> None:
-    """Ask the kernel for the signal `how` when the parent dies; exit at once if `parent` is dead already.
-
-    Linux only; elsewhere the closed socket is the only sign. The kernel watches the *thread* that forked this process.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def kill_group(pid: int) -> None:
-    """Kill the process group of a worker, also when the worker itself has just died."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM for a group of zombies
-        return

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from lightning.asyncio_utils import to_its_end
@@ -26,8 +27,8 @@ from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
-from lightning.runner.stages import AttemptRefusedError, attempt_line, enter
-from lightning.runner.worker import is_async, run_agent, without_children
+from lightning.runner.stages import AttemptLine, AttemptRefusedError, attempt_line, enter
+from lightning.runner.worker import in_loop, is_async, run_agent, without_children
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
 GRACE = 1.0
@@ -49,7 +50,7 @@ class InlineRunner:
         self._agent = agent
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._installed: contextlib.ExitStack | None = None
+        self._installed: Callable[[], None] | None = None
         self._line = attempt_line(config)
         self.concurrency = config.concurrency
         self.stages = self._line.versions
@@ -63,11 +64,7 @@ class InlineRunner:
         await self._line.begin()
         self._slots = asyncio.Semaphore(self._config.concurrency)
         remember(own(os.environ))
-        with contextlib.ExitStack() as installing:
-            installing.callback(install_tap(self._config.reroute))
-            installing.callback(self._line.install())
-            installing.callback(plugins().install_adapters(emit, self._config.adapters))
-            self._installed = installing.pop_all()
+        self._installed = _install(self._line, self._config)
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this cancels an async agent and abandons a sync one."""
@@ -86,7 +83,7 @@ class InlineRunner:
         """Remove the tap and the adapters. Idempotent; `start` may follow."""
         installed, self._installed = self._installed, None
         if installed is not None:
-            installed.close()
+            installed()
             self._line.close()
 
     async def _attempt(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
@@ -140,18 +137,25 @@ class InlineRunner:
         result = call() if is_async(agent) else await _in_thread(call)
         if not inspect.isawaitable(result):
             return result
-        attempt.calls.begin()  # after a thread, here
-        with without_children():
-            return await result
+        return await in_loop(lambda: result, attempt)  # after a thread, here
 
 
-def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
-    """Run one attempt in this thread, with the plugins' stages that a runner with default settings has. Raises `RunnerError`
-    for a stage that cannot begin."""
-    line = attempt_line(RunnerConfig())
+def _install(line: AttemptLine, config: RunnerConfig) -> Callable[[], None]:
+    """Install the tap, the stages of plugins and the adapters in this process; return the undo."""
+    with contextlib.ExitStack() as installing:
+        installing.callback(install_tap(config.reroute))
+        installing.callback(line.install())
+        installing.callback(plugins().install_adapters(emit, config.adapters))
+        return installing.pop_all().close
+
+
+def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner, config: RunnerConfig) -> Outcome:
+    """Run one attempt in this thread, with the tap, the adapters and the plugins' stages that a runner with these settings has.
+    Raises `RunnerError` for a stage that cannot begin."""
+    line = attempt_line(config)
     loop.run(line.begin())
     with contextlib.ExitStack() as installed:
-        installed.callback(line.install())
+        installed.callback(_install(line, config))
         return run_agent(agent, task, llm, loop, line)
 
 
@@ -160,24 +164,19 @@ async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Rewa
 
     Not in a pool: threads of hung agents would use it up, and the interpreter waits for a pool's threads when it ends.
     """
-    loop = asyncio.get_running_loop()
-    finished: asyncio.Future[_Ended] = loop.create_future()
+    finished: Future[_Ended] = Future()
+    finished.set_running_or_notify_cancel()  # the thread cannot be stopped, so neither can this
     context = contextvars.copy_context()
-
-    def settle(ended: _Ended) -> None:
-        if not finished.done():
-            finished.set_result(ended)
 
     def call() -> None:
         try:
             ended = _Ended(context.run(function))
         except BaseException as error:  # noqa: BLE001 — carried over to the loop
             ended = _Ended(error=error)
-        with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody waits any more
-            loop.call_soon_threadsafe(settle, ended)
+        finished.set_result(ended)
 
     threading.Thread(target=call, name="lightning-agent", daemon=True).start()
-    ended = await finished
+    ended = await asyncio.wrap_future(finished)
     if ended.error is not None:
         raise ended.error
     return ended.result

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, cast
 
-from lightning.asyncio_utils import cancel, unless
+from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
@@ -101,14 +101,12 @@ async def deliver(
     *,
     on_finished: Callable[[Rollout], None] | None = None,
     news: asyncio.Event | None = None,
-    stop: asyncio.Event | None = None,
 ) -> None:
     """Run the attempts that `delivery` hands out until it has no more.
 
-    Setting `news` (cleared here) makes it ask again at once. Once `stop` is set nothing more is leased: running agents get
-    `config.drain` seconds to end, then they are ended and their leases given back. `on_finished` and errors are as in `work`.
+    Setting `news` (cleared here) makes it ask again at once. Cancelling, `on_finished` and errors are as in `work`.
     """
-    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event(), stop or asyncio.Event()).execute()
+    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event()).execute()
 
 
 class _FromStore:
@@ -174,74 +172,56 @@ class _Worker:
         config: RunnerConfig,
         on_finished: Callable[[Rollout], None] | None,
         news: asyncio.Event,
-        stop: asyncio.Event,
     ) -> None:
         self._delivery, self._runner, self._config, self._on_finished = delivery, runner, config, on_finished
-        self._news, self._stop = news, stop
+        self._news = news
         self._concurrency = min(runner.concurrency, config.concurrency)
         self._held: dict[asyncio.Task[None], Lease] = {}  # leases to renew: until their outcomes are taken
         self._reporting: set[asyncio.Task[None]] = set()
-        self._superseded: set[asyncio.Task[None]] = set()
         self._stale = 0
 
     async def execute(self) -> None:
         await self._delivery.release()
         async with self._delivery.watch() as watch:
-            waiting = _Waiting(self._heartbeat, lambda: watch.wait(LOOK_SECONDS), self._news.wait)
-            told = asyncio.create_task(self._stop.wait())
+            beside = [self._begin(self._heartbeat()), self._begin(self._look(watch))]
             try:
-                await self._until_done(waiting, told)
+                while await self._more():
+                    await self._news.wait()
+                    self._news.clear()
+                    self._collect(beside)
             except BaseException:
-                await cancel(*waiting.tasks, told, *self._held)
+                await cancel(*beside, *self._held)
                 await self._release_anyway()
                 raise
             else:
-                await cancel(*waiting.tasks, told, *self._held)
+                await cancel(*beside)
                 await self._delivery.release()
             finally:
                 if self._stale:
                     logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)
 
-    async def _until_done(self, waiting: _Waiting, told: asyncio.Task[bool]) -> None:
-        while await self._more():
-            if told.done():
-                await self._drain(waiting)
-                return
-            await waiting.first([told, *self._held])
-            self._news.clear()
-            self._collect()
-
-    async def _drain(self, waiting: _Waiting) -> None:
-        now = asyncio.get_running_loop().time
-        deadline = now() + self._config.drain
-        logger.info("stopping: %d agents get %g s to end (runner.drain)", len(self._held), self._config.drain)
-        while self._held and now() < deadline:
-            await waiting.first(self._held, deadline - now())
-            self._collect()
-        if self._held:
-            logger.warning("%d agents were ended after %g s (runner.drain)", len(self._held), self._config.drain)
+    def _begin(self, doing: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Begin a task whose end is news."""
+        task = asyncio.create_task(doing)
+        task.add_done_callback(lambda _: self._news.set())
+        return task
 
     async def _more(self) -> bool:
         """Lease as many attempts as there is room for. Return False when nothing is left to do, here or elsewhere."""
-        if self._stop.is_set():
-            return bool(self._held)
         free = self._concurrency - len(self._held)
-        for lease, llm in await self._lease(free) if free else ():
-            self._held[asyncio.create_task(self._attempt(lease, llm))] = lease
+        for lease, llm in await self._delivery.lease(free) if free else ():
+            self._held[self._begin(self._attempt(lease, llm))] = lease
         return bool(self._held) or await self._delivery.unfinished()
 
-    async def _lease(self, free: int) -> Sequence[tuple[Lease, LLM | StageError]]:
-        """Lease up to `free` attempts; return none when `stop` comes first. Attempts leased after that are given back in the
-        end."""
-        return await unless(self._delivery.lease(free), self._stop.wait()) or []
-
-    def _collect(self) -> None:
+    def _collect(self, beside: Iterable[asyncio.Task[None]]) -> None:
+        """Forget the attempts that have ended. Raises the error of one, or of a task `beside` them."""
+        for task in beside:
+            if task.done():
+                task.result()
         for task in [task for task in self._held if task.done()]:
             del self._held[task]
             self._reporting.discard(task)
-            if task in self._superseded:
-                self._superseded.discard(task)
-            else:
+            if not task.cancelling():  # else its lease was taken over
                 task.result()
 
     async def _attempt(self, lease: Lease, llm: LLM | StageError) -> None:
@@ -270,12 +250,17 @@ class _Worker:
             await asyncio.sleep(self._config.lease_ttl / 3)
             await asyncio.gather(*(self._renew(task, lease) for task, lease in self._held.items()))
 
+    async def _look(self, watch: RunWatch) -> None:
+        """Have leases requested when the run has changed, or after `LOOK_SECONDS`, until cancelled."""
+        while True:
+            await watch.wait(LOOK_SECONDS)
+            self._news.set()
+
     async def _renew(self, task: asyncio.Task[None], lease: Lease) -> None:
         try:
             await self._delivery.renew(lease)
         except StaleAttemptError as error:
             if not task.done() and task not in self._reporting:  # else its report finds that out
-                self._superseded.add(task)
                 task.cancel()
                 self._too_late(lease, error)
 
@@ -290,23 +275,3 @@ class _Worker:
     def _too_late(self, lease: Lease, error: StaleAttemptError) -> None:
         self._stale += 1
         logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
-
-
-class _Waiting:
-    """Waits for the first of several recurring events. An event whose coroutine fails raises its error."""
-
-    def __init__(self, *things: Callable[[], Coroutine[object, object, object]]) -> None:
-        self._things = {asyncio.create_task(thing()): thing for thing in things}
-
-    @property
-    def tasks(self) -> Sequence[asyncio.Task[object]]:
-        """The tasks that wait for the events."""
-        return list(self._things)
-
-    async def first(self, more: Iterable[asyncio.Task[object]], timeout: float | None = None) -> None:
-        """Return when one of the events has come, or one of `more` is done, or after `timeout` seconds."""
-        await asyncio.wait({*self._things, *more}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in self._things if task.done()]:
-            thing = self._things.pop(task)
-            task.result()
-            self._things[asyncio.create_task(thing())] = thing

@@ -29,7 +29,7 @@ import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -250,11 +250,11 @@ def _call(
     agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt, loop: asyncio.Runner, context: contextvars.Context
 ) -> object:
     if is_async(agent):
-        return loop.run(_started_in_loop(agent, task, llm, attempt), context=context)
+        return loop.run(in_loop(partial(agent, task, llm), attempt), context=context)
     with without_children():
         result = context.run(agent, task, llm)
     if inspect.isawaitable(result):
-        return loop.run(_awaited(result, attempt), context=context)
+        return loop.run(in_loop(lambda: result, attempt), context=context)
     return result
 
 
@@ -263,17 +263,12 @@ def is_async(agent: Agent) -> bool:
     return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004 — an object is as async as its __call__
 
 
-async def _started_in_loop(agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt) -> Reward:
+async def in_loop(start: Callable[[], Reward | Awaitable[Reward]], attempt: ActiveAttempt) -> Reward:
+    """Start an agent in this task and await what it returned, if that is awaitable."""
     attempt.calls.begin()
     with without_children():  # here, since a child shares the selector of the loop
-        result = agent(task, llm)
+        result = start()
         return await result if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Awaitable[Reward], attempt: ActiveAttempt) -> Reward:
-    attempt.calls.begin()
-    with without_children():
-        return await result
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
+from lightning.config import RunnerConfig
 from lightning.errors import DataError
-from lightning.instrument import emit, install_tap
-from lightning.plugins import plugins
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
 from lightning.testing.contract_house import House
@@ -67,9 +66,8 @@ def rollout(
         house.start()
         closing.callback(house.close)
         lease, llm = house.lease(asked)
-        closing.callback(install_tap())
-        closing.callback(plugins().install_adapters(emit, adapters))
-        outcome = outside_of_loops(lambda: _run(agent, asked, llm))
+        config = RunnerConfig(adapters=adapters)
+        outcome = outside_of_loops(lambda: _run(agent, asked, llm, config))
         ended, calls, attempt = house.end(lease, outcome)
     return RolloutRecord(
         ended,
@@ -80,13 +78,13 @@ def rollout(
     )
 
 
-def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
+def _run(agent: Agent, task: Task, llm: LLM, config: RunnerConfig) -> Outcome:
     """Run the agent on one loop for all rollouts, as in a worker: clients that it keeps belong to the loop they began in."""
     if not _free.acquire(blocking=False):  # a rollout inside another one, or in a thread beside it
         with asyncio.Runner() as loop:
-            return run_here(agent, task, llm, loop)
+            return run_here(agent, task, llm, loop, config)
     try:
-        return run_here(agent, task, llm, _loop)
+        return run_here(agent, task, llm, _loop, config)
     finally:
         _free.release()
 

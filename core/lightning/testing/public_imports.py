@@ -82,7 +82,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a stage of attempts": (
             "lightning.instrument.context",
             "lightning.instrument.last_call",
-            "lightning.instrument.tool_slots",
             "lightning.plugins.importing",
             "lightning.plugins.stages",
             "lightning.runner.stages",
@@ -137,7 +136,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.worker",
         ),
         "a stage at steps": (
-            "lightning.instrument.marking",
             "lightning.plugins.attached_adapters",
             "lightning.trainer.algorithm",
             "lightning.trainer.stages",

@@ -68,6 +68,10 @@ class CallStatus(StrEnum):
         return self in (CallStatus.OK, CallStatus.MEDIA)
 
 
+NO_ADAPTER: Final = "no-adapter:"
+"""The prefix of `Caller.framework`, before the framework's module, for a call by a framework without an adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The agent that calls the model. `agent` is its name, as in `train_agents`; `path` are the names of agents and components
@@ -87,6 +91,11 @@ class Caller:
     def name(self) -> str:
         """The agent's full name: the path joined by slashes, as `train_agents` matches it, or `agent` if there is no path."""
         return "/".join(self.path) or self.agent
+
+    @property
+    def unadapted(self) -> str:
+        """The framework that made the call and has no adapter, as its module; empty for any other call."""
+        return self.framework.removeprefix(NO_ADAPTER) if self.framework.startswith(NO_ADAPTER) else ""
 
 
 UNNAMED: Final = Caller("agent")

@@ -14,9 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
+from lightning.config import RunnerConfig
 from lightning.errors import DataError
-from lightning.instrument import emit, install_tap
-from lightning.plugins import plugins
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
 from lightning.runner.worker import seed_process
@@ -97,9 +96,7 @@ def replay_agent(
         server = closing.enter_context(
             served(ReplayServer(recorded, until, prompts=prompts or {}, seed=seed, longer=longer))
         )
-        closing.callback(install_tap(reroute))
-        closing.callback(plugins().install_adapters(emit, adapters))
-        tools = RecordedRuns(recorded.tool_events)
+        tools, config = RecordedRuns(recorded.tool_events), RunnerConfig(adapters=adapters, reroute=reroute)
 
         def take(name: str, arguments: Json, function: object) -> ToolEvent | None:
             found = tools.take(name, arguments, function)
@@ -118,7 +115,7 @@ def replay_agent(
         def run() -> Outcome:
             server.threads = threading.active_count()
             with asyncio.Runner() as loop:
-                return run_here(agent, recorded.rollout.task, server.llm, loop)
+                return run_here(agent, recorded.rollout.task, server.llm, loop, config)
 
         outcome = outside_of_loops(run)
     return result_of(server, outcome, tools.answered)

@@ -18,7 +18,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from lightning.instrument.marking import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
@@ -135,7 +134,7 @@ def unadapted_frameworks(evidence: Evidence) -> Iterator[Diagnosis]:
     """Find calls of a framework without an adapter, so that its agents have no names and its tools are not seen."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for call in evidence.answered:
-        if framework := framework_without_adapter(call.caller.framework):
+        if framework := call.caller.unadapted:
             found[framework][call.caller.name] += 1
     for framework, callers in sorted(found.items()):
         yield Diagnosis(

@@ -28,10 +28,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lightning.config.fields import did_you_mean
 from lightning.errors import ConfigError, RunnerError
-from lightning.instrument import ActiveAttempt, ReplacedMethods
+from lightning.instrument import ActiveAttempt, ReplacedMethods, set_slots
 from lightning.instrument.context import calling_attempt
 from lightning.instrument.last_call import renew_lock_in_forks, starter, starter_here
-from lightning.instrument.tool_slots import set_slots
 from lightning.plugins.importing import on_import
 from lightning.runner.stages import AttemptStage
 from lightning.types import Json, Outcome, ToolEvent

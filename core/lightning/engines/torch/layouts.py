@@ -285,29 +285,34 @@ def _run_entries(places: Ints, runs: Sequence[Node]) -> tuple[Ints, Ints]:
 def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
     """Return the logprobs (N,) of a layout's tokens under a model with this vocabulary, in the order of the rows, without a
     gradient."""
-    found = np.full(len(layout.tokens), np.nan, _precision(lm))
 
-    def visit(part: LayoutPart) -> None:
+    def read(part: LayoutPart, found: Numbers) -> None:
         for own, hidden in _chunks(lm, part, part.hidden):
             logprobs, *_ = _predicted(lm, hidden, reordered(layout.tokens, own), part.what)
             found[own] = logprobs.cpu().numpy()
 
-    with lm.evaluating():
-        layout.walk(lm, budget, visit)
-    ordered: Numbers = found[row_order(layout.tokens)]
-    return ordered
+    return _read(layout, lm, budget, layout.tokens, read)
 
 
 def read_values(layout: Layout, lm: CausalLM, values: nn.Module, budget: int) -> Numbers:
     """Return the values (M,) that a head's module gives to a layout's states, in the order of the rows."""
-    found = np.full(len(layout.states), np.nan, _precision(lm))
 
-    def visit(part: LayoutPart) -> None:
+    def read(part: LayoutPart, found: Numbers) -> None:
         found[part.states] = values(_picked(part.hidden, part.at)).cpu().numpy()
 
+    return _read(layout, lm, budget, layout.states, read)
+
+
+def _read(
+    layout: Layout, lm: CausalLM, budget: int, entries: Tokens | States, read: Callable[[LayoutPart, Numbers], None]
+) -> Numbers:
+    """Return a number for each of a layout's `entries`, in the order of the rows. `read` puts those of a part into an array in
+    the layout's order."""
+    precision: type[np.floating] = np.float64 if lm.dtype is torch.float64 else np.float32
+    found = np.full(len(entries), np.nan, precision)
     with lm.evaluating():
-        layout.walk(lm, budget, visit)
-    ordered: Numbers = found[row_order(layout.states)]
+        layout.walk(lm, budget, lambda part: read(part, found))
+    ordered: Numbers = found[row_order(entries)]
     return ordered
 
 
@@ -411,7 +416,3 @@ def _predicted(
 def _picked(hidden: torch.Tensor, places: Ints) -> torch.Tensor:
     """Return the hidden states at some places, shape (N, H)."""
     return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
-
-
-def _precision(lm: CausalLM) -> type[np.floating]:
-    return np.float64 if lm.dtype is torch.float64 else np.float32

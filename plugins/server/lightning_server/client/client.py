@@ -27,7 +27,7 @@ from pathlib import Path
 
 import jwt
 from lightning import asyncio_utils
-from lightning.asyncio_utils import is_set_within, until_told
+from lightning.asyncio_utils import is_set_within, unless, until_told
 from lightning.bounded import Once
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError, LightningError, StaleAttemptError, UnavailableError
@@ -127,13 +127,26 @@ class Client:
                 idle,
                 presence,
                 timeout=self.config.runner.timeout,
+                stop=stop,
             )
-            await deliver(delivery, self._runner, self.config.runner, stop=stop)
+            news = asyncio.Event()
+            await unless(
+                deliver(delivery, self._runner, self.config.runner, news=news), self._drain_over(delivery, news)
+            )
             return delivery.tally
         finally:
             await self._runner.close()
             await servers.close()
             await self._store.close()
+
+    async def _drain_over(self, delivery: ServerDelivery, news: asyncio.Event) -> None:
+        """Return when agents have had `runner.drain` seconds to end since the delivery was stopped. Set `news` when it is."""
+        await delivery.stop.wait()
+        news.set()
+        seconds = self.config.runner.drain
+        logger.info("stopping: %d agents get %g s to end (runner.drain)", delivery.running, seconds)
+        await asyncio.sleep(seconds)
+        logger.warning("%d agents were ended after %g s (runner.drain)", delivery.running, seconds)
 
     async def _open(self, stop: asyncio.Event) -> bool:
         """Connect to a server, and wait until one answers. Returns False when `stop` was set before."""
@@ -180,7 +193,8 @@ class ServerDelivery:
     """Leases attempts from servers and reports their outcomes, for the loop that runs agents. It leases `rollouts` attempts at
     most, and ends after `idle` seconds without work.
 
-    `ttl` is how long a lease lasts, `timeout` how long an agent may run, both in seconds.
+    `ttl` is how long a lease lasts, `timeout` how long an agent may run, both in seconds. Once `stop` is set nothing more is
+    leased.
     """
 
     store: HttpStore
@@ -192,6 +206,7 @@ class ServerDelivery:
     idle: float | None = None
     presence: Presence = field(default_factory=Presence)
     timeout: float = 0.0
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
     tally: AttemptCounts = field(default_factory=AttemptCounts)
     _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # of an attempt: its server, process
     _busy_at: float = field(default_factory=time.monotonic)
@@ -202,8 +217,17 @@ class ServerDelivery:
         """Watch for runs that may have become leasable, for the length of the block."""
         return self.runs.watching()
 
+    @property
+    def running(self) -> int:
+        """The number of leased attempts whose outcomes no server has taken yet."""
+        return len(self._used)
+
     async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
-        """Lease up to `limit` attempts; none while no server answers, or servers refuse."""
+        """Lease up to `limit` attempts; none while no server answers, or servers refuse, and none when `stop` comes first.
+        Attempts leased after that are given back in the end."""
+        return [] if self.stop.is_set() else await unless(self._lease(limit), self.stop.wait()) or []
+
+    async def _lease(self, limit: int) -> list[tuple[Lease, LLM]]:
         if self.rollouts is not None:
             limit = min(limit, self.rollouts - self.tally.leased)
         found: list[tuple[Lease, LLM]] = []
@@ -281,9 +305,9 @@ class ServerDelivery:
             logger.warning("leases were not given back and will expire: %s", error)
 
     async def unfinished(self) -> bool:
-        """Whether there may be more to do: False after `rollouts` attempts, after `idle` seconds without work, or when all
-        given runs are over."""
-        if self.rollouts is not None and self.tally.leased >= self.rollouts:
+        """Whether there may be more to do: False once `stop` is set, after `rollouts` attempts, after `idle` seconds without
+        work, or when all given runs are over."""
+        if self.stop.is_set() or (self.rollouts is not None and self.tally.leased >= self.rollouts):
             return False
         if self.runs.are_over:
             logger.warning("the runs that this client was started for are over: it ends")
