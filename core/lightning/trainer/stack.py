@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
 from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.lease_loop import Source
-from lightning.runner.protocol import ClientRunner, Runner
+from lightning.runner.protocol import Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
-from lightning.trainer.agents import Agents, ClientDoor, HowToCall, RunServer, check_exposure, of_project, run_server
-from lightning.trainer.plan import TRAIN
+from lightning.trainer.agents import Agents, ClientDoor, HowToCall, check_exposure, door_for, of_project
 from lightning.trainer.run_stages import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
@@ -88,12 +87,7 @@ class Stack:
 
     def llm(self, lease: Lease) -> LLM:
         """The model as one attempt sees it; evaluations may fix the temperature."""
-        temperature = self.config.trainer.eval_temperature
-        if lease.rollout.split != TRAIN and temperature is not None:
-            llm = self.gateway.llm(lease, sampling={"temperature": temperature})
-        else:
-            llm = self.gateway.llm(lease)
-        return replace(llm, prompts=self.prompts.of(lease.rollout), seed=self._how.agent_seed(lease.rollout))
+        return self._how.llm(self.gateway, lease, self.prompts.of(lease.rollout))
 
     async def create(self, rollouts: Sequence[Rollout]) -> None:
         """Create rollouts (again, harmlessly, after a resume) that run with the run's prompts."""
@@ -195,6 +189,10 @@ class Stack:
             doing.cancel()
             await asyncio.gather(doing, return_exceptions=True)
 
+    async def look_after(self) -> None:
+        """Keep the policy server and what runs the agents running. Raises what `supervise` and `Agents.attend` raise."""
+        await together(self.supervise(), self.agents.attend())
+
     async def supervise(self) -> None:
         """Bring a dead policy server back with the current weights while requests wait.
 
@@ -267,10 +265,15 @@ async def open_gateway(
     run: str,
     *,
     waiting: AsyncExitStack | None = None,
+    door: ClientDoor | None = None,
 ) -> Gateway:
-    """`make_gateway`, started; `resources` closes it. With `waiting` calls wait until that is closed."""
-    gateway = await make_gateway(store, policy, config, run)
+    """`make_gateway`, started; `resources` closes it. With `waiting` calls wait until that is closed. A `door` answers clients
+    on its port."""
+    gateway = await make_gateway(store, policy, config, run, shared=door is not None)
     resources.push_async_callback(gateway.close)
+    if door is not None:
+        door.open(store, gateway)
+        resources.push_async_callback(door.close)
     if waiting is not None:
         await waiting.enter_async_context(gateway.hold())
     await gateway.start()
@@ -301,27 +304,6 @@ async def why_not_served(store: Store, run: str, version: int, config: Config) -
     return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
 
 
-async def open_server(
-    resources: AsyncExitStack,
-    server: RunServer,
-    store: Store,
-    policy: PolicyServer,
-    config: Config,
-    run: str,
-    *,
-    waiting: AsyncExitStack | None = None,
-) -> tuple[Gateway, ClientDoor]:
-    """`open_gateway` on the port that clients know, where the server answers them."""
-    gateway = await make_gateway(store, policy, server.on_port(config), run, shared=True)
-    resources.push_async_callback(gateway.close)
-    door = server.open(store, gateway, config)
-    resources.push_async_callback(door.close)
-    if waiting is not None:
-        await waiting.enter_async_context(gateway.hold())
-    await gateway.start()
-    return gateway, door
-
-
 async def open_stack(
     resources: AsyncExitStack,
     *,
@@ -343,24 +325,20 @@ async def open_stack(
     """
     weights_folder = WeightsFolder(config.policy_server, model, folder, here=sender is None)
     resources.callback(weights_folder.close)  # after vLLM has ended
-    server = _server_for(runner, config)
-    settings = config.gateway if server is None else server.on_port(config).gateway
-    check_ports(settings, config.policy_server)
+    door = door_for(runner, config)
+    served = config if door is None else door.config
+    check_ports(served.gateway, config.policy_server)
     log, demand = folder / "vllm.log", _demand(runner, config)
     policy = make_policy_server(model, config, log=log, sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
-    await check_exposure(store, settings.host)
+    await check_exposure(store, served.gateway.host)
     owner = owner_of(store, run.id, seed_of(config))
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await together(policy.start(), runner.start())
     waiting = AsyncExitStack()
     holding = waiting if restores else None
-    door: ClientDoor | None = None
-    if server is not None:
-        gateway, door = await open_server(resources, server, store, policy, config, run.id, waiting=holding)
-    else:
-        gateway = await open_gateway(resources, store, policy, config, run.id, waiting=holding)
+    gateway = await open_gateway(resources, store, policy, served, run.id, waiting=holding, door=door)
     stack = Stack(
         run,
         config,
@@ -377,8 +355,9 @@ async def open_stack(
     stack.owner = owner
     resources.push_async_callback(owner.close)
     await owner.serve(stack.upstreams(), UNKNOWN if restores else policy.version)
-    look_after = stack.supervise() if door is None else await _admit_clients(stack, door)
-    stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
+    if door is not None:
+        stack.agents = await door.agents(stack)
+    stack._supervisor = asyncio.create_task(stack.look_after())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
 
@@ -387,23 +366,6 @@ def _demand(runner: Runner, config: Config) -> Demand:
     meanwhile = config.trainer.max_staleness > 0
     concurrency = runner.concurrency or config.runner.concurrency
     return Demand(concurrency, trains_meanwhile=meanwhile, shares_gpu=shares_gpu(config))
-
-
-def _server_for(runner: Runner, config: Config) -> RunServer | None:
-    """What lets clients in, where some are meant to come. Raises `PluginError` where no plugin can."""
-    if config.server.port:
-        return run_server(f"server.port = {config.server.port}")
-    return None if runner.concurrency else run_server("a runner whose agents run in clients")
-
-
-async def _admit_clients(stack: Stack, door: ClientDoor) -> Coroutine[object, object, object]:
-    """Let clients lease what the run makes; returns what looks after the policy server, and after a runner's own clients."""
-    stack.agents.shared = True
-    invitation = await door.invite(stack.run, stack.folder)
-    if isinstance(stack.runner, ClientRunner):
-        return together(stack.supervise(), stack.runner.attend(invitation.site))
-    stack.agents.how_to_join = invitation.command
-    return stack.supervise()
 
 
 def check_ports(gateway: GatewayConfig, server: PolicyServerConfig) -> None:

@@ -178,7 +178,6 @@ class Trainer(RunOpening):
                     made.prompts,
                 )
                 trackers = await self._begin(made, stack)
-                say_how_to_join(stack, made.start.reporter)
                 await self.schedule.search(stack, made.train, val, made.start.reporter, trackers, made.began)
                 await mark_over(made.start.store, made.start.run.id, True)
                 return await summarize(made.start.store, made.start.run.id)

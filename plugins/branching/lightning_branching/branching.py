@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 from typing import Any, Final
@@ -85,8 +85,7 @@ async def open_live(
     how = HowToCall(seed=config.trainer.seed if config.runner.seed_agents else None)
 
     def llm_for(lease: Lease) -> LLM:
-        llm = gateway.llm(lease, run=parent.id)
-        return replace(llm, prompts=prompts.of(lease.rollout), seed=how.agent_seed(lease.rollout))
+        return how.llm(gateway, lease, prompts.of(lease.rollout), parent.id)
 
     seen = of_project(store, run.project)
     return LiveAgents(seen, Agents(seen, run.id, runner, config.runner, llm_for, gateway.parts.line), prompts)
