@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning.errors import ConfigError
-from lightning.types import DEFAULT_PROJECT
 
 
 class Section(BaseModel):
@@ -119,9 +118,6 @@ class TrainerConfig(Section):
     """Number of checkpoints kept on disk."""
     seed: int = 0
     """Seed of the task order, the sampler and the engine."""
-    project: str = DEFAULT_PROJECT
-    """Project of a run and of its prompts and weights. A server token is valid for one project; runners with a token of
-    this project find the run. `lightning serve --store` makes its first runner token for this project."""
     trackers: tuple[str, ...] | None = None
     """Trackers that receive the metrics, in addition to the store: `jsonl`, `tensorboard`, `otel`, `wandb`, `mlflow`,
     `trackio`, and those of other plugins. null is those that plugins register as defaults: `jsonl` and `tensorboard`."""
@@ -310,17 +306,6 @@ class RunnerConfig(Section):
     same point and neither says which comes first."""
 
 
-class ServerConfig(Section):
-    """Lightning Server: the control API and the gateway on one port, for clients that run elsewhere."""
-
-    host: str = "127.0.0.1"
-    """Address to bind. A training binds it where `server.port` is set or clients run the agents."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port to bind; 0 takes a free one."""
-    public_url: str = ""
-    """URL at which clients reach this server, if it differs from the bound address (behind a proxy, in a container)."""
-
-
 class Config(Section):
     """All settings. Arguments and `--set` win over `LIGHTNING_*` variables, and these over the TOML file."""
 
@@ -328,5 +313,4 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     policy_server: PolicyServerConfig = PolicyServerConfig()
     gateway: GatewayConfig = GatewayConfig()
-    server: ServerConfig = ServerConfig()
     runner: RunnerConfig = RunnerConfig()

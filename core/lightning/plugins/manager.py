@@ -123,8 +123,10 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("settings", "runner.sandbox_files"): "sandbox",
     ("settings", "runner.sandbox_network"): "sandbox",
     ("settings", "runner.tool_limits"): "sandbox",
+    ("settings", "server"): "server",
     ("settings", "trainer.alerts"): "debug",
     ("settings", "trainer.branch_by"): "branching",
+    ("settings", "trainer.project"): "server",
     ("settings", "trainer.trunks"): "branching",
 }
 """The extra that brings a name, by kind and name, for names that the documentation shows to users of the core. An empty name

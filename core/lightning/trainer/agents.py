@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightning.addresses import is_loopback
 from lightning.config import Config, RunnerConfig
-from lightning.errors import ConfigError, DataError, StoreError
+from lightning.errors import ConfigError, StoreError
 from lightning.gateway import Gateway
 from lightning.gateway.connections import guard_of
 from lightning.gateway.stages import Line
@@ -63,8 +63,8 @@ class RunServer(Protocol):
     async def check_exposure(self, store: Store, host: str) -> None:
         """Raise `ConfigError` unless what serves this store may listen on `host`, which is beyond this machine."""
 
-    def check_project(self, project: str) -> None:
-        """Raise `DataError` for what cannot name a project."""
+    def project(self, config: Config) -> str:
+        """The project of runs with these settings. Raises `ConfigError` for what cannot name one."""
 
     def of_project(self, store: Store, project: str) -> Store:
         """A store of all projects as one of them sees it, with its own names for resources."""
@@ -86,11 +86,8 @@ def door_for(runner: Runner, config: Config) -> ClientDoor | None:
 
 def check_server_settings(config: Config) -> None:
     """Raise `PluginError` for settings that open a port to others, or guard it, and cannot be met."""
-    if config.server.port:
-        run_server(f"server.port = {config.server.port}")
-    for setting, host in (("gateway.host", config.gateway.host), ("server.host", config.server.host)):
-        if not is_loopback(host):
-            run_server(f"{setting} = {host!r}, beyond this machine,")
+    if not is_loopback(host := config.gateway.host):
+        run_server(f"gateway.host = {host!r}, beyond this machine,")
     guard_of(config.gateway.limits, "localhost")
 
 
@@ -101,15 +98,9 @@ async def check_exposure(store: Store, host: str) -> None:
 
 
 def project_of(config: Config) -> str:
-    """The setting `trainer.project`. Raises `ConfigError` for what cannot name one."""
-    project = config.trainer.project
-    if project != DEFAULT_PROJECT:
-        server = run_server(f"trainer.project = {project!r}")
-        try:
-            server.check_project(project)
-        except DataError as error:
-            raise ConfigError(f"trainer.project: {error}") from error
-    return project
+    """The project of runs with these settings, as a plugin reads them; the default one without it. Raises `ConfigError` for
+    what cannot name a project."""
+    return run_server("a project").project(config) if plugins().names("servers") else DEFAULT_PROJECT
 
 
 def of_project(store: Store, project: str) -> Store:

@@ -24,7 +24,6 @@ from lightning.gateway.connections import bind
 from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN, owner_of
 from lightning.gateway.stages import Line
-from lightning.plugins import plugins
 from lightning.policy_server.profiles import Demand, shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
@@ -278,30 +277,6 @@ async def open_gateway(
         await waiting.enter_async_context(gateway.hold())
     await gateway.start()
     return gateway
-
-
-async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
-    """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
-    `resources` closes it. Raises `PluginError` where no plugin finds them."""
-    plugins().fleet("a gateway before the policies that trainers serve")
-    gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
-    resources.push_async_callback(gateway.close)
-    await gateway.start()
-    return gateway
-
-
-async def why_not_served(store: Store, run: str, version: int, config: Config) -> str:
-    """Why the trainer of a run with these settings does not serve this version of its policy to others; empty where it says
-    that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
-    if shares_gpu(config) and not config.trainer.max_staleness:
-        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
-    wanted = f"the policy of run {run}, which its trainer serves,"
-    if not plugins().names("fleets"):
-        return plugins().missing("fleets", wanted)
-    served = await plugins().fleet(wanted)().served_version(store, run)
-    if served is None:
-        return f"nobody serves the policy of run {run} now"
-    return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
 
 
 async def open_stack(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from lightning.addresses import is_loopback
 from lightning.bounded import Aging
+from lightning.config import Config
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
@@ -24,6 +25,7 @@ from lightning.types import DEFAULT_PROJECT, Scope, Token
 from starlette.datastructures import Headers
 from starlette.types import Scope as ASGIScope
 
+from lightning_server.config import ProjectConfig
 from lightning_server.errors import ApiError
 from lightning_server.tokens import get_token, list_tokens
 
@@ -116,6 +118,16 @@ def check_project(project: str, scope: Scope) -> None:
         raise DataError(
             f"{project[:80]!r} cannot name a project: use up to 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )
+
+
+def project_of(config: Config) -> str:
+    """Return the setting `trainer.project`. Raises `ConfigError` for what no token of a runner can be bound to."""
+    project = ProjectConfig.of(config).project
+    try:
+        check_project(project, Scope.RUNNER)
+    except DataError as error:
+        raise ConfigError(f"trainer.project: {error}") from error
+    return project
 
 
 def digest_of(secret: str) -> str:

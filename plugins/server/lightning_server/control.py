@@ -39,12 +39,13 @@ from lightning_server.auth import (
     PLAIN,
     Authenticator,
     check_exposure,
-    check_project,
     digest_of,
     is_alive,
     issue_token,
+    project_of,
 )
 from lightning_server.client_agents import ClientAgents
+from lightning_server.config import ServerConfig
 from lightning_server.projects import Names, ProjectStore
 from lightning_server.protocol import ClientRunner, Site
 from lightning_server.tokens import get_token, list_tokens, put_token
@@ -64,7 +65,7 @@ class Control:
     def __init__(self, store: Store, gateway: Gateway, config: Config | None = None) -> None:
         config = config or Config()
         self._store = store
-        self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
+        self._gateway, self._public_url = gateway, ServerConfig.of(config).public_url.rstrip("/")
         agents = AgentAccess(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
         self._api = Api(
@@ -90,9 +91,10 @@ class Control:
 def on_server_port(config: Config) -> Config:
     """Return the settings with the gateway on the host and port of the section `server`. Behind a proxy on this machine the
     name of `server.public_url` is added to the allowed hosts."""
-    settings: dict[str, object] = {"gateway.host": config.server.host, "gateway.port": config.server.port}
-    name = urlsplit(config.server.public_url).hostname
-    if name and is_loopback(config.server.host):  # a proxy in front passes the public name on
+    server = ServerConfig.of(config)
+    settings: dict[str, object] = {"gateway.host": server.host, "gateway.port": server.port}
+    name = urlsplit(server.public_url).hostname
+    if name and is_loopback(server.host):  # a proxy in front passes the public name on
         settings["gateway.limits.hosts"] = [*config.gateway.limits.hosts, name]
     return with_settings(config, settings)
 
@@ -199,15 +201,12 @@ class LightningServer:
     """Lets clients run the agents of trainers where `server.port` is set, or the runner runs none in its process."""
 
     check_exposure = staticmethod(check_exposure)
+    project = staticmethod(project_of)
     of_project = staticmethod(ProjectStore)
-
-    def check_project(self, project: str) -> None:
-        """Raise `DataError` for a project that no token can be bound to."""
-        check_project(project, Scope.RUNNER)
 
     def door(self, runner: Runner, config: Config) -> Door | None:
         """What lets clients in; None where none are meant to come."""
-        return None if runner.concurrency and not config.server.port else Door(config)
+        return None if runner.concurrency and not ServerConfig.of(config).port else Door(config)
 
 
 class Door:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import asyncio
 
     import typer
-    from lightning.config import Config, LimitsConfig
+    from lightning.config import Config, LimitsConfig, PluginSettings
     from lightning.gateway.connections import PortGuard
     from lightning.gateway.policy import Fleet
     from lightning.runner.protocol import Agent, Runner
@@ -76,6 +76,13 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
     """Register the store operations on `tokens`."""
     register("tokens", later("lightning_server.tokens:TOKENS"))
+
+
+@hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings `server` and `trainer.project`."""
+    register("server", later("lightning_server.config:ServerConfig"))
+    register("project", later("lightning_server.config:ProjectConfig"))
 
 
 @hookimpl

@@ -15,7 +15,7 @@ from tests.core.trainer.test_opening import House, Idle, house  # noqa: F401 —
 STRANGER = """
 import lightning
 from lightning.config import with_settings
-from lightning.errors import ConfigError, DataError
+from lightning.errors import ConfigError
 from lightning.trainer.agents import Agents
 from starlette.responses import PlainTextResponse
 
@@ -50,8 +50,8 @@ class Server:
     async def check_exposure(self, store, host):
         raise ConfigError(f"not at {host}")
 
-    def check_project(self, project):
-        raise DataError("no projects here")
+    def project(self, config):
+        return "the stranger's"
 
     def of_project(self, store, project):
         return (store, project)
