@@ -38,19 +38,6 @@ class LimitsConfig(Section):
     hosts: tuple[str, ...] = ()
     """Accepted host names of requests, in addition to loopback: for example the name of a proxy in front. A port that is
     bound beyond loopback checks names only when some are given here."""
-    header_timeout: float = Field(default=20.0, gt=0)
-    """Time limit in seconds from the start of a connection (or request) until the request's headers are complete."""
-    body_timeout: float = Field(default=60.0, gt=0)
-    """Time limit in seconds from the headers until the request's body is complete."""
-    write_timeout: float = Field(default=120.0, gt=0)
-    """Seconds that a client may leave sent data unread; then its connection is closed."""
-    requests_per_second: float = Field(default=2000.0, ge=0)
-    """Average rate of requests per token; bursts may be twice as large. 0 sets no limit."""
-    concurrent_requests: int = Field(default=2048, ge=0)
-    """Maximum of concurrent requests per token, long polls included. 0 sets no limit."""
-    failures_per_minute: float = Field(default=120.0, ge=0)
-    """Requests with wrong tokens per address and minute. Above the limit, only tokens that were accepted before are accepted. 0
-    sets no limit."""
     body_memory: int | None = Field(default=None, ge=1 << 20)
     """Bytes of memory for the bodies of requests in progress, over all tokens: three for each byte and 128 for each JSON value.
     null takes an eighth of the memory. A token may hold as much as is still free (half of it when alone); more waits up to
@@ -58,11 +45,6 @@ class LimitsConfig(Section):
     json_values: int = Field(default=500_000, ge=0)
     """Maximum of JSON values in a model call, counted by commas and opening brackets before it is parsed (413); four times as
     many at the control API and in spans. 0 sets no limit."""
-    connections: int = Field(default=8192, ge=0)
-    """Maximum of open connections, and at most a third of the limit of open files. When it is reached, a new connection takes
-    the place of the oldest one that waits for no answer, else it is closed. 0 sets no limit."""
-    connections_per_address: int = Field(default=1024, ge=0)
-    """Maximum of open connections from one address, loopback excepted. 0 sets no limit."""
 
 
 FixedOrder = Literal["shuffled", "given"]

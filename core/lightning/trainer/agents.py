@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightning.addresses import is_loopback
 from lightning.config import Config, RunnerConfig
-from lightning.errors import ConfigError, StoreError
+from lightning.errors import StoreError
 from lightning.gateway import Gateway
-from lightning.gateway.connections import guard_of
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
-from lightning.runner.protocol import Agent, Runner
+from lightning.runner.protocol import Runner
 from lightning.store.protocol import ShowsProject, Store
 from lightning.store.url import parse
 from lightning.trainer.plan import TRAIN
@@ -85,10 +84,9 @@ def door_for(runner: Runner, config: Config) -> ClientDoor | None:
 
 
 def check_server_settings(config: Config) -> None:
-    """Raise `PluginError` for settings that open a port to others, or guard it, and cannot be met."""
+    """Raise `PluginError` for settings that open a port to others, and cannot be met."""
     if not is_loopback(host := config.gateway.host):
         run_server(f"gateway.host = {host!r}, beyond this machine,")
-    guard_of(config.gateway.limits, "localhost")
 
 
 async def check_exposure(store: Store, host: str) -> None:
@@ -127,15 +125,6 @@ def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
     return config.model_copy(update={"runner": runner.model_copy(update={"sandbox_hidden": hidden})})
 
 
-def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
-    """Make the runner of this name, which runs the agent on this machine and hides the run's folder and store from it. Raises
-    `ConfigError` for a runner whose agents run elsewhere."""
-    runner = plugins().runner(name)(agent, hidden_from_agents(config, out, url))
-    if runner.concurrency == 0:
-        raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
-    return runner
-
-
 class Agents:
     """The agents of one run, in this process: a `runner` leases its rollouts. Where others run agents, too, a plugin's subclass
     stands in for this (`ClientDoor.agents`).
@@ -158,6 +147,12 @@ class Agents:
     def expect(self, rollouts: Iterable[Rollout]) -> None:
         """Wait for these rollouts, too, and tell of the end of each. As far as is known none has ended."""
         self.expected |= {rollout.id: rollout for rollout in rollouts}
+
+    async def create(self, rollouts: Sequence[Rollout]) -> None:
+        """Create rollouts, those that exist already harmlessly, and expect their ends."""
+        self.expect(rollouts)
+        if await self.store.create_rollouts(rollouts) < len(rollouts):
+            await self.forget_ended(rollouts)
 
     async def forget_ended(self, among: Sequence[Rollout]) -> None:
         """Stop waiting for those of these rollouts that have ended already, before this process; their ends are not told."""

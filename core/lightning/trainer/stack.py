@@ -48,12 +48,6 @@ NOTICE_SECONDS = 5
 """How long a failed update waits to hear that the policy server has died."""
 
 
-def _set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
-
-
 @dataclass
 class Stack:
     """What the loop works with. Make one with `open_stack`. Until the first update `waiting` may hold calls.
@@ -76,9 +70,10 @@ class Stack:
     waiting: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
     _deaths: int = field(default=0, repr=False)
     _supervisor: asyncio.Task[object] | None = field(default=None, repr=False)
-    _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
+    _serving: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def __post_init__(self) -> None:
+        self._serving.set()
         self.owner = owner_of(self.store, self.run.id, seed_of(self.config))
         self.agents = Agents(
             self.store, self.run.id, self.runner, self.config.runner, self.llm, self.gateway.parts.line
@@ -90,10 +85,7 @@ class Stack:
 
     async def create(self, rollouts: Sequence[Rollout]) -> None:
         """Create rollouts (again, harmlessly, after a resume) that run with the run's prompts."""
-        stamped = await self.prompts.stamp(self.store, rollouts)
-        self.agents.expect(stamped)
-        if await self.store.create_rollouts(stamped) < len(stamped):
-            await self.agents.forget_ended(stamped)
+        await self.agents.create(await self.prompts.stamp(self.store, rollouts))
 
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
@@ -303,8 +295,12 @@ async def open_stack(
     door = door_for(runner, config)
     served = config if door is None else door.config
     check_ports(served.gateway, config.policy_server)
-    log, demand = folder / "vllm.log", _demand(runner, config)
-    policy = make_policy_server(model, config, log=log, sender=sender, demand=demand)
+    demand = Demand(
+        runner.concurrency or config.runner.concurrency,
+        trains_meanwhile=config.trainer.max_staleness > 0,
+        shares_gpu=shares_gpu(config),
+    )
+    policy = make_policy_server(model, config, log=folder / "vllm.log", sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     await check_exposure(store, served.gateway.host)
@@ -312,8 +308,9 @@ async def open_stack(
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await together(policy.start(), runner.start())
     waiting = AsyncExitStack()
-    holding = waiting if restores else None
-    gateway = await open_gateway(resources, store, policy, served, run.id, waiting=holding, door=door)
+    gateway = await open_gateway(
+        resources, store, policy, served, run.id, waiting=waiting if restores else None, door=door
+    )
     stack = Stack(
         run,
         config,
@@ -335,12 +332,6 @@ async def open_stack(
     stack._supervisor = asyncio.create_task(stack.look_after())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
-
-
-def _demand(runner: Runner, config: Config) -> Demand:
-    meanwhile = config.trainer.max_staleness > 0
-    concurrency = runner.concurrency or config.runner.concurrency
-    return Demand(concurrency, trains_meanwhile=meanwhile, shares_gpu=shares_gpu(config))
 
 
 def check_ports(gateway: GatewayConfig, server: PolicyServerConfig) -> None:

@@ -31,7 +31,7 @@ from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
-from lightning.trainer.agents import Agents, HowToCall, of_project, runner_here
+from lightning.trainer.agents import Agents, HowToCall, hidden_from_agents, of_project
 from lightning.trainer.context import mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.run_stages import Prompts
@@ -66,10 +66,17 @@ class LiveAgents:
 
     async def execute(self, rollouts: Sequence[Rollout], told: Callable[[Rollout], None]) -> None:
         """Create the rollouts and run each to its end."""
-        stamped = await self.prompts.stamp(self.store, rollouts)
-        self.agents.expect(stamped)
-        await self.store.create_rollouts(stamped)
+        await self.agents.create(await self.prompts.stamp(self.store, rollouts))
         await self.agents.work(told)
+
+
+def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
+    """Make the runner of this name, which runs the agent on this machine and hides the run's folder and store from it. Raises
+    `ConfigError` for a runner whose agents run elsewhere."""
+    runner = plugins().runner(name)(agent, hidden_from_agents(config, out, url))
+    if runner.concurrency == 0:
+        raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
+    return runner
 
 
 async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:

@@ -24,7 +24,7 @@ from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.agents import of_project, project_of, runner_here
+from lightning.trainer.agents import of_project, project_of
 from lightning.trainer.context import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
@@ -34,6 +34,7 @@ from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter, grouped
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Run, Status, Task, by_key
+from lightning_branching.branching import runner_here
 from lightning_branching.policies import EvaluatedModel
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource

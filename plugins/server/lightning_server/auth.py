@@ -41,8 +41,8 @@ LONGEST_LIFE = 100 * 365.25 * 86_400.0
 LAST_TIME = 253_402_300_799.0
 """The last second of the year 9999 as Unix time; Python's calendar has no later one."""
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""The ids of tokens, and the names of projects."""
 PLAIN = re.compile(r"lt_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
-PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NOBODY = "0" * 64
 """The digest to compare with when there is no such token, so that this answer takes as long as any other."""
 
@@ -114,7 +114,7 @@ def check_project(project: str, scope: Scope) -> None:
     if project == ALL_PROJECTS:
         if scope is not Scope.ADMIN:
             raise DataError(f"a {scope.value}'s token is bound to one project: name it instead of {ALL_PROJECTS!r}")
-    elif not PROJECT.fullmatch(project):
+    elif not IDENTITY.fullmatch(project):
         raise DataError(
             f"{project[:80]!r} cannot name a project: use up to 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )

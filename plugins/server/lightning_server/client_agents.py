@@ -13,15 +13,13 @@ from collections.abc import Callable
 
 from lightning.asyncio_utils import unless
 from lightning.runner.lease_loop import Source
-from lightning.trainer.agents import Agents
+from lightning.trainer.agents import LOOK_SECONDS, Agents
 from lightning.types import Rollout, Status
 
 from lightning_server.protocol import ClientRunner, Site
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
-"""How often the store is asked without news of a change: a lease that expires is no change."""
 SETTLE_SECONDS = 0.2
 """How long news are gathered before the store is asked: with a hundred clients there is always some."""
 ROOM_SECONDS = 0.25
@@ -49,6 +47,7 @@ class ClientAgents(Agents):
             await super().work(told, source)
             return
         self.told, self._silent_since = told, time.monotonic()
+        changed = asyncio.Event() if source is None else source.changed
         async with self.store.watch(self.run) as watch:
             while True:
                 await self.store.lease(self.run, f"{self.run}/trainer", limit=0)  # ends what no attempt is left for
@@ -57,12 +56,8 @@ class ClientAgents(Agents):
                     return
                 more = source is not None and await self._refill(source)
                 await self._check_silence()
-                news = watch.wait(ROOM_SECONDS if more else LOOK_SECONDS)
-                if source is None:
-                    await news
-                else:
-                    await unless(news, source.changed.wait())
-                    source.changed.clear()
+                await unless(watch.wait(ROOM_SECONDS if more else LOOK_SECONDS), changed.wait())
+                changed.clear()
                 await asyncio.sleep(SETTLE_SECONDS)
 
     async def look_beside(self) -> None:

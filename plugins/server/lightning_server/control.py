@@ -66,15 +66,13 @@ class Control:
         config = config or Config()
         self._store = store
         self._gateway, self._public_url = gateway, ServerConfig.of(config).public_url.rstrip("/")
-        agents = AgentAccess(gateway, self._public_url)
-        limits = Limits(body_bytes=config.gateway.max_body_bytes)
         self._api = Api(
             store,
             Authenticator(store),
             finish=partial(report, line=gateway.parts.line),
-            llm_for=agents.llm_for,
+            llm_for=AgentAccess(gateway, self._public_url).llm_for,
             served=gateway.served,
-            limits=limits,
+            limits=Limits(body_bytes=config.gateway.max_body_bytes),
         )
         gateway.mount(self._api)
 

@@ -185,8 +185,9 @@ async def serve(
         if follows is not None:
             gateway.parts.resource = follows.resource.name
             gateway.mount(WeightFiles(follows.store, authenticator, follows.folder, follows.resource.name), MOUNT)
-        host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
-        web_apps = mount_web_apps(resources, gateway, host)
+        web_apps = mount_web_apps(
+            resources, gateway, Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
+        )
         await gateway.start()
         following = None
         if follows is not None and isinstance(follows.reference.which, str):

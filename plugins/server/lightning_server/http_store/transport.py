@@ -37,12 +37,11 @@ from lightning_db.loop_thread import LoopThread
 from yarl import URL
 
 from lightning_server import json_codec
-from lightning_server.messages import ONCE_HEADER, Failure, Problem
+from lightning_server.messages import ONCE_HEADER, PREFIX, Failure, Problem
 from lightning_server.operations import ANSWER_SECONDS, LEASE_ANSWER
 
 log = logging.getLogger(__name__)
 
-PREFIX: Final = "/api/v1"
 FIRST_DELAY: Final = 0.05
 LONGEST_DELAY: Final = 5.0
 CONNECT_SECONDS: Final = 5.0
@@ -298,8 +297,7 @@ class Transport:
             return UnknownRouteError(problem.message)
         if status in (401, 403):
             return TokenRefusedError(f"{problem.message} ({base})")
-        message = problem.message
-        return KINDS.get(problem.type, StoreError)(message)
+        return KINDS.get(problem.type, StoreError)(problem.message)
 
 
 class _AwayError(Exception):
