@@ -15,11 +15,12 @@ from typing import Any, Self, TypeVar, cast
 from lightning.gateway.connections import Serving, bind
 from lightning.store.operation import Operation
 from lightning.store.protocol import Store
-from lightning.types import Outcome, Rollout, Scope, Token
+from lightning.types import Outcome, Rollout, Scope
 from lightning_server.api.app import Api
 from lightning_server.api.table import Finish, LlmFor
 from lightning_server.auth import ALL_PROJECTS, Authenticator, issue_token
 from lightning_server.config import PortLimits
+from lightning_server.tokens import Token
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 

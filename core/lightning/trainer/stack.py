@@ -243,9 +243,17 @@ async def make_gateway(
     store: Store, policy: PolicyServer, config: Config, run: str, *, shared: bool = False
 ) -> Gateway:
     """A gateway in front of a policy server that has started. With `shared` other servers answer for its keys, too."""
-    upstreams = [upstream_of(policy)]
     secret, version, seed = await gateway_secret(store), policy.version, seed_of(config)
-    return Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
+    return Gateway(
+        store,
+        [upstream_of(policy)],
+        config.gateway,
+        secret=secret,
+        version=version,
+        run=run,
+        shared=shared,
+        seed=seed,
+    )
 
 
 async def open_gateway(

@@ -21,13 +21,13 @@ from lightning.config import Config
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.types import DEFAULT_PROJECT, Scope, Token
+from lightning.types import DEFAULT_PROJECT, Scope
 from starlette.datastructures import Headers
 from starlette.types import Scope as ASGIScope
 
 from lightning_server.config import ProjectConfig
 from lightning_server.errors import ApiError
-from lightning_server.tokens import get_token, list_tokens
+from lightning_server.tokens import Token, get_token, list_tokens
 
 ALL_PROJECTS = "*"
 """The `project` of an admin's token that is valid for all projects."""

@@ -28,7 +28,7 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.trainer.agents import Agents, HowToCall, of_project
 from lightning.trainer.stack import Stack
-from lightning.types import DEFAULT_PROJECT, LLM, Lease, Scope, Token
+from lightning.types import DEFAULT_PROJECT, LLM, Lease, Scope
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import get_resource
 
@@ -48,7 +48,7 @@ from lightning_server.client_agents import ClientAgents
 from lightning_server.config import ServerConfig
 from lightning_server.projects import Names, ProjectStore
 from lightning_server.protocol import ClientRunner, Site
-from lightning_server.tokens import get_token, list_tokens, put_token
+from lightning_server.tokens import Token, get_token, list_tokens, put_token
 
 log = logging.getLogger(__name__)
 

@@ -240,8 +240,18 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         sessions, authenticator = Sessions(store, gateway, {}), Authenticator(store)
         gateway.parts.admin_of = admins(authenticator)
         gateway.mount(WeightFiles(store, authenticator, folder), MOUNT)
-        public = ServerConfig.of(config).public_url.rstrip("/")
-        web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
+        web_apps = mount_web_apps(
+            resources,
+            gateway,
+            Host(
+                "",
+                ServerConfig.of(config).public_url.rstrip("/"),
+                store,
+                authenticator,
+                sessions,
+                gateway.served,
+            ),
+        )
         await gateway.start()
         admin = await first_admin_token(store, folder)
         file = token_file(store, folder, RUNNER_FILE)

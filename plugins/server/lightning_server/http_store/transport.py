@@ -177,7 +177,11 @@ class Transport:
                 return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
             except _AwayError as away:
                 if away.cut and await self._is_too_long(at, request):
-                    raise TooLongError(_hung_up(self._urls[at], request)) from away
+                    raise TooLongError(
+                        f"{self._urls[at]} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and "
+                        "answers what is short: a proxy before it takes no more. Raise the proxy's limit "
+                        "(client_max_body_size in nginx), or send less"
+                    ) from away
                 left, problem = deadline - time.monotonic(), away
             except TokenRefusedError:
                 if not await self._is_renewed(token):
@@ -327,13 +331,6 @@ def _asked(request: StoreRequest) -> str:
 def _same(request: StoreRequest) -> tuple[str, int]:
     """Return a key that is equal for repetitions of a request: its path and its body's length."""
     return request.path, len(request.body or b"")
-
-
-def _hung_up(base: str, request: StoreRequest) -> str:
-    return (
-        f"{base} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and answers what is short: a "
-        "proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
-    )
 
 
 def problem_in(body: bytes) -> Problem | None:
