@@ -194,8 +194,9 @@ def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -
     """Register the server by which others than the agents of a trainer's process get in: a function that makes a
     `lightning.trainer.agents.RunServer`.
 
-    Called if clients are to run agents (`runner="remote"`, `server.port`), for a project other than the default one, and for a
-    port beyond this machine. At most one plugin may register one; a training that needs none of this calls none.
+    It says of which project a run is, whether clients are to run agents, what then stands in for the agents of the trainer's
+    process, and whether a port may be beyond this machine. At most one plugin may register one. Without one all agents run in
+    the trainer's process, in the default project, on loopback, and anything else is refused by its name.
     """
 
 
@@ -215,8 +216,8 @@ def register_ports(register: Callable[[str, PortGuard], None]) -> None:
     gets the port's application and the settings `gateway.limits`, and returns the application to put before it, and the HTTP
     protocol class for uvicorn (`lightning.gateway.connections.PortGuard`).
 
-    Called for each port. At most one plugin may register one. Without one a port listens on loopback alone, and settings that
-    only a guard carries out are refused.
+    Called for each port. At most one plugin may register one; it brings further settings as a class derived from
+    `lightning.config.LimitsConfig` (`register_settings`). Without one a port listens on loopback alone.
     """
 
 

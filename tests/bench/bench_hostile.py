@@ -85,10 +85,11 @@ async def serve(defended: bool, attack: str, records: bool = True) -> None:
     """A gateway over a store in memory; prints its URL, its keys and its pid."""
     import resource
 
-    from lightning.config import GatewayConfig, LimitsConfig
+    from lightning.config import GatewayConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.store.memory import MemoryStore
     from lightning.types import Rollout, Run, Task
+    from lightning_server.config import PortLimits
 
     limits: dict[str, Any] = {"body_memory": 256 * MIB, "connections": 100 if attack == "connections" else 8192}
     if attack == "recording":
@@ -106,7 +107,7 @@ async def serve(defended: bool, attack: str, records: bool = True) -> None:
     await store.open()
     await store.put_run(Run("run", "run"))
     await store.create_rollouts([Rollout(f"run/{n}", "run", Task("x"), "g") for n in range(4)])
-    config = GatewayConfig(limits=LimitsConfig(**limits), record_requests=records)
+    config = GatewayConfig(limits=PortLimits(**limits), record_requests=records)
     gateway = Gateway(store, [upstream], config, secret=b"s" * 32, run="run")
     await gateway.start()
     leases = await store.lease("run", "w", limit=4, ttl=3600.0)

@@ -22,9 +22,9 @@ from lightning.gateway.stages import NO_LINE
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.trainer.agents import Agents
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, CallStatus, Lease, Rollout, Run, Status, Task
+from lightning_server.client_agents import ClientAgents
 from lightning_server.fleet.owner import Owner
 from lightning_server.remote_runner import RemoteRunner
 
@@ -105,7 +105,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def training(url: str, count: int) -> AsyncIterator[tuple[Store, Agents, list[Rollout]]]:
+async def training(url: str, count: int) -> AsyncIterator[tuple[Store, ClientAgents, list[Rollout]]]:
     """A trainer's part without its engine: a policy server that every server learns of, and rollouts to run."""
     async with FakeVLLM(default=Reply("yes", delay=0.15)) as fake:
         store = plugins().store(url)
@@ -115,7 +115,7 @@ async def training(url: str, count: int) -> AsyncIterator[tuple[Store, Agents, l
         await owner.open([Upstream(fake.url, fake.model)], 0)
         rollouts = [Rollout(f"run/{n}", "run", Task(n), "g", index=n, max_attempts=4) for n in range(count)]
         await store.create_rollouts(rollouts)
-        agents = Agents(store, "run", RemoteRunner(), Config().runner, _never, NO_LINE)
+        agents = ClientAgents(store, "run", RemoteRunner(), Config().runner, _never, NO_LINE)
         agents.expect(rollouts)
         try:
             yield store, agents, rollouts

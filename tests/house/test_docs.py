@@ -22,7 +22,8 @@ from lightning.testing.public_imports import PUBLIC
 from lightning_server import json_codec
 from lightning_server.api.app import description, routes
 from lightning_server.api.openapi import scopes_of
-from lightning_server.api.table import PREFIX, parameters
+from lightning_server.api.table import parameters
+from lightning_server.messages import PREFIX
 
 from tests.house.size import rooms
 

@@ -12,14 +12,15 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from lightning.config import LimitsConfig
 from lightning.gateway.connections import Serving, bind
 from lightning.store.operation import Operation
 from lightning.store.protocol import Store
-from lightning.types import Outcome, Rollout, Scope, Token
+from lightning.types import Outcome, Rollout, Scope
 from lightning_server.api.app import Api
 from lightning_server.api.table import Finish, LlmFor
 from lightning_server.auth import ALL_PROJECTS, Authenticator, issue_token
+from lightning_server.config import PortLimits
+from lightning_server.tokens import Token
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
@@ -99,7 +100,7 @@ class ControlServer:
 
     async def _start(self) -> None:
         self._serving = Serving(
-            self._answer, bind("127.0.0.1", 0), LimitsConfig(concurrent_requests=0, requests_per_second=0)
+            self._answer, bind("127.0.0.1", 0), PortLimits(concurrent_requests=0, requests_per_second=0)
         )
         await self._serving.start()
 

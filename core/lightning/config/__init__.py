@@ -14,7 +14,6 @@ from lightning.config.sections import (
     PolicyServerConfig,
     RunnerConfig,
     Section,
-    ServerConfig,
     TrainerConfig,
     check_endpoint,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "PolicyServerConfig",
     "RunnerConfig",
     "Section",
-    "ServerConfig",
     "Setting",
     "TrainerConfig",
     "check_endpoint",

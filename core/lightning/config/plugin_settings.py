@@ -22,7 +22,8 @@ class PluginSettings(Section):
     """Settings of a plugin, which registers the class with `register_settings`.
 
     `place` is where they stand: `engine.verl` makes them a table of that name in the section `engine`, `notes` makes them a
-    section, and the name of a section of the core, such as `runner`, adds them to it as further keys.
+    section, and the name of a section of the core, such as `runner`, adds them to it as further keys. A class that is also
+    derived from that of a table of the core, such as `gateway.limits`, stands in for it.
     """
 
     place: ClassVar[str]
@@ -78,6 +79,9 @@ def _with_plugins(registered: Registered) -> tuple[type[sections.Config], list[t
                 f"and there is none: sections are {', '.join(bases)}"
             )
         keys = [f"{kind.place}.{key}" for key in kind.model_fields] if kind.place in bases else [kind.place]
+        of_core = _sections()[section].model_fields.get(table) if section else None
+        if of_core is not None and issubclass(kind, type(of_core.default)) and not owners[kind.place]:
+            del owners[kind.place]  # it stands in for this table
         for key in keys:
             if (other := owners.setdefault(key, name)) != name:
                 raise PluginError(_taken(key, name, other))

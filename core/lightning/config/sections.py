@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning.errors import ConfigError
-from lightning.types import DEFAULT_PROJECT
 
 
 class Section(BaseModel):
@@ -39,19 +38,6 @@ class LimitsConfig(Section):
     hosts: tuple[str, ...] = ()
     """Accepted host names of requests, in addition to loopback: for example the name of a proxy in front. A port that is
     bound beyond loopback checks names only when some are given here."""
-    header_timeout: float = Field(default=20.0, gt=0)
-    """Time limit in seconds from the start of a connection (or request) until the request's headers are complete."""
-    body_timeout: float = Field(default=60.0, gt=0)
-    """Time limit in seconds from the headers until the request's body is complete."""
-    write_timeout: float = Field(default=120.0, gt=0)
-    """Seconds that a client may leave sent data unread; then its connection is closed."""
-    requests_per_second: float = Field(default=2000.0, ge=0)
-    """Average rate of requests per token; bursts may be twice as large. 0 sets no limit."""
-    concurrent_requests: int = Field(default=2048, ge=0)
-    """Maximum of concurrent requests per token, long polls included. 0 sets no limit."""
-    failures_per_minute: float = Field(default=120.0, ge=0)
-    """Requests with wrong tokens per address and minute. Above the limit, only tokens that were accepted before are accepted. 0
-    sets no limit."""
     body_memory: int | None = Field(default=None, ge=1 << 20)
     """Bytes of memory for the bodies of requests in progress, over all tokens: three for each byte and 128 for each JSON value.
     null takes an eighth of the memory. A token may hold as much as is still free (half of it when alone); more waits up to
@@ -59,11 +45,6 @@ class LimitsConfig(Section):
     json_values: int = Field(default=500_000, ge=0)
     """Maximum of JSON values in a model call, counted by commas and opening brackets before it is parsed (413); four times as
     many at the control API and in spans. 0 sets no limit."""
-    connections: int = Field(default=8192, ge=0)
-    """Maximum of open connections, and at most a third of the limit of open files. When it is reached, a new connection takes
-    the place of the oldest one that waits for no answer, else it is closed. 0 sets no limit."""
-    connections_per_address: int = Field(default=1024, ge=0)
-    """Maximum of open connections from one address, loopback excepted. 0 sets no limit."""
 
 
 FixedOrder = Literal["shuffled", "given"]
@@ -119,9 +100,6 @@ class TrainerConfig(Section):
     """Number of checkpoints kept on disk."""
     seed: int = 0
     """Seed of the task order, the sampler and the engine."""
-    project: str = DEFAULT_PROJECT
-    """Project of a run and of its prompts and weights. A server token is valid for one project; runners with a token of
-    this project find the run. `lightning serve --store` makes its first runner token for this project."""
     trackers: tuple[str, ...] | None = None
     """Trackers that receive the metrics, in addition to the store: `jsonl`, `tensorboard`, `otel`, `wandb`, `mlflow`,
     `trackio`, and those of other plugins. null is those that plugins register as defaults: `jsonl` and `tensorboard`."""
@@ -310,17 +288,6 @@ class RunnerConfig(Section):
     same point and neither says which comes first."""
 
 
-class ServerConfig(Section):
-    """Lightning Server: the control API and the gateway on one port, for clients that run elsewhere."""
-
-    host: str = "127.0.0.1"
-    """Address to bind. A training binds it where `server.port` is set or clients run the agents."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port to bind; 0 takes a free one."""
-    public_url: str = ""
-    """URL at which clients reach this server, if it differs from the bound address (behind a proxy, in a container)."""
-
-
 class Config(Section):
     """All settings. Arguments and `--set` win over `LIGHTNING_*` variables, and these over the TOML file."""
 
@@ -328,5 +295,4 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     policy_server: PolicyServerConfig = PolicyServerConfig()
     gateway: GatewayConfig = GatewayConfig()
-    server: ServerConfig = ServerConfig()
     runner: RunnerConfig = RunnerConfig()

@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 PortGuard: TypeAlias = "Callable[[ASGIApp, LimitsConfig], tuple[ASGIApp, type[asyncio.Protocol]]]"
 """Returns, for a port's application, an application that guards it, and the HTTP protocol of the port's connections."""
 KeyOf = Callable[[Sequence[str]], str]
-OF_THE_CORE: Final = frozenset({"hosts", "body_memory", "json_values"})
-"""The settings of `gateway.limits` that need no `PortGuard`."""
 CLIENT: Final = "lightning.client"
 """The key of a request's ASGI scope with a digest of its token; empty for a request without a token."""
 NO_WEBSOCKET = RefusalError(
@@ -49,16 +47,11 @@ NO_WEBSOCKET = RefusalError(
 CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 
 
-def guard_of(limits: LimitsConfig, host: str) -> PortGuard | None:
-    """Return a plugin's guard for a port on `host`; None if there is none. Raises `PluginError` if there is none and one is
-    needed: for a host beyond this machine, and for settings that only a guard carries out."""
-    plain, wanted = LimitsConfig(), "a port"
-    for name in LimitsConfig.model_fields.keys() - OF_THE_CORE:
-        if (value := getattr(limits, name)) != getattr(plain, name):
-            wanted = f"gateway.limits.{name} = {value!r}"
-    if not is_loopback(host):
-        wanted = f"to listen on {host!r}, beyond this machine,"
-    needed = wanted != "a port" or plugins().names("ports")
+def guard_of(host: str) -> PortGuard | None:
+    """Return a plugin's guard for a port on `host`; None if there is none. Raises `PluginError` if a host beyond this machine
+    has none."""
+    wanted = "a port" if is_loopback(host) else f"to listen on {host!r}, beyond this machine,"
+    needed = not is_loopback(host) or plugins().names("ports")
     return cast("PortGuard", plugins().sole("ports", wanted)) if needed else None
 
 
@@ -220,7 +213,7 @@ class Serving:
         host, port = listener.getsockname()[:2]
         self.url = f"http://{reachable(host)}:{port}"
         allow_many_files()
-        guard = guard_of(limits, host)
+        guard = guard_of(host)
         guarded, protocol = (app, "h11") if guard is None else guard(app, limits)  # h11 bounds headers by itself
         self._entrance = Entrance(guarded, limits, loopback=is_loopback(host), key_of=key_of)
         config = uvicorn.Config(

@@ -7,17 +7,15 @@ reaches another agent or the trainer.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from lightning.store.protocol import Store
 from lightning.types import LLM, Lease, Outcome, Task
 
 Reward: TypeAlias = "float | dict[str, float]"
 Agent: TypeAlias = Callable[[Any, LLM], "Reward | Awaitable[Reward]"]
 """`agent(task, llm) -> reward`: sync or async, a function or any object with `__call__`. `task` is a `lightning.Task`."""
 
-__all__ = ["Agent", "ClientRunner", "Reward", "Runner", "Site", "StagedRunner", "Task"]
+__all__ = ["Agent", "Reward", "Runner", "StagedRunner", "Task"]
 
 
 class Runner(Protocol):
@@ -25,7 +23,7 @@ class Runner(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """The largest number of attempts that run at once."""
+        """The largest number of attempts that run at once. With 0 none run in this process, and `run` is never called."""
 
     async def start(self) -> None:
         """Prepare to run attempts. Raises `RunnerError` if the agent cannot be run. Idempotent."""
@@ -44,28 +42,3 @@ class StagedRunner(Protocol):
     @property
     def stages(self) -> Mapping[str, str]:
         """The names of these stages, in their order, with the versions of their distributions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """What a client (`lightning runner`) needs to work for a run.
-
-    `server` is what goes after `--server`: one URL or several with commas, as clients reach them. `token` has the scope
-    `runner`. `store` is the run's, open.
-    """
-
-    server: str
-    token: str = field(repr=False)
-    run: str
-    store: Store
-
-
-@runtime_checkable
-class ClientRunner(Runner, Protocol):
-    """A runner whose agents run in clients of the run's server. It starts the clients, on other machines, and replaces them.
-
-    Its `concurrency` is 0: nothing is leased in this process, and `run` is never called.
-    """
-
-    async def attend(self, site: Site) -> None:
-        """Keep clients running until this is cancelled, then end them. Raises `RunnerError` when no client can run."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,16 @@ from lightning.gateway.connections import bind
 from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN, owner_of
 from lightning.gateway.stages import Line
-from lightning.plugins import plugins
 from lightning.policy_server.profiles import Demand, shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
 from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.lease_loop import Source
-from lightning.runner.protocol import ClientRunner, Runner
+from lightning.runner.protocol import Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
-from lightning.trainer.agents import Agents, ClientDoor, HowToCall, RunServer, check_exposure, of_project, run_server
-from lightning.trainer.plan import TRAIN
+from lightning.trainer.agents import Agents, ClientDoor, HowToCall, check_exposure, door_for, of_project
 from lightning.trainer.run_stages import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
@@ -48,12 +46,6 @@ each time: that one comes to its end first."""
 
 NOTICE_SECONDS = 5
 """How long a failed update waits to hear that the policy server has died."""
-
-
-def _set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
 
 
 @dataclass
@@ -78,9 +70,10 @@ class Stack:
     waiting: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
     _deaths: int = field(default=0, repr=False)
     _supervisor: asyncio.Task[object] | None = field(default=None, repr=False)
-    _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
+    _serving: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def __post_init__(self) -> None:
+        self._serving.set()
         self.owner = owner_of(self.store, self.run.id, seed_of(self.config))
         self.agents = Agents(
             self.store, self.run.id, self.runner, self.config.runner, self.llm, self.gateway.parts.line
@@ -88,19 +81,11 @@ class Stack:
 
     def llm(self, lease: Lease) -> LLM:
         """The model as one attempt sees it; evaluations may fix the temperature."""
-        temperature = self.config.trainer.eval_temperature
-        if lease.rollout.split != TRAIN and temperature is not None:
-            llm = self.gateway.llm(lease, sampling={"temperature": temperature})
-        else:
-            llm = self.gateway.llm(lease)
-        return replace(llm, prompts=self.prompts.of(lease.rollout), seed=self._how.agent_seed(lease.rollout))
+        return self._how.llm(self.gateway, lease, self.prompts.of(lease.rollout))
 
     async def create(self, rollouts: Sequence[Rollout]) -> None:
         """Create rollouts (again, harmlessly, after a resume) that run with the run's prompts."""
-        stamped = await self.prompts.stamp(self.store, rollouts)
-        self.agents.expect(stamped)
-        if await self.store.create_rollouts(stamped) < len(stamped):
-            await self.agents.forget_ended(stamped)
+        await self.agents.create(await self.prompts.stamp(self.store, rollouts))
 
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
@@ -195,6 +180,10 @@ class Stack:
             doing.cancel()
             await asyncio.gather(doing, return_exceptions=True)
 
+    async def look_after(self) -> None:
+        """Keep the policy server and what runs the agents running. Raises what `supervise` and `Agents.attend` raise."""
+        await together(self.supervise(), self.agents.attend())
+
     async def supervise(self) -> None:
         """Bring a dead policy server back with the current weights while requests wait.
 
@@ -254,9 +243,17 @@ async def make_gateway(
     store: Store, policy: PolicyServer, config: Config, run: str, *, shared: bool = False
 ) -> Gateway:
     """A gateway in front of a policy server that has started. With `shared` other servers answer for its keys, too."""
-    upstreams = [upstream_of(policy)]
     secret, version, seed = await gateway_secret(store), policy.version, seed_of(config)
-    return Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
+    return Gateway(
+        store,
+        [upstream_of(policy)],
+        config.gateway,
+        secret=secret,
+        version=version,
+        run=run,
+        shared=shared,
+        seed=seed,
+    )
 
 
 async def open_gateway(
@@ -267,59 +264,19 @@ async def open_gateway(
     run: str,
     *,
     waiting: AsyncExitStack | None = None,
+    door: ClientDoor | None = None,
 ) -> Gateway:
-    """`make_gateway`, started; `resources` closes it. With `waiting` calls wait until that is closed."""
-    gateway = await make_gateway(store, policy, config, run)
+    """`make_gateway`, started; `resources` closes it. With `waiting` calls wait until that is closed. A `door` answers clients
+    on its port."""
+    gateway = await make_gateway(store, policy, config, run, shared=door is not None)
     resources.push_async_callback(gateway.close)
+    if door is not None:
+        door.open(store, gateway)
+        resources.push_async_callback(door.close)
     if waiting is not None:
         await waiting.enter_async_context(gateway.hold())
     await gateway.start()
     return gateway
-
-
-async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
-    """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
-    `resources` closes it. Raises `PluginError` where no plugin finds them."""
-    plugins().fleet("a gateway before the policies that trainers serve")
-    gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
-    resources.push_async_callback(gateway.close)
-    await gateway.start()
-    return gateway
-
-
-async def why_not_served(store: Store, run: str, version: int, config: Config) -> str:
-    """Why the trainer of a run with these settings does not serve this version of its policy to others; empty where it says
-    that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
-    if shares_gpu(config) and not config.trainer.max_staleness:
-        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
-    wanted = f"the policy of run {run}, which its trainer serves,"
-    if not plugins().names("fleets"):
-        return plugins().missing("fleets", wanted)
-    served = await plugins().fleet(wanted)().served_version(store, run)
-    if served is None:
-        return f"nobody serves the policy of run {run} now"
-    return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
-
-
-async def open_server(
-    resources: AsyncExitStack,
-    server: RunServer,
-    store: Store,
-    policy: PolicyServer,
-    config: Config,
-    run: str,
-    *,
-    waiting: AsyncExitStack | None = None,
-) -> tuple[Gateway, ClientDoor]:
-    """`open_gateway` on the port that clients know, where the server answers them."""
-    gateway = await make_gateway(store, policy, server.on_port(config), run, shared=True)
-    resources.push_async_callback(gateway.close)
-    door = server.open(store, gateway, config)
-    resources.push_async_callback(door.close)
-    if waiting is not None:
-        await waiting.enter_async_context(gateway.hold())
-    await gateway.start()
-    return gateway, door
 
 
 async def open_stack(
@@ -343,24 +300,25 @@ async def open_stack(
     """
     weights_folder = WeightsFolder(config.policy_server, model, folder, here=sender is None)
     resources.callback(weights_folder.close)  # after vLLM has ended
-    server = _server_for(runner, config)
-    settings = config.gateway if server is None else server.on_port(config).gateway
-    check_ports(settings, config.policy_server)
-    log, demand = folder / "vllm.log", _demand(runner, config)
-    policy = make_policy_server(model, config, log=log, sender=sender, demand=demand)
+    door = door_for(runner, config)
+    served = config if door is None else door.config
+    check_ports(served.gateway, config.policy_server)
+    demand = Demand(
+        runner.concurrency or config.runner.concurrency,
+        trains_meanwhile=config.trainer.max_staleness > 0,
+        shares_gpu=shares_gpu(config),
+    )
+    policy = make_policy_server(model, config, log=folder / "vllm.log", sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
-    await check_exposure(store, settings.host)
+    await check_exposure(store, served.gateway.host)
     owner = owner_of(store, run.id, seed_of(config))
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await together(policy.start(), runner.start())
     waiting = AsyncExitStack()
-    holding = waiting if restores else None
-    door: ClientDoor | None = None
-    if server is not None:
-        gateway, door = await open_server(resources, server, store, policy, config, run.id, waiting=holding)
-    else:
-        gateway = await open_gateway(resources, store, policy, config, run.id, waiting=holding)
+    gateway = await open_gateway(
+        resources, store, policy, served, run.id, waiting=waiting if restores else None, door=door
+    )
     stack = Stack(
         run,
         config,
@@ -377,33 +335,11 @@ async def open_stack(
     stack.owner = owner
     resources.push_async_callback(owner.close)
     await owner.serve(stack.upstreams(), UNKNOWN if restores else policy.version)
-    look_after = stack.supervise() if door is None else await _admit_clients(stack, door)
-    stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
+    if door is not None:
+        stack.agents = await door.agents(stack)
+    stack._supervisor = asyncio.create_task(stack.look_after())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
-
-
-def _demand(runner: Runner, config: Config) -> Demand:
-    meanwhile = config.trainer.max_staleness > 0
-    concurrency = runner.concurrency or config.runner.concurrency
-    return Demand(concurrency, trains_meanwhile=meanwhile, shares_gpu=shares_gpu(config))
-
-
-def _server_for(runner: Runner, config: Config) -> RunServer | None:
-    """What lets clients in, where some are meant to come. Raises `PluginError` where no plugin can."""
-    if config.server.port:
-        return run_server(f"server.port = {config.server.port}")
-    return None if runner.concurrency else run_server("a runner whose agents run in clients")
-
-
-async def _admit_clients(stack: Stack, door: ClientDoor) -> Coroutine[object, object, object]:
-    """Let clients lease what the run makes; returns what looks after the policy server, and after a runner's own clients."""
-    stack.agents.shared = True
-    invitation = await door.invite(stack.run, stack.folder)
-    if isinstance(stack.runner, ClientRunner):
-        return together(stack.supervise(), stack.runner.attend(invitation.site))
-    stack.agents.how_to_join = invitation.command
-    return stack.supervise()
 
 
 def check_ports(gateway: GatewayConfig, server: PolicyServerConfig) -> None:

@@ -217,7 +217,6 @@ class Trainer:
                     made.prompts,
                 )
                 trackers = await self._begin(made, stack)
-                say_how_to_join(stack, made.start.reporter)
                 await self.schedule.search(stack, made.train, val, made.start.reporter, trackers, made.began)
                 await mark_over(made.start.store, made.start.run.id, True)
                 return await summarize(made.start.store, made.start.run.id)
@@ -377,7 +376,6 @@ class Trainer:
         )
         trackers = await self._begin(made, stack)
         await stack.tell_how_to_call()
-        say_how_to_join(stack, made.start.reporter)
         return Loop(
             stack,
             engine,
@@ -522,6 +520,7 @@ class Trainer:
         await stack.store.put_state(stack.run.id, AGENT, made.agent)
         await mark_over(stack.store, stack.run.id, False)
         await stack.prompts.keep(stack.store, stack.run.id)
+        say_how_to_join(stack, made.start.reporter)
         described = self._described((), ())
         trackers = Trackers(
             names_of(self.config),
@@ -574,7 +573,7 @@ async def check_model(engine: Engine, model: Path, reporter: Reporter) -> None:
 
 def say_how_to_join(stack: Stack, reporter: Reporter) -> None:
     """Tell how agents join a run that starts none itself."""
-    if stack.agents.elsewhere and stack.agents.how_to_join:
+    if stack.agents.how_to_join:
         reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
 
 

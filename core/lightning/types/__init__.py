@@ -79,7 +79,6 @@ __all__ = [
     "StepReward",
     "StepState",
     "Task",
-    "Token",
     "TokenIds",
     "ToolEvent",
     "Transition",
@@ -274,24 +273,6 @@ class Run:
     config: Mapping[str, Json] = field(default_factory=dict)
     created_at: float = 0.0
     project: str = DEFAULT_PROJECT
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """The right of a person or a program to use the control API in one project. The secret itself is not stored.
-
-    `digest` is the SHA-256 (hexadecimal) of the secret. Times are Unix seconds; a token without `expires_at` is valid until it
-    is revoked. A `project` of `*` means all projects.
-    """
-
-    id: str
-    scope: Scope
-    digest: str
-    project: str = DEFAULT_PROJECT
-    name: str = ""
-    created_at: float = 0.0
-    expires_at: float | None = None
-    revoked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,10 +233,10 @@ def config_of(
         with_settings(
             Config(),
             {name: _at(recorded, name) for name in RECORDED if find(name)}
+            | ({"trainer.project": parent.run.project} if find("trainer.project") else {})
             | {
                 "trainer.eval_temperature": None,
                 "trainer.seed": base.trainer.seed if seed is None else seed,
-                "trainer.project": parent.run.project,
                 "runner.seed_agents": seed is not None,
                 "gateway.override_sampling": held,
             },

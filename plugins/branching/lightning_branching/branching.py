@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 from typing import Any, Final
@@ -23,17 +23,20 @@ from lightning.asyncio_utils import outside_of_loops, run_to_end
 from lightning.cli.output import load_agent, name_of, with_store
 from lightning.config import Config, load_config, recorded_config, with_settings
 from lightning.errors import ConfigError
+from lightning.gateway.gateway import Gateway
+from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
+from lightning.policy_server.profiles import shares_gpu
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
-from lightning.trainer.agents import Agents, HowToCall, of_project, runner_here
+from lightning.trainer.agents import Agents, HowToCall, hidden_from_agents, of_project
 from lightning.trainer.context import mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.run_stages import Prompts
 from lightning.trainer.runs import claim_folder, is_claimed
-from lightning.trainer.stack import Stack, join_gateway, open_stack, why_not_served
+from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, Json, Lease, Rollout, Run
@@ -63,10 +66,41 @@ class LiveAgents:
 
     async def execute(self, rollouts: Sequence[Rollout], told: Callable[[Rollout], None]) -> None:
         """Create the rollouts and run each to its end."""
-        stamped = await self.prompts.stamp(self.store, rollouts)
-        self.agents.expect(stamped)
-        await self.store.create_rollouts(stamped)
+        await self.agents.create(await self.prompts.stamp(self.store, rollouts))
         await self.agents.work(told)
+
+
+def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
+    """Make the runner of this name, which runs the agent on this machine and hides the run's folder and store from it. Raises
+    `ConfigError` for a runner whose agents run elsewhere."""
+    runner = plugins().runner(name)(agent, hidden_from_agents(config, out, url))
+    if runner.concurrency == 0:
+        raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
+    return runner
+
+
+async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
+    """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
+    `resources` closes it. Raises `PluginError` where no plugin finds them."""
+    plugins().fleet("a gateway before the policies that trainers serve")
+    gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
+    resources.push_async_callback(gateway.close)
+    await gateway.start()
+    return gateway
+
+
+async def why_not_served(store: Store, run: str, version: int, config: Config) -> str:
+    """Why the trainer of a run with these settings does not serve this version of its policy to others; empty where it says
+    that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
+    if shares_gpu(config) and not config.trainer.max_staleness:
+        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
+    wanted = f"the policy of run {run}, which its trainer serves,"
+    if not plugins().names("fleets"):
+        return plugins().missing("fleets", wanted)
+    served = await plugins().fleet(wanted)().served_version(store, run)
+    if served is None:
+        return f"nobody serves the policy of run {run} now"
+    return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
 
 
 async def open_live(
@@ -85,8 +119,7 @@ async def open_live(
     how = HowToCall(seed=config.trainer.seed if config.runner.seed_agents else None)
 
     def llm_for(lease: Lease) -> LLM:
-        llm = gateway.llm(lease, run=parent.id)
-        return replace(llm, prompts=prompts.of(lease.rollout), seed=how.agent_seed(lease.rollout))
+        return how.llm(gateway, lease, prompts.of(lease.rollout), parent.id)
 
     seen = of_project(store, run.project)
     return LiveAgents(seen, Agents(seen, run.id, runner, config.runner, llm_for, gateway.parts.line), prompts)

@@ -17,7 +17,7 @@ from lightning.cli.output import with_store
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.agents import of_project
+from lightning.trainer.agents import of_project, project_of
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Rollout, Task, by_key
 from lightning_branching.divergence import first_difference
@@ -312,7 +312,7 @@ async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> s
         resource = Resource(WEIGHTS_NAME, weights_content(winner.model.folder), ResourceKind.WEIGHTS, metadata)
 
     async def put(store: Store) -> int:
-        seen = of_project(store, winner.config.trainer.project)
+        seen = of_project(store, project_of(winner.config))
         stored = await put_resource(seen, resource)
         return (await set_alias(seen, stored.name, alias, stored.version)).version
 

@@ -24,7 +24,7 @@ from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.agents import of_project, runner_here
+from lightning.trainer.agents import of_project, project_of
 from lightning.trainer.context import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
@@ -34,6 +34,7 @@ from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter, grouped
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Run, Status, Task, by_key
+from lightning_branching.branching import runner_here
 from lightning_branching.policies import EvaluatedModel
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource
@@ -131,7 +132,7 @@ class Evaluator:
     ) -> None:
         self.setup, self.variants, self.reporter = setup, variants, reporter
         self._url, self._store, self._serving = url, store, serving
-        self.store = of_project(store, variants[0].config.trainer.project)
+        self.store = of_project(store, project_of(variants[0].config))
         """The open store, restricted to the project of the runs."""
         self._stacks: dict[str, tuple[Stack, Any]] = {}  # with the address of vLLM that its gateway has
         self._served: Path | None = None
@@ -142,7 +143,7 @@ class Evaluator:
         if variant.run not in known:
             if known and not {each.run for each in self.variants} & known.keys():
                 raise ConfigError(f"{self.setup.folder} holds the run {', '.join(known)}: give another --out")
-            return Run(variant.run, variant.run, described, time.time(), variant.config.trainer.project)
+            return Run(variant.run, variant.run, described, time.time(), project_of(variant.config))
         if not self.setup.resume:
             raise ConfigError(
                 f"{self.setup.folder} holds this evaluation already: give --resume to go on with it, or another --out"

@@ -24,6 +24,7 @@ from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.tracking.trackers import names_of
+from lightning.trainer.agents import project_of
 from lightning_debug.config import AlertsConfig
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
 from lightning_planner.memory import Memory, memory
@@ -265,7 +266,7 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
         data=tuple(dict.fromkeys(data)),
         secrets=tuple(sorted({name for name in (*sources.variables, *options.secrets) if VARIABLE.fullmatch(name)})),
         trainer_secrets=own,
-        token_project=config.trainer.project,
+        token_project=project_of(config),
         machine=estimate(model, config, engine, options.gpu),
         clients=options.clients,
         concurrency=max(1, config.runner.concurrency // options.clients),

@@ -13,16 +13,18 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.config import RunnerConfig
 from lightning.config.fields import toml_value
 from lightning.errors import ConfigError
-from lightning.runner.protocol import Site
 from lightning.text_files import read_text
 
 from lightning_k8s.cluster import Object
 from lightning_k8s.config import KubernetesConfig
+
+if TYPE_CHECKING:
+    from lightning_server.protocol import Site
 
 CONTAINER = "runner"
 RUN_LABEL = "lightning/run"

@@ -10,13 +10,14 @@ import contextlib
 import os
 import socket
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from lightning.addresses import leads_to_itself
 from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.runner.agent_serialization import check_agent, name_of
-from lightning.runner.protocol import Agent, Site
+from lightning.runner.protocol import Agent
 from lightning.types import LLM, Lease, Outcome
 
 from lightning_k8s.cluster import Cluster, ClusterError, Object, connect, inside
@@ -24,6 +25,9 @@ from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.health import Pace
 from lightning_k8s.keeper import Jobs, Keeper, Kind, Mirror, Pool
 from lightning_k8s.manifests import Manifests, read_template
+
+if TYPE_CHECKING:
+    from lightning_server.protocol import Site
 
 
 class KubernetesRunner:

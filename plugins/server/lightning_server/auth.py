@@ -17,15 +17,17 @@ from dataclasses import dataclass
 
 from lightning.addresses import is_loopback
 from lightning.bounded import Aging
+from lightning.config import Config
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.types import DEFAULT_PROJECT, Scope, Token
+from lightning.types import DEFAULT_PROJECT, Scope
 from starlette.datastructures import Headers
 from starlette.types import Scope as ASGIScope
 
+from lightning_server.config import ProjectConfig
 from lightning_server.errors import ApiError
-from lightning_server.tokens import get_token, list_tokens
+from lightning_server.tokens import Token, get_token, list_tokens
 
 ALL_PROJECTS = "*"
 """The `project` of an admin's token that is valid for all projects."""
@@ -39,8 +41,8 @@ LONGEST_LIFE = 100 * 365.25 * 86_400.0
 LAST_TIME = 253_402_300_799.0
 """The last second of the year 9999 as Unix time; Python's calendar has no later one."""
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""The ids of tokens, and the names of projects."""
 PLAIN = re.compile(r"lt_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
-PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NOBODY = "0" * 64
 """The digest to compare with when there is no such token, so that this answer takes as long as any other."""
 
@@ -112,10 +114,20 @@ def check_project(project: str, scope: Scope) -> None:
     if project == ALL_PROJECTS:
         if scope is not Scope.ADMIN:
             raise DataError(f"a {scope.value}'s token is bound to one project: name it instead of {ALL_PROJECTS!r}")
-    elif not PROJECT.fullmatch(project):
+    elif not IDENTITY.fullmatch(project):
         raise DataError(
             f"{project[:80]!r} cannot name a project: use up to 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )
+
+
+def project_of(config: Config) -> str:
+    """Return the setting `trainer.project`. Raises `ConfigError` for what no token of a runner can be bound to."""
+    project = ProjectConfig.of(config).project
+    try:
+        check_project(project, Scope.RUNNER)
+    except DataError as error:
+        raise ConfigError(f"trainer.project: {error}") from error
+    return project
 
 
 def digest_of(secret: str) -> str:

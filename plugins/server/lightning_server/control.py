@@ -23,12 +23,12 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, StoreError
 from lightning.gateway.gateway import Gateway
 from lightning.runner.attempt_completion import report
-from lightning.runner.protocol import Site
+from lightning.runner.protocol import Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
-from lightning.trainer.agents import HowToCall, Invitation, of_project
-from lightning.trainer.plan import TRAIN
-from lightning.types import DEFAULT_PROJECT, LLM, Lease, Run, Scope, Token
+from lightning.trainer.agents import Agents, HowToCall, of_project
+from lightning.trainer.stack import Stack
+from lightning.types import DEFAULT_PROJECT, LLM, Lease, Scope
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import get_resource
 
@@ -39,13 +39,16 @@ from lightning_server.auth import (
     PLAIN,
     Authenticator,
     check_exposure,
-    check_project,
     digest_of,
     is_alive,
     issue_token,
+    project_of,
 )
+from lightning_server.client_agents import ClientAgents
+from lightning_server.config import ServerConfig
 from lightning_server.projects import Names, ProjectStore
-from lightning_server.tokens import get_token, list_tokens, put_token
+from lightning_server.protocol import ClientRunner, Site
+from lightning_server.tokens import Token, get_token, list_tokens, put_token
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +65,14 @@ class Control:
     def __init__(self, store: Store, gateway: Gateway, config: Config | None = None) -> None:
         config = config or Config()
         self._store = store
-        self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
-        agents = AgentAccess(gateway, self._public_url)
-        limits = Limits(body_bytes=config.gateway.max_body_bytes)
+        self._gateway, self._public_url = gateway, ServerConfig.of(config).public_url.rstrip("/")
         self._api = Api(
             store,
             Authenticator(store),
             finish=partial(report, line=gateway.parts.line),
-            llm_for=agents.llm_for,
+            llm_for=AgentAccess(gateway, self._public_url).llm_for,
             served=gateway.served,
-            limits=limits,
+            limits=Limits(body_bytes=config.gateway.max_body_bytes),
         )
         gateway.mount(self._api)
 
@@ -79,12 +80,6 @@ class Control:
     def url(self) -> str:
         """The URL that clients are given as `--server`."""
         return self._public_url or self._gateway.url
-
-    async def invite(self, run: Run, folder: Path) -> Invitation:
-        """Return how clients reach this server; `folder` gets a token for runners of the run's project."""
-        file, token = await runner_token(self._store, folder, run.project, only=True)
-        command = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {self.url} MODULE:AGENT"
-        return Invitation(Site(self.url, token, run.id, self._store), command)
 
     async def close(self) -> None:
         """Answer all clients that wait for changes."""
@@ -94,9 +89,10 @@ class Control:
 def on_server_port(config: Config) -> Config:
     """Return the settings with the gateway on the host and port of the section `server`. Behind a proxy on this machine the
     name of `server.public_url` is added to the allowed hosts."""
-    settings: dict[str, object] = {"gateway.host": config.server.host, "gateway.port": config.server.port}
-    name = urlsplit(config.server.public_url).hostname
-    if name and is_loopback(config.server.host):  # a proxy in front passes the public name on
+    server = ServerConfig.of(config)
+    settings: dict[str, object] = {"gateway.host": server.host, "gateway.port": server.port}
+    name = urlsplit(server.public_url).hostname
+    if name and is_loopback(server.host):  # a proxy in front passes the public name on
         settings["gateway.limits.hosts"] = [*config.gateway.limits.hosts, name]
     return with_settings(config, settings)
 
@@ -200,16 +196,40 @@ def _write_private(file: Path, text: str) -> None:
 
 
 class LightningServer:
-    """The server that a trainer opens, made of the parts of `lightning serve`."""
+    """Lets clients run the agents of trainers where `server.port` is set, or the runner runs none in its process."""
 
-    on_port = staticmethod(on_server_port)
     check_exposure = staticmethod(check_exposure)
-    open = staticmethod(Control)
+    project = staticmethod(project_of)
     of_project = staticmethod(ProjectStore)
 
-    def check_project(self, project: str) -> None:
-        """Raise `DataError` for a project that no token can be bound to."""
-        check_project(project, Scope.RUNNER)
+    def door(self, runner: Runner, config: Config) -> Door | None:
+        """What lets clients in; None where none are meant to come."""
+        return None if runner.concurrency and not ServerConfig.of(config).port else Door(config)
+
+
+class Door:
+    """The control API on the port of one run's gateway, for the clients of the run."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = on_server_port(config)
+
+    def open(self, store: Store, gateway: Gateway) -> None:
+        """Answer clients on a gateway that has not started."""
+        self._store, self._control = store, Control(store, gateway, self.config)
+
+    async def agents(self, stack: Stack) -> Agents:
+        """Return the agents of a run that clients may run; the run's folder gets a token for runners of its project."""
+        file, token = await runner_token(self._store, stack.folder, stack.run.project, only=True)
+        parts, url = stack.gateway.parts, self._control.url
+        agents = ClientAgents(stack.store, stack.run.id, stack.runner, stack.config.runner, stack.llm, parts.line)
+        agents.site = Site(url, token, stack.run.id, self._store)
+        if not stack.runner.concurrency and not isinstance(stack.runner, ClientRunner):
+            agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {url} MODULE:AGENT"
+        return agents
+
+    async def close(self) -> None:
+        """Answer all clients that wait for changes."""
+        await self._control.close()
 
 
 REMEMBERED = 1024
@@ -230,17 +250,11 @@ class AgentAccess:
         """Return the access to the model for the agent of a lease; `store` is the view of the lease's holder. Raises
         `StoreError` for a prompt that does not exist."""
         how, project = await self._how(lease.rollout.run, store)
-        temperature = None if lease.rollout.split == TRAIN else how.eval_temperature
-        llm = self._gateway.llm(lease, sampling=None if temperature is None else {"temperature": temperature})
         seen = of_project(store, project)
         rollout = Names(project).rollout_out(lease.rollout)
         prompts = await how.prompts(rollout, partial(self._text, seen, lease.rollout.run))
-        return replace(
-            llm,
-            base_url=f"{self._url}/v1" if self._url else llm.base_url,
-            prompts=prompts,
-            seed=how.agent_seed(lease.rollout),
-        )
+        llm = how.llm(self._gateway, lease, prompts)
+        return replace(llm, base_url=f"{self._url}/v1") if self._url else llm
 
     async def _how(self, run: str, store: Store) -> tuple[HowToCall, str]:
         """Return how the agents of a run call the model, as its trainer keeps it, and the run's project."""

@@ -12,6 +12,8 @@ from typing import Final
 
 from lightning.types import LLM, Lease
 
+PREFIX: Final = "/api/v1"
+"""The beginning of the path of every request."""
 ONCE_HEADER: Final = "idempotency-key"
 """The header with the id that a caller made for its request (`once` of the store's methods)."""
 

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl, hookspec, later, made_later
 
 if TYPE_CHECKING:
-    import asyncio
-
     import typer
-    from lightning.config import Config, LimitsConfig
+    from lightning.config import Config, PluginSettings
     from lightning.gateway.connections import PortGuard
     from lightning.gateway.policy import Fleet
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.trainer.agents import RunServer
-    from starlette.types import ASGIApp
 
     from lightning_server.protocol import Host, WebApp
 
@@ -56,7 +53,7 @@ def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> Non
 @hookimpl
 def register_ports(register: Callable[[str, PortGuard], None]) -> None:
     """Register `server`, which guards a gateway's port: request shares, timeouts and limits on connections."""
-    register("server", _guarded)
+    register("server", made_later("lightning_server.port:guarded"))
 
 
 @hookimpl
@@ -79,13 +76,15 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 
 
 @hookimpl
+def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
+    """Register the settings `server`, `trainer.project`, and further keys of `gateway.limits`."""
+    register("limits", later("lightning_server.config:PortLimits"))
+    register("server", later("lightning_server.config:ServerConfig"))
+    register("project", later("lightning_server.config:ProjectConfig"))
+
+
+@hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
     """Register the commands `lightning runner`, `serve`, `token` and `pull`."""
     for name, (place, text) in COMMANDS.items():
         register(name, later(f"lightning_server.{place}", text))
-
-
-def _guarded(app: ASGIApp, limits: LimitsConfig) -> tuple[ASGIApp, type[asyncio.Protocol]]:
-    from lightning_server.port import Guard, patient
-
-    return Guard(app, limits), patient(limits)

@@ -31,6 +31,7 @@ from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, packed_with, se
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lightning_server.config import PortLimits
 from lightning_server.content_encoding import unpacking
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Shares(Bounded[bytes, Share]):
 class Guard:
     """Limits the requests that reach the ASGI application `app`. It stands behind `lightning.gateway.connections.Entrance`."""
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
+    def __init__(self, app: ASGIApp, limits: PortLimits) -> None:
         self._app, self._limits = app, limits
         self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
         self._tokens, self._untried = Shares(2.0 * self._rate), Shares(2.0 * self._rate)
@@ -193,7 +194,7 @@ class _Patience(_Base):
     """What the protocols of h11 and httptools share. `_owed` says what the client must send next, and for which request; a
     timer runs unless that is nothing."""
 
-    limits: LimitsConfig
+    limits: PortLimits
     opened: Connections
     _owed: tuple[Owed, int] = (Owed.HEAD, 0)
     _timed: tuple[Owed, int] = (Owed.NOTHING, 0)
@@ -368,7 +369,7 @@ class _PatientH11(_Patience, H11Protocol):
         self._owed = (what, id(self.cycle))
 
 
-def patient(limits: LimitsConfig, *, pure: bool = False) -> type[asyncio.Protocol]:
+def patient(limits: PortLimits, *, pure: bool = False) -> type[asyncio.Protocol]:
     """Return the HTTP protocol for `uvicorn.Config(http=...)`: httptools' where it is installed, else (and when `pure`)
     h11's."""
     base: type[Any] = _PatientH11 if pure else _fastest()
@@ -410,3 +411,10 @@ def open_files() -> int:
         return 0
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 0 if soft == resource.RLIM_INFINITY else soft
+
+
+def guarded(app: ASGIApp, limits: LimitsConfig) -> tuple[ASGIApp, type[asyncio.Protocol]]:
+    """Return the application behind a `Guard`, and the protocol of its port: the plugin's `PortGuard`. Settings that were made
+    without the plugin have the usual limits."""
+    own = limits if isinstance(limits, PortLimits) else PortLimits()
+    return Guard(app, own), patient(own)

@@ -1,5 +1,5 @@
-"""What a plugin implements to serve pages on the port of `lightning serve`, and what it is given for that. Plugins register by
-this plugin's hook `register_web_apps`.
+"""What a plugin implements to serve pages on the port of `lightning serve`, and what it is given for that: plugins register by
+this plugin's hook `register_web_apps`. And what a runner implements that starts clients of a run's server.
 
 The invariant: an application is given a store of all projects, so it must ask whose token a request has, and show that project
 alone.
@@ -8,9 +8,10 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+from lightning.runner.protocol import Runner
 from lightning.store.protocol import Store
 from lightning.types import LLM
 from starlette.types import Receive, Scope, Send
@@ -55,3 +56,28 @@ class WebApp(Protocol):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a client (`lightning runner`) needs to work for a run.
+
+    `server` is what goes after `--server`: one URL or several with commas, as clients reach them. `token` has the scope
+    `runner`. `store` is the run's, open.
+    """
+
+    server: str
+    token: str = field(repr=False)
+    run: str
+    store: Store
+
+
+@runtime_checkable
+class ClientRunner(Runner, Protocol):
+    """A runner whose agents run in clients of the run's server. It starts the clients, on other machines, and replaces them.
+
+    Its `concurrency` is 0: nothing is leased in this process, and `run` is never called.
+    """
+
+    async def attend(self, site: Site) -> None:
+        """Keep clients running until this is cancelled, then end them. Raises `RunnerError` when no client can run."""

@@ -32,7 +32,6 @@ from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.agents import project_of
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
@@ -40,7 +39,8 @@ from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Ta
 from lightning_resources.nouns import Resource
 from lightning_resources.reference import ResourceReference
 
-from lightning_server.auth import ALL_PROJECTS, Authenticator, check_exposure
+from lightning_server.auth import ALL_PROJECTS, Authenticator, check_exposure, project_of
+from lightning_server.config import ServerConfig
 from lightning_server.control import (
     RUNNER_FILE,
     Control,
@@ -185,8 +185,9 @@ async def serve(
         if follows is not None:
             gateway.parts.resource = follows.resource.name
             gateway.mount(WeightFiles(follows.store, authenticator, follows.folder, follows.resource.name), MOUNT)
-        host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
-        web_apps = mount_web_apps(resources, gateway, host)
+        web_apps = mount_web_apps(
+            resources, gateway, Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
+        )
         await gateway.start()
         following = None
         if follows is not None and isinstance(follows.reference.which, str):
@@ -230,8 +231,8 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
     project = project_of(config)
     async with AsyncExitStack() as resources:
         store = await resources.enter_async_context(plugins().opened_store(url))
-        await check_exposure(store, config.server.host, place=url)
         settings = on_server_port(config).gateway
+        await check_exposure(store, settings.host, place=url)
         gateway = Gateway(store, [], settings, secret=await gateway_secret(store), shared=True)
         resources.push_async_callback(gateway.close)
         control = Control(store, gateway, config)
@@ -239,8 +240,18 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         sessions, authenticator = Sessions(store, gateway, {}), Authenticator(store)
         gateway.parts.admin_of = admins(authenticator)
         gateway.mount(WeightFiles(store, authenticator, folder), MOUNT)
-        public = config.server.public_url.rstrip("/")
-        web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
+        web_apps = mount_web_apps(
+            resources,
+            gateway,
+            Host(
+                "",
+                ServerConfig.of(config).public_url.rstrip("/"),
+                store,
+                authenticator,
+                sessions,
+                gateway.served,
+            ),
+        )
         await gateway.start()
         admin = await first_admin_token(store, folder)
         file = token_file(store, folder, RUNNER_FILE)

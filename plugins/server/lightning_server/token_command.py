@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, seconds_of, with_store
 from lightning.store.places import existing_store
-from lightning.types import DEFAULT_PROJECT, Scope, Token
+from lightning.types import DEFAULT_PROJECT, Scope
 
 from lightning_server.auth import is_alive, issue_token
-from lightning_server.tokens import list_tokens, put_token, revoke_token
+from lightning_server.tokens import Token, list_tokens, put_token, revoke_token
 
 app = typer.Typer(no_args_is_help=True)
 

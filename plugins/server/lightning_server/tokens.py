@@ -1,4 +1,5 @@
-"""The store operations on the control API's tokens, such as `await put_token(store, token)`. A server adds them to every store.
+"""The control API's tokens, and the store operations on them, such as `await put_token(store, token)`. A server adds them to
+every store.
 
 The invariant: the store keeps a token by the digest of its secret and never deletes it; a revoked token stays revoked. A
 project sees its own tokens, and makes none for another project.
@@ -6,13 +7,32 @@ project sees its own tokens, and makes none for another project.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from lightning.errors import DataError
 from lightning.installation import OWN
 from lightning.store.operation import ADMIN, Operation, OperationGroup, UnseenError, operation
 from lightning.store.protocol import Store
-from lightning.types import Token
+from lightning.types import DEFAULT_PROJECT, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The right of a person or a program to use the control API in one project. The secret itself is not stored.
+
+    `digest` is the SHA-256 (hexadecimal) of the secret. Times are Unix seconds; a token without `expires_at` is valid until it
+    is revoked. A `project` of `*` means all projects.
+    """
+
+    id: str
+    scope: Scope
+    digest: str
+    project: str = DEFAULT_PROJECT
+    name: str = ""
+    created_at: float = 0.0
+    expires_at: float | None = None
+    revoked_at: float | None = None
 
 
 class TokenOperations(Protocol):

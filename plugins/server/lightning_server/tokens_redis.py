@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rollout_state, rows
-from lightning.types import Token
 from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done
 from lightning_redis.records import stamped, time_text
 
+from lightning_server.tokens import Token
 from lightning_server.tokens_sql import COLUMNS
 
 PUT: Final = lua_scripts.script(

@@ -11,7 +11,8 @@ from typing import Final
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rollout_state, rows
 from lightning.store.relational.transaction import SqlPart, Transaction, done_once
-from lightning.types import Token
+
+from lightning_server.tokens import Token
 
 TABLE: Final = """CREATE TABLE tokens (
     n INTEGER PRIMARY KEY,

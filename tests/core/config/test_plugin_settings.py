@@ -151,6 +151,28 @@ def test_a_key_of_the_core_is_the_cores(plugin: Any) -> None:
         config_model()
 
 
+def test_settings_stand_in_for_a_table_of_the_core_if_they_have_its_keys(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
+    derived = SOURCE.replace("import PluginSettings", "import LimitsConfig, PluginSettings")
+    derived = derived.replace("Notes(PluginSettings)", "Notes(PluginSettings, LimitsConfig)")
+    notes = plugin("notes", "gateway.limits", derived)
+    config = load_config(overrides=["gateway.limits.size=5", "gateway.limits.json_values=7"], env={})
+    assert (notes.of(config).size, config.gateway.limits.json_values) == (5, 7)
+    assert notes.of(Config()).size == notes.of(Config().gateway).size == 3
+    assert Config().gateway.limits.json_values > 7
+    plugin("other", "gateway.limits", derived)
+    with pytest.raises(PluginError, match=r"'notes' .* and the plugin 'other' .* both have the setting gateway.limits"):
+        config_model()
+
+
+def test_settings_without_the_keys_of_a_table_do_not_stand_in_for_it(plugin: Any) -> None:
+    plugin("notes", "gateway.limits")
+    with pytest.raises(PluginError, match=r" and the plugin .* both have the setting gateway.limits"):
+        config_model()
+
+
 @pytest.mark.parametrize(
     ("place", "source", "said"),
     [

@@ -326,12 +326,6 @@ async def open_bench(
             yield Bench(loop, engine, policy, store)
 
 
-@pytest.fixture(autouse=True)
-def without_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a few agents nothing is gained by looking at much news together."""
-    monkeypatch.setattr("lightning.trainer.agents.SETTLE_SECONDS", 0.005)
-
-
 @pytest.fixture
 def bench() -> Callable[..., AbstractAsyncContextManager[Bench]]:
     """`bench(folder, agent, algorithm=..., script=..., trainer__steps=...)`: one process of a run, without plugins' stages."""

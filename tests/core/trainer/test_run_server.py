@@ -15,39 +15,43 @@ from tests.core.trainer.test_opening import House, Idle, house  # noqa: F401 —
 STRANGER = """
 import lightning
 from lightning.config import with_settings
-from lightning.errors import ConfigError, DataError
-from lightning.runner.protocol import Site
-from lightning.trainer.agents import Invitation
+from lightning.errors import ConfigError
+from lightning.trainer.agents import Agents
 from starlette.responses import PlainTextResponse
 
 told = []
 
 
+class Those(Agents):
+    shared = True
+
+
 class Door:
-    def __init__(self, store, gateway):
-        self.store, self.gateway = store, gateway
+    def __init__(self, config):
+        self.config = with_settings(config, {"gateway.host": "127.0.0.2"})
+
+    def open(self, store, gateway):
         gateway.mount(PlainTextResponse("come in"), "doorbell")
 
-    async def invite(self, run, folder):
-        told.append(f"invited to {run.id}")
-        return Invitation(Site(self.gateway.url, "key", run.id, self.store), f"knock at {self.gateway.url}")
+    async def agents(self, stack):
+        told.append(f"invited to {stack.run.id}")
+        those = Those(stack.store, stack.run.id, stack.runner, stack.config.runner, stack.llm, stack.gateway.parts.line)
+        those.how_to_join = f"knock at {stack.gateway.url}"
+        return those
 
     async def close(self):
         told.append("closed")
 
 
 class Server:
-    def on_port(self, config):
-        return with_settings(config, {"gateway.host": "127.0.0.2"})
+    def door(self, runner, config):
+        return Door(config)
 
     async def check_exposure(self, store, host):
         raise ConfigError(f"not at {host}")
 
-    def open(self, store, gateway, config):
-        return Door(store, gateway)
-
-    def check_project(self, project):
-        raise DataError("no projects here")
+    def project(self, config):
+        return "the stranger's"
 
     def of_project(self, store, project):
         return (store, project)

@@ -14,7 +14,6 @@ from lightning.store.url import sqlite_url
 from lightning.testing import RolloutRecord, rollout
 from lightning.types import Outcome, Rollout, Run, Task
 
-from tests.core.trainer.conftest import without_settling  # noqa: F401 — fixtures
 from tests.plugins.bench import bench  # noqa: F401 — a fixture
 
 AGENT = """

@@ -19,9 +19,8 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing import FakeVLLM, Reply
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.stack import why_not_served
 from lightning.types import Rollout
-from lightning_branching.branching import BranchReport, branch
+from lightning_branching.branching import BranchReport, branch, why_not_served
 from lightning_server.fleet.owner import Owner
 
 from tests.plugins.debug.evaluating import ScriptedVLLM, said

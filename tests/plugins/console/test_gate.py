@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from lightning.config import LimitsConfig
 from lightning.errors import MissingExtraError, UnavailableError
 from lightning.gateway.connections import Entrance
 from lightning.installation import install_command
@@ -21,6 +20,7 @@ from lightning.types import Scope
 from lightning_console.web import gate
 from lightning_console.web.gate import VISITOR, Door, Gate, OwnDoor, TokenDoor
 from lightning_server.auth import Authenticator, issue_token
+from lightning_server.config import PortLimits
 from lightning_server.port import Guard
 from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
@@ -44,7 +44,7 @@ async def opened(door: Door, *, secure: bool = False, guarded: bool = False) -> 
         return {"asked": asked, "by": VISITOR.get().name}
 
     gate = Gate(door, "/console", inside, {"show": answer, "act": answer}, secure=secure)  # type: ignore[arg-type]
-    app = Entrance(Guard(gate, LimitsConfig()), LimitsConfig(), loopback=True) if guarded else gate
+    app = Entrance(Guard(gate, PortLimits()), PortLimits(), loopback=True) if guarded else gate
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
         yield client
 

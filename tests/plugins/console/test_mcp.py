@@ -39,9 +39,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             await made.loop.run({})
             await mark_over(made.store, "run", True)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning.trainer.agents.SETTLE_SECONDS", 0.005)
-        asyncio.run(train())
+    asyncio.run(train())
     return folder.parent
 
 

@@ -23,7 +23,6 @@ from lightning.types import (
     StepReward,
     StepState,
     Task,
-    Token,
     ToolEvent,
     Transition,
     VersionRun,
@@ -36,7 +35,7 @@ from lightning_record.conversation import CONVERSATION, pack
 from lightning_record.exchanges import TEXTS
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource, set_alias
-from lightning_server.tokens import put_token
+from lightning_server.tokens import Token, put_token
 
 SAID = Conversation(({"role": "user", "content": "q"},), "call", 1)
 CONFIG = {"model": "tiny", "config": {"trainer": {"steps": 2, "max_staleness": 0}}}

@@ -9,7 +9,7 @@ import pytest
 from lightning.trainer.stages import step_line
 
 from tests.core.gateway.conftest import build, house  # noqa: F401 — fixtures
-from tests.core.trainer.conftest import open_bench, without_settling  # noqa: F401 — fixtures
+from tests.core.trainer.conftest import open_bench
 
 
 @pytest.fixture

@@ -143,7 +143,6 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedVL
         (tmp_path / name / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("lightning.trainer.agents.SETTLE_SECONDS", 0.005)
     scripted = ScriptedVLLM()
     monkeypatch.setattr("lightning.trainer.stack.make_policy_server", scripted.make)
     yield scripted

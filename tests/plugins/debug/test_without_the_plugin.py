@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning import Trainer
@@ -63,7 +62,7 @@ def test_a_command_of_the_plugin_says_that_it_is_switched_off(
 
 @pytest.mark.usefixtures("without")
 async def test_a_training_without_it_says_why_it_learns_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, without_settling: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_bench(tmp_path, stages=stages.step_line) as made:
         made.loop.train_agents = ("somebody else",)

@@ -16,7 +16,6 @@ from lightning.config.plugin_settings import Config, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
-from lightning.runner.protocol import Site
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.tiny_models import make_tiny_model
@@ -30,6 +29,7 @@ from lightning_k8s.runner import KubernetesRunner
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
 from lightning_server.fleet.owner import Owner
+from lightning_server.protocol import Site
 from lightning_server.tokens import put_token
 
 pytestmark = pytest.mark.slow

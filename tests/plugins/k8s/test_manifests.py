@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from lightning.config import load_config
 from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError
-from lightning.runner.protocol import Site
 from lightning.store.protocol import Store
 from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.manifests import Manifests, label_of, name_for, read_template
+from lightning_server.protocol import Site
 
 SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "the-secret", "uid": "u"}}
 SITE = Site("http://lightning:8000", "lt_1_secret", "run-1", cast("Store", None))

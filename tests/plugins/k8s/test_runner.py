@@ -15,7 +15,6 @@ from lightning.config.plugin_settings import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import name_of
-from lightning.runner.protocol import ClientRunner, Site
 from lightning.store.protocol import Store
 from lightning.types import LLM, Outcome, Rollout, Run, Task
 from lightning_k8s import cluster as cluster_module
@@ -23,6 +22,7 @@ from lightning_k8s.cluster import ClusterError
 from lightning_k8s.config import KubernetesConfig
 from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner, reference_to
+from lightning_server.protocol import ClientRunner, Site
 
 FakeCluster = Any
 PACE = Pace(look=0.02, pause=0.005, longest=0.05, settled=0.1, crashes=3)

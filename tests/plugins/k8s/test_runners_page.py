@@ -11,8 +11,8 @@ import typer
 import yaml
 from lightning.cli.app import build
 from lightning.config import load_config
-from lightning.runner.protocol import Site
 from lightning_k8s.manifests import Manifests, read_template
+from lightning_server.protocol import Site
 
 PAGE = (Path(__file__).parents[3] / "docs" / "runners.md").read_text()
 

@@ -19,7 +19,7 @@ from lightning.store.relational import operations
 from lightning.store.relational.transaction import KEEP_VERSION
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Outcome, Rollout, Run, Scope, Task, Token
+from lightning.types import Outcome, Rollout, Run, Scope, Task
 from lightning_db import command as db
 from lightning_db import queries, relational
 from lightning_db.keeper import Weight, keeper_of
@@ -30,7 +30,7 @@ from lightning_postgres.store import PostgresStore
 from lightning_resources import command
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import alias_history, list_resources, put_resource, set_alias
-from lightning_server.tokens import list_tokens, put_token
+from lightning_server.tokens import Token, list_tokens, put_token
 from typer import Typer
 from typer.testing import CliRunner
 

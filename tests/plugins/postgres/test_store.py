@@ -24,7 +24,7 @@ from lightning.store.relational import operations
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.threads import Bell
-from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition, logprobs, token_ids
+from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Transition, logprobs, token_ids
 from lightning_db.keeper import keeper_of
 from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
@@ -38,7 +38,7 @@ from lightning_server import tokens_sql
 from lightning_server.fleet.member import Member
 from lightning_server.fleet.owner import Owner
 from lightning_server.fleet.records import Seat, from_json, seat_key
-from lightning_server.tokens import list_tokens, put_token
+from lightning_server.tokens import Token, list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
 

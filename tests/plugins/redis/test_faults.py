@@ -18,12 +18,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from lightning.errors import StoreError, UnavailableError
-from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition
+from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Transition
 from lightning_redis import pipeline as lanes
 from lightning_redis.store import RedisStore
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import alias_history, put_resource, roll_back_alias, set_alias
-from lightning_server.tokens import put_token, revoke_token
+from lightning_server.tokens import Token, put_token, revoke_token
 
 from tests.core.store.test_machine import StoreMachine
 from tests.servers.redis import RedisServer

@@ -12,7 +12,7 @@ import pytest
 from lightning.cli.output import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.store.schema import SCHEMA
-from lightning.types import Outcome, Rollout, Scope, Task, Token, Transition
+from lightning.types import Outcome, Rollout, Scope, Task, Transition
 from lightning_db.keeper import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
@@ -20,7 +20,7 @@ from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource, resource_uses
-from lightning_server.tokens import put_token
+from lightning_server.tokens import Token, put_token
 
 from tests.plugins.db.gateways import check_state_of_gateways
 from tests.servers.redis import RedisServer

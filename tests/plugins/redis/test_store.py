@@ -19,7 +19,7 @@ import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
 from lightning.installation import install_command
 from lightning.store.protocol import Attempt
-from lightning.types import Caller, Fault, Outcome, Rollout, Run, Scope, Span, StepRecord, Token, Transition
+from lightning.types import Caller, Fault, Outcome, Rollout, Run, Scope, Span, StepRecord, Transition
 from lightning_db.keeper import keeper_of
 from lightning_otel.traces.store import append_spans, spans
 from lightning_redis import keys, plugin
@@ -27,7 +27,7 @@ from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource, roll_back_alias, set_alias
-from lightning_server.tokens import put_token, revoke_token
+from lightning_server.tokens import Token, put_token, revoke_token
 
 from tests.servers.redis import RedisServer, free_port
 from tests.servers.redis_proxy import LossyProxy

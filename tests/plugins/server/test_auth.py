@@ -14,11 +14,11 @@ from lightning.gateway.identity import TokenSigner
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Scope, Token
+from lightning.types import Scope
 from lightning_server import auth
 from lightning_server.auth import Authenticator, Principal, digest_of, issue_token
 from lightning_server.errors import ApiError
-from lightning_server.tokens import put_token, revoke_token
+from lightning_server.tokens import Token, put_token, revoke_token
 
 
 @pytest.fixture

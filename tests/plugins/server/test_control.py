@@ -13,12 +13,12 @@ from lightning.plugins import plugins
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.store.url import sqlite_url
-from lightning.types import Scope, Token
+from lightning.types import Scope
 from lightning_server import control
 from lightning_server.auth import ALL_PROJECTS, AUTOMATIC, Authenticator
 from lightning_server.control import first_admin_token, runner_token
 from lightning_server.serving import serve_store
-from lightning_server.tokens import list_tokens, revoke_token
+from lightning_server.tokens import Token, list_tokens, revoke_token
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from lightning.types import (
     Scope,
     Status,
     Task,
-    Token,
     Transition,
     logprobs,
     token_ids,
@@ -39,7 +38,7 @@ from lightning_server.auth import issue_token
 from lightning_server.http_store import HttpStore, transport
 from lightning_server.http_store.store import HttpWatch
 from lightning_server.operations import OPERATIONS
-from lightning_server.tokens import list_tokens, put_token
+from lightning_server.tokens import Token, list_tokens, put_token
 from yarl import URL
 
 from tests.servers.control import ControlServer

@@ -25,7 +25,6 @@ from lightning.types import (
     StepRecord,
     StepReward,
     Task,
-    Token,
     ToolEvent,
     Transition,
     logprobs,
@@ -34,6 +33,7 @@ from lightning.types import (
 from lightning_resources.nouns import Alias, Resource, ResourceUse
 from lightning_server import json_codec, messages
 from lightning_server.operations import OPERATIONS
+from lightning_server.tokens import Token
 
 NOUNS = (
     Run,

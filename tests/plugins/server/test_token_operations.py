@@ -9,10 +9,10 @@ import pytest
 from lightning.errors import ConflictError, StoreError
 from lightning.store import Store
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Scope, Token
+from lightning.types import Scope
 from lightning_server import tokens_sql
 from lightning_server.auth import issue_token
-from lightning_server.tokens import TOKENS, get_token, list_tokens, put_token, revoke_token
+from lightning_server.tokens import TOKENS, Token, get_token, list_tokens, put_token, revoke_token
 
 from tests.core.store.backends import everywhere
 

@@ -13,10 +13,10 @@ from lightning.cli.output import seconds_of, with_store
 from lightning.errors import ConfigError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
-from lightning.types import Scope, Token
+from lightning.types import Scope
 from lightning_server.auth import Authenticator, Principal
 from lightning_server.errors import ApiError
-from lightning_server.tokens import put_token
+from lightning_server.tokens import Token, put_token
 
 from tests.servers.control import ControlServer
 

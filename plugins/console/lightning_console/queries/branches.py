@@ -20,8 +20,8 @@ from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.context import is_over
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
+from lightning_branching.branching import why_not_served
 from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout, version_of
 from lightning_record.exchanges import packed_in
 

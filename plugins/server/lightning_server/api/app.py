@@ -34,10 +34,10 @@ from lightning_server.api import handlers
 from lightning_server.api.change_waiters import Watchers, events
 from lightning_server.api.openapi import describe
 from lightning_server.api.store_routes import route_of
-from lightning_server.api.table import PREFIX, ApiCall, Finish, LlmFor, Route, Served, Services, query_of
+from lightning_server.api.table import ApiCall, Finish, LlmFor, Route, Served, Services, query_of
 from lightning_server.auth import Authenticator, Principal, authorization_in
 from lightning_server.errors import RETRY, ApiError, answer, refusal_of, refuse
-from lightning_server.messages import ONCE_HEADER, Changed
+from lightning_server.messages import ONCE_HEADER, PREFIX, Changed
 from lightning_server.operations import OPERATIONS, over_http
 from lightning_server.projects import Projects
 

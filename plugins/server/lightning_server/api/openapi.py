@@ -13,8 +13,8 @@ from lightning import __version__
 from lightning.types import Scope
 
 from lightning_server import json_codec
-from lightning_server.api.table import PREFIX, Route, parameters
-from lightning_server.messages import ONCE_HEADER, Failure
+from lightning_server.api.table import Route, parameters
+from lightning_server.messages import ONCE_HEADER, PREFIX, Failure
 
 Schema = dict[str, Any]
 ABOUT = (

@@ -19,12 +19,13 @@ from lightning.errors import DataError, StoreError
 from lightning.redaction import redacted, redacted_span, storable
 from lightning.store.protocol import Attempt, Page
 from lightning.store.rollout_state import no_cursor
-from lightning.types import Span, StepRecord, Token, Transition
+from lightning.types import Span, StepRecord, Transition
 from lightning_record.conversation import CONVERSATION, conversation_in
 
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token
 from lightning_server.operations import REQUIRED, HttpOperation
+from lightning_server.tokens import Token
 
 READ_AT_ONCE = 16
 """Attempts that are read from the store at once. What does not fit into the answer was read for nothing, so they are few."""

@@ -22,7 +22,6 @@ from lightning_server.api.change_waiters import Watchers
 from lightning_server.auth import Principal
 from lightning_server.errors import ApiError
 
-PREFIX = "/api/v1"
 LARGEST_PAGE = 1000
 Q = TypeVar("Q")
 B = TypeVar("B")
@@ -88,7 +87,7 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path below `PREFIX`. `scopes` is None where no token is needed; an admin may use every route.
+    """One method of one path below `messages.PREFIX`. `scopes` is None where no token is needed; an admin may use every route.
 
     The answers of `heavy` routes may be long, so their JSON is written in a thread. A request of a `once` route may carry an
     id; it is then done only once, however often it is sent.

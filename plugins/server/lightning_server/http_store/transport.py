@@ -37,12 +37,11 @@ from lightning_db.loop_thread import LoopThread
 from yarl import URL
 
 from lightning_server import json_codec
-from lightning_server.messages import ONCE_HEADER, Failure, Problem
+from lightning_server.messages import ONCE_HEADER, PREFIX, Failure, Problem
 from lightning_server.operations import ANSWER_SECONDS, LEASE_ANSWER
 
 log = logging.getLogger(__name__)
 
-PREFIX: Final = "/api/v1"
 FIRST_DELAY: Final = 0.05
 LONGEST_DELAY: Final = 5.0
 CONNECT_SECONDS: Final = 5.0
@@ -178,7 +177,11 @@ class Transport:
                 return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
             except _AwayError as away:
                 if away.cut and await self._is_too_long(at, request):
-                    raise TooLongError(_hung_up(self._urls[at], request)) from away
+                    raise TooLongError(
+                        f"{self._urls[at]} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and "
+                        "answers what is short: a proxy before it takes no more. Raise the proxy's limit "
+                        "(client_max_body_size in nginx), or send less"
+                    ) from away
                 left, problem = deadline - time.monotonic(), away
             except TokenRefusedError:
                 if not await self._is_renewed(token):
@@ -298,8 +301,7 @@ class Transport:
             return UnknownRouteError(problem.message)
         if status in (401, 403):
             return TokenRefusedError(f"{problem.message} ({base})")
-        message = problem.message
-        return KINDS.get(problem.type, StoreError)(message)
+        return KINDS.get(problem.type, StoreError)(problem.message)
 
 
 class _AwayError(Exception):
@@ -329,13 +331,6 @@ def _asked(request: StoreRequest) -> str:
 def _same(request: StoreRequest) -> tuple[str, int]:
     """Return a key that is equal for repetitions of a request: its path and its body's length."""
     return request.path, len(request.body or b"")
-
-
-def _hung_up(base: str, request: StoreRequest) -> str:
-    return (
-        f"{base} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and answers what is short: a "
-        "proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
-    )
 
 
 def problem_in(body: bytes) -> Problem | None:

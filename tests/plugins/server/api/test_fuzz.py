@@ -14,7 +14,8 @@ from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource, set_alias
 from lightning_server import json_codec, messages
 from lightning_server.api.app import description, routes
-from lightning_server.api.table import PREFIX, Route
+from lightning_server.api.table import Route
+from lightning_server.messages import PREFIX
 
 from tests.servers.control import ControlServer
 

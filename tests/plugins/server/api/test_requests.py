@@ -13,13 +13,13 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.config import LimitsConfig
 from lightning.errors import StoreError, UnavailableError
 from lightning.gateway.connections import Entrance
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task, Transition, logprobs, token_ids
 from lightning_server.api.app import Api, routes
 from lightning_server.auth import Authenticator
+from lightning_server.config import PortLimits
 from lightning_server.port import Guard
 
 from .conftest import World, connection, make_world, receiver
@@ -180,7 +180,7 @@ async def test_no_body_is_a_fault_of_the_server(world: World, payload: bytes) ->
 )
 async def test_a_packed_body_is_read(world: World, encoding: str, payload: bytes, status: int, words: str) -> None:
     headers = ((b"content-encoding", encoding.encode()),)
-    entrance = Entrance(Guard(world.api, LimitsConfig()), LimitsConfig(), loopback=True)
+    entrance = Entrance(Guard(world.api, PortLimits()), PortLimits(), loopback=True)
     asked = replace(world, api=entrance).ask("POST", "/leases", payload=payload, headers=headers, token="runner")
     answer = await asked
     assert (answer.status, words in answer.body.decode()) == (status, True), answer.body

@@ -12,7 +12,8 @@ from lightning.trainer.context import mark_over
 from lightning.types import Scope
 from lightning_server.api.app import Limits, description, routes
 from lightning_server.api.openapi import scopes_of
-from lightning_server.api.table import PREFIX, Route, nothing_there, parameters
+from lightning_server.api.table import Route, nothing_there, parameters
+from lightning_server.messages import PREFIX
 
 from .conftest import World, connection, make_world
 

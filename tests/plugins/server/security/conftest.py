@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from lightning.config import Config, GatewayConfig, LimitsConfig
+from lightning.config import Config, GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
@@ -21,6 +21,7 @@ from lightning.types import LLM, CallStatus, Rollout, Run, Scope, Task
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import list_resources, put_resource
 from lightning_server.auth import issue_token
+from lightning_server.config import PortLimits
 from lightning_server.control import Control
 from lightning_server.tokens import list_tokens, put_token
 
@@ -28,7 +29,7 @@ API = "/api/v1"
 SECRET = b"the signing secret of the test"
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 TIGHT = {
-    "limits": LimitsConfig(header_timeout=0.2, body_timeout=0.2, failures_per_minute=30),
+    "limits": PortLimits(header_timeout=0.2, body_timeout=0.2, failures_per_minute=30),
     "max_body_bytes": 100_000,
 }
 
@@ -152,7 +153,7 @@ async def store() -> AsyncIterator[Store]:
 @pytest.fixture
 async def patient_house() -> AsyncIterator[House]:
     """One that does not count wrong tokens."""
-    async with house_of(limits=LimitsConfig(failures_per_minute=0)) as made:
+    async with house_of(limits=PortLimits(failures_per_minute=0)) as made:
         yield made
 
 

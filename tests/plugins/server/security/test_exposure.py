@@ -14,6 +14,7 @@ from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.types import Scope
 from lightning_server.auth import AUTOMATIC, check_exposure, issue_token
+from lightning_server.config import ServerConfig
 from lightning_server.control import on_server_port
 from lightning_server.serving import serve_store
 from lightning_server.tokens import put_token
@@ -47,7 +48,7 @@ async def test_a_servers_own_a_revoked_or_an_expired_token_is_none(changes: dict
 
 def test_every_default_address_is_loopback() -> None:
     config = Config()
-    for host in (config.gateway.host, config.server.host, config.policy_server.host):
+    for host in (config.gateway.host, ServerConfig.of(config).host, config.policy_server.host):
         assert is_loopback(host)
 
 

@@ -10,24 +10,24 @@ from contextlib import asynccontextmanager
 import httpx
 import orjson
 import pytest
-from lightning.config import LimitsConfig
 from lightning.gateway.connections import Entrance, Serving, bind
 from lightning_server import port as server_port
+from lightning_server.config import PortLimits
 from lightning_server.port import Guard
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.core.security.test_limits import MIB, ask, echo, hold, send_body
 
-QUICK = LimitsConfig(header_timeout=0.1, body_timeout=0.1, write_timeout=0.1)
+QUICK = PortLimits(header_timeout=0.1, body_timeout=0.1, write_timeout=0.1)
 
 
-def guarded(app: ASGIApp, limits: LimitsConfig) -> Entrance:
+def guarded(app: ASGIApp, limits: PortLimits) -> Entrance:
     """A door of this machine with a guard behind it."""
     return Entrance(Guard(app, limits), limits, loopback=True)
 
 
 @asynccontextmanager
-async def port(limits: LimitsConfig, app: ASGIApp = echo, *, pure: bool = False) -> AsyncIterator[int]:
+async def port(limits: PortLimits, app: ASGIApp = echo, *, pure: bool = False) -> AsyncIterator[int]:
     """A port of this machine with these limits."""
     with pytest.MonkeyPatch.context() as patch:
         if pure:
@@ -91,7 +91,7 @@ async def test_a_byte_now_and_then_does_not_keep_a_connection() -> None:
 
 
 async def test_headers_without_end_are_cut_off(pure: bool) -> None:
-    async with port(LimitsConfig(), pure=pure) as number:
+    async with port(PortLimits(), pure=pure) as number:
         answer, _ = await talk(number, b"GET / HTTP/1.1\r\n", *([b"x: " + b"y" * 20_000 + b"\r\n"] * 5), pause=0.01)
     head = answer.partition(b"\r\n")[0]
     assert b" 431 " in head if not pure else b" 400 " in head
@@ -117,7 +117,7 @@ async def test_a_kept_connection_may_rest_between_requests() -> None:
 
 
 async def test_a_request_in_pieces_that_come_in_time_is_served() -> None:
-    async with port(LimitsConfig()) as number:
+    async with port(PortLimits()) as number:
         parts = [b"POST / HTTP/1.1\r\nhost: lo", b"calhost\r\ncontent-length: 6\r\n\r\nab", b"cd", b"ef"]
         answer, _ = await talk(number, *parts, pause=0.02)
     assert answer.endswith(b"6")
@@ -146,7 +146,7 @@ Ask = Callable[..., "asyncio.Future[tuple[int, dict[str, str]]]"]
 async def test_a_token_has_its_share_of_requests_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    door = guarded(echo, LimitsConfig(requests_per_second=0.5))
+    door = guarded(echo, PortLimits(requests_per_second=0.5))
     assert (await ask(door, authorization="Bearer a"))[0] == 200
     status, headers = await ask(door, authorization="Bearer a")
     assert (status, headers["retry-after"]) == (429, "2")
@@ -169,12 +169,12 @@ async def test_a_token_has_its_share_of_requests_and_others_have_theirs(monkeypa
     ],
 )
 async def test_no_header_makes_two_clients_of_one(requests: list[dict[str, str]]) -> None:
-    door = guarded(echo, LimitsConfig(requests_per_second=0.5))
+    door = guarded(echo, PortLimits(requests_per_second=0.5))
     assert [(await ask(door, **request))[0] for request in requests] == [200, 429]
 
 
 async def test_a_token_has_a_number_of_requests_in_progress() -> None:
-    door = guarded(echo, LimitsConfig(concurrent_requests=2))
+    door = guarded(echo, PortLimits(concurrent_requests=2))
     waiting = [asyncio.create_task(ask(door, "/slow", authorization="Bearer a")) for _ in range(2)]
     await asyncio.sleep(0)
     status, headers = await ask(door, authorization="Bearer a")
@@ -187,7 +187,7 @@ async def test_a_token_has_a_number_of_requests_in_progress() -> None:
 async def test_trying_tokens_quickly_ends_soon_and_disturbs_no_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    door = guarded(echo, LimitsConfig(failures_per_minute=5))
+    door = guarded(echo, PortLimits(failures_per_minute=5))
     assert (await ask(door, authorization="Bearer good"))[0] == 200
     tried = [(await ask(door, authorization="Bearer wrong", x_number=str(n)))[0] for n in range(8)]
     assert tried == [401] * 5 + [429] * 3
@@ -200,14 +200,14 @@ async def test_trying_tokens_quickly_ends_soon_and_disturbs_no_good_one(monkeypa
 
 
 async def test_of_wrong_tokens_at_one_time_no_more_are_answered() -> None:
-    door = guarded(echo, LimitsConfig(failures_per_minute=5))
+    door = guarded(echo, PortLimits(failures_per_minute=5))
     tried = await asyncio.gather(*(ask(door, "/slow", authorization="Bearer wrong") for _ in range(8)))
     assert sorted(status for status, _ in tried) == [401] * 5 + [429] * 3
 
 
 async def test_tokens_that_open_nothing_make_nobody_forget_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_port, "CLIENTS", 10)
-    door = guarded(echo, LimitsConfig(requests_per_second=0.5))
+    door = guarded(echo, PortLimits(requests_per_second=0.5))
     assert (await ask(door, authorization="Bearer good"))[0] == 200
     for number in range(50):
         await ask(door, authorization="Bearer wrong", x_lightning_rollout=str(number), client=f"10.0.0.{number}")
@@ -215,26 +215,26 @@ async def test_tokens_that_open_nothing_make_nobody_forget_one_that_does(monkeyp
 
 
 async def test_a_thousand_new_tokens_of_one_address_are_all_let_in() -> None:
-    door = guarded(echo, LimitsConfig(failures_per_minute=5))
+    door = guarded(echo, PortLimits(failures_per_minute=5))
     assert {(await ask(door, authorization=f"Bearer {n}"))[0] for n in range(1000)} == {200}
 
 
 @pytest.mark.parametrize("request_of", [{"path": "/health", "authorization": "Bearer stranger"}, {}])
 async def test_an_open_route_and_no_token_make_no_token_good(request_of: dict[str, str]) -> None:
-    door = guarded(echo, LimitsConfig())
+    door = guarded(echo, PortLimits())
     assert (await ask(door, **request_of))[0] == 200
     assert len(door._app._tokens) == 0
 
 
 async def test_zero_sets_no_limit() -> None:
-    free = LimitsConfig(requests_per_second=0, concurrent_requests=0, failures_per_minute=0)
+    free = PortLimits(requests_per_second=0, concurrent_requests=0, failures_per_minute=0)
     door = guarded(echo, free)
     assert {(await ask(door, authorization="Bearer wrong"))[0] for _ in range(500)} == {401}
 
 
 async def test_what_is_remembered_of_clients_is_bounded_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_port, "CLIENTS", 10)
-    door = guarded(echo, LimitsConfig())
+    door = guarded(echo, PortLimits())
     for number in range(50):
         await ask(door, authorization=f"Bearer secret-{number}", client=f"10.0.0.{number}")
     assert len(door._app._tokens) <= 10
@@ -252,7 +252,7 @@ GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 async def test_idle_connections_make_room_for_new_ones(pure: bool) -> None:
     """400 of them keep nobody out; the same without the limit is what it would be, and all stay open."""
     for most, left in ((20, 20), (0, 401)):
-        async with port(LimitsConfig(connections=most), pure=pure) as number:
+        async with port(PortLimits(connections=most), pure=pure) as number:
             opened = [await asyncio.open_connection("127.0.0.1", number) for _ in range(400)]
             answer, _ = await talk(number, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
             assert answer.startswith(b"HTTP/1.1 200")
@@ -265,7 +265,7 @@ async def test_idle_connections_make_room_for_new_ones(pure: bool) -> None:
 
 async def test_connections_in_use_are_kept_and_further_ones_told(pure: bool) -> None:
     slow = GET.replace(b"GET /", b"GET /slow")
-    async with port(LimitsConfig(connections=2), pure=pure) as number:
+    async with port(PortLimits(connections=2), pure=pure) as number:
         using = [
             asyncio.create_task(talk(number, slow.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))) for _ in "12"
         ]
@@ -276,7 +276,7 @@ async def test_connections_in_use_are_kept_and_further_ones_told(pure: bool) -> 
 
 
 async def test_one_address_has_its_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with port(LimitsConfig(connections_per_address=3)) as number:
+    async with port(PortLimits(connections_per_address=3)) as number:
         opened = [await asyncio.open_connection("127.0.0.1", number) for _ in range(5)]
         answer, _ = await talk(number, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
         assert answer.startswith(b"HTTP/1.1 200"), "loopback is many: agents, and a proxy's clients"
@@ -291,13 +291,13 @@ async def test_one_address_has_its_number_of_connections(monkeypatch: pytest.Mon
 
 
 async def test_what_is_no_model_call_may_have_more_values() -> None:
-    door = guarded(hold, LimitsConfig(json_values=1000))
+    door = guarded(hold, PortLimits(json_values=1000))
     assert await send_body(door, *[b"[]," * 100] * 6) == (413, "too_many_values")
     assert await send_body(door, *[b"[]," * 100] * 6, path="/api/v1/x") == (200, 0), "no model call"
 
 
 async def test_who_is_refused_is_told_and_then_read_for_a_while(pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with port(LimitsConfig(json_values=1000), hold, pure=pure) as number, httpx.AsyncClient() as client:
+    async with port(PortLimits(json_values=1000), hold, pure=pure) as number, httpx.AsyncClient() as client:
         answer = await client.post(f"http://127.0.0.1:{number}/", content=b"[" * 8 * MIB)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_values")
         monkeypatch.setattr(server_port, "MOST_IGNORED", MIB)

@@ -15,11 +15,11 @@ from lightning.gateway.stages import NO_LINE
 from lightning.hooks import hookimpl
 from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
-from lightning.trainer import agents as trainer_agents
-from lightning.trainer.agents import Agents
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Scope, Status, Task
+from lightning_server import client_agents
 from lightning_server.auth import issue_token
 from lightning_server.client import Client
+from lightning_server.client_agents import ClientAgents
 from lightning_server.control import Control
 from lightning_server.remote_runner import RemoteRunner
 from lightning_server.tokens import put_token
@@ -70,11 +70,10 @@ async def test_clients_run_the_agents_of_a_training(
 ) -> None:
     async with bench(tmp_path / "run", trainer__max_staleness=staleness, runner__concurrency=2) as made:
         stack = made.loop.stack
-        stack.agents.shared = True
-        if not beside:
-            stack.agents = Agents(
-                stack.store, stack.run.id, RemoteRunner(), stack.config.runner, stack.llm, stack.gateway.parts.line
-            )
+        runner = stack.runner if beside else RemoteRunner()
+        stack.agents = ClientAgents(
+            stack.store, stack.run.id, runner, stack.config.runner, stack.llm, stack.gateway.parts.line
+        )
         async with clients(made, answering):
             await made.loop.run({})
         rollouts = (await made.store.list_rollouts("run")).items
@@ -101,11 +100,11 @@ def llm_for(lease: Lease) -> LLM:
 async def test_what_was_lost_on_its_last_attempt_ends_although_nobody_leases(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, finished: list[str]
 ) -> None:
-    monkeypatch.setattr(trainer_agents, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(client_agents, "LOOK_SECONDS", 0.05)
     rollout = Rollout("r", "run", Task(1), "g", max_attempts=1)
     await store.create_rollouts([rollout])
     await store.lease("run", "a client that is gone", ttl=0.1)
-    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
+    agents = ClientAgents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
     agents.expect([rollout])
     told: list[Rollout] = []
     await agents.work(told.append)
@@ -117,25 +116,25 @@ async def test_what_ends_while_other_rollouts_are_created_is_told(store: MemoryS
     mine = Rollout("mine", "run", Task(1), "g", max_attempts=1)
     known = [Rollout(name, "run", Task(1), "g", index=1, max_attempts=1) for name in ("ended", "open")]
     await store.create_rollouts([mine, *known])
-    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
+    agents = ClientAgents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
     agents.expect([mine])
     for lease in await store.lease("run", "client", limit=3):
         if lease.rollout.id != "open":
             await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
     agents.expect(known)
     await agents.forget_ended(known)
-    await agents._look()
+    await agents.look()
     assert finished == ["mine"]
 
 
 async def test_it_is_said_when_nobody_takes_the_work(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trainer_agents, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(trainer_agents, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(client_agents, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(client_agents, "SILENCE_SECONDS", 0.1)
     rollout = Rollout("r", "run", Task(1), "g")
     await store.create_rollouts([rollout])
-    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
+    agents = ClientAgents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
     agents.how_to_join = "lightning runner --server http://here MODULE:AGENT"
     agents.expect([rollout])
     waiting = asyncio.create_task(agents.work(lambda rollout: None))
