@@ -25,6 +25,10 @@ from lightning.installation import OWN, conflicts, install_command, upgrade_cure
 logger = logging.getLogger(__name__)
 
 GROUP = "lightning"
+BRINGS = "lightning.brings"
+"""The group of the entry points that say which plugin brings a name, whether the plugin is loaded or not."""
+ANY = "any"
+"""Stands for any name of a kind in the entry points of `BRINGS`."""
 DISABLE = "LIGHTNING_DISABLE_PLUGINS"
 """A comma-separated list of plugins that are not to be loaded."""
 
@@ -118,6 +122,13 @@ def _unmet(entry: EntryPoint) -> str:
             if meant and not wanted.specifier.contains(__version__, prereleases=True):
                 return f"it requires {OWN}{wanted.specifier}, and this is lightning {__version__}"
     return ""
+
+
+def extra_of(kind: str, name: str) -> str:
+    """Return the extra that brings a name of a kind, which has the name of its plugin; "" if no distribution says so."""
+    named = {entry.value: entry.name for entry in importlib.metadata.entry_points(group=GROUP)}
+    found = importlib.metadata.entry_points(group=BRINGS, name=f"{kind}.{name}")
+    return next((named[entry.value] for entry in found if entry.value in named), "")
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from lightning import hooks
 from lightning.errors import PluginError
 from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
-from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, RegisteredNames, discover, near, one
+from lightning.plugins.discovery import ANY, DISABLE, GROUP, PluginInfo, RegisteredNames, discover, extra_of, near, one
 from lightning.plugins.importing import imported, on_import
 from lightning.types import Caller, StepState, ToolEvent, as_texts
 
@@ -81,55 +81,6 @@ def _is_its_own(plugin: object, name: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: Mapping[tuple[str, str], str] = {
-    ("algorithms", "apo"): "prompts",
-    ("stores", "http"): "server",
-    ("stores", "https"): "server",
-    ("runners", "remote"): "server",
-    ("servers", ""): "server",
-    ("credits", "branch"): "credits",
-    ("credits", "critic"): "credits",
-    ("credits", "gigpo"): "credits",
-    ("credits", "intermediate"): "credits",
-    ("credits", "leave-one-out"): "credits",
-    ("credits", "weighted"): "credits",
-    ("credits", "weighted-variance"): "credits",
-    ("heads", "critic"): "credits",
-    ("orders", "learnable"): "samplers",
-    ("samplers", "max_staleness"): "samplers",
-    ("samplers", "recorded"): "samplers",
-    ("samplers", "tree"): "branching",
-    ("policy_servers", "http"): "attach",
-    ("policy_servers", "https"): "attach",
-    ("weight_transfers", "gloo"): "attach",
-    ("weight_transfers", "nccl"): "attach",
-    ("fleets", ""): "server",
-    ("ports", ""): "server",
-    ("run_stages", "prompts"): "resources",
-    ("run_stages", "begun"): "proof",
-    ("run_stages", "bring_forward"): "proof",
-    ("run_stages", "teacher"): "finetuning",
-    ("step_stages", "rehearsed"): "debug",
-    ("settings", "engine.critic_lr"): "credits",
-    ("settings", "engine.critic_trunk"): "credits",
-    ("settings", "engine.verl"): "verl",
-    ("settings", "gateway.hosted_tools"): "dialects",
-    ("settings", "gateway.providers"): "record",
-    ("settings", "optimizer_model"): "prompts",
-    ("settings", "runner.k8s"): "k8s",
-    ("settings", "runner.ray"): "ray",
-    ("settings", "runner.sandbox"): "sandbox",
-    ("settings", "runner.sandbox_environment"): "sandbox",
-    ("settings", "runner.sandbox_files"): "sandbox",
-    ("settings", "runner.sandbox_network"): "sandbox",
-    ("settings", "runner.tool_limits"): "sandbox",
-    ("settings", "trainer.alerts"): "debug",
-    ("settings", "trainer.branch_by"): "branching",
-    ("settings", "trainer.trunks"): "branching",
-}
-"""The extra that brings a name, by kind and name, for names that the documentation shows to users of the core. An empty name
-stands for any of the kind. For stages the name is a setting that the stage carries out, or a point where it stands; for
-samplers, a setting."""
 SOLE: Mapping[str, str] = {
     "servers": "lets clients in",
     "fleets": "knows of gateways elsewhere",
@@ -483,13 +434,13 @@ class Plugins:
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
         return text + self.cures(kind, name)
 
-    def cures(self, kind: str, name: str = "") -> str:
+    def cures(self, kind: str, name: str = ANY) -> str:
         """Say how to get a name that is missing: the extra that brings it, and plugins that were left out."""
         return self.brought(kind, name) + self.left_out(kind)
 
     def brought(self, kind: str, name: str) -> str:
         """Say which extra brings a name, after a space; "" if that is not known."""
-        extra = EXTRAS.get((kind, name))
+        extra = extra_of(kind, name)
         return f" The plugin {extra!r} brings it. Run: {install_command(extra)}" if extra else ""
 
     def _arrived(self, name: str, _module: ModuleType) -> None:
