@@ -31,7 +31,7 @@ from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
 from lightning.trainer.plan import as_tasks, fixed_order
 from lightning.trainer.run_stages import run_line
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
+from lightning.trainer.samplers import Asked, sampler_of
 from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import DryRun, step_line
@@ -160,8 +160,7 @@ class Trainer(RunOpening):
             )
         sampler = None
         if isinstance(self.algorithm, SearchAlgorithm):
-            self.algorithm.check(val)
-            _check_search(self.config)
+            self.algorithm.check(self.config, val)
         else:
             check_held_out(self.config, val)
         if isinstance(self.schedule, AlgorithmSchedule):
@@ -262,19 +261,6 @@ class Trainer(RunOpening):
             return await summarize(store, self.run_id)
         finally:
             await store.close()
-
-
-def _check_search(config: Config) -> None:
-    """A search for prompts trains no weights, samples in its own way, and has its own order of tasks."""
-    asked, plain = config.trainer, type(config.trainer)()
-    changed = [name for name in type(plain).model_fields if getattr(asked, name) != getattr(plain, name)]
-    if shaped := [name for name in OF_SAMPLERS if name in changed and name != "max_staleness"]:
-        raise ConfigError(
-            f"a search for prompts samples in its own way, and trainer.{shaped[0]} is {getattr(asked, shaped[0])!r}: leave it "
-            "out"
-        )
-    if names := [name for name in ("keep", "patience", "order", "alerts", "max_staleness") if name in changed]:
-        logger.warning("a search for prompts does not use trainer.%s: leave it out", ", trainer.".join(names))
 
 
 def _check_settings(config: Config, store: str | None) -> None:
