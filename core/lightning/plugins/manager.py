@@ -142,25 +142,24 @@ class Plugins:
     def get(self, kind: str, name: str) -> object:
         """What was registered under a name. Raises `PluginError` for an unknown name and for one claimed twice."""
         self._register_all(kind)
-        if claimants := self._names.claimants(kind, name):
-            both = " and ".join(str(self._infos[plugin]) for plugin in claimants)
+        if claimants := self._names.contested.get((kind, name)):
+            both = " and ".join(str(self._infos[plugin]) for plugin in sorted(claimants))
             raise PluginError(
                 f"two plugins register the {one(kind)} {name!r}: {both}. Uninstall one of them, or set {DISABLE} to it."
             )
-        found = self._names.find(kind, name)
-        if found is None:
+        if name not in self._names.taken[kind]:
             raise PluginError(self._no_such(kind, name))
-        return found
+        return self._names.taken[kind][name].factory
 
     def names(self, kind: str) -> list[str]:
         """Every registered name of a kind, sorted."""
         self._register_all(kind)
-        return self._names.known(kind)
+        return sorted(self._names.taken[kind])
 
     def usual(self, kind: str) -> list[str]:
         """Return the names of a kind that are used where a user names none."""
         self._register_all(kind)
-        return self._names.usual(kind)
+        return sorted(name for name, each in self._names.taken[kind].items() if each.usual)
 
     def algorithm(self, name: str) -> Callable[..., Algorithm | SearchAlgorithm]:
         """The factory of an algorithm."""
@@ -239,7 +238,7 @@ class Plugins:
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""
         self._register_all(kind)
-        return self._infos[self._names.owner(kind, name)]
+        return self._infos[self._names.taken[kind][name].plugin]
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
@@ -430,7 +429,7 @@ class Plugins:
                     self._break(name, error)
 
     def _no_such(self, kind: str, name: str) -> str:
-        known = self._names.known(kind)
+        known = sorted(self._names.taken[kind])
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
         return text + self.cures(kind, name)
 
