@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
-    from lightning.engines.protocol import Engine, Head
+    from lightning.engines.protocol import Engine
     from lightning.gateway.policy import Fleet
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
-    from lightning.tracking.protocol import Tracker
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -173,10 +172,6 @@ class Plugins:
         """The factory of an engine."""
         return cast("Callable[[Config], Engine]", self.get("engines", name))
 
-    def head(self, name: str) -> Callable[[Config], Head]:
-        """The factory of a head of engines."""
-        return cast("Callable[[Config], Head]", self.get("heads", name))
-
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
@@ -201,10 +196,6 @@ class Plugins:
     def fleet(self, wanted: str) -> Callable[[], Fleet]:
         """The factory of the object that knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
         return cast("Callable[[], Fleet]", self.sole("fleets", wanted))
-
-    def tracker(self, name: str) -> Callable[[Config], Tracker]:
-        """The factory of a tracker."""
-        return cast("Callable[[Config], Tracker]", self.get("trackers", name))
 
     def demo(self, name: str) -> Callable[[], Demo]:
         """The factory of a demonstration."""

@@ -278,5 +278,5 @@ def _check_settings(config: Config, store: str | None) -> None:
     check_gateway(config.gateway)
     check_policy_server(config.policy_server)
     for tracker in names_of(config):
-        plugins().tracker(tracker)
+        plugins().get("trackers", tracker)
     step_line(config)
