@@ -30,6 +30,7 @@ OTHER_MEANINGS = {
     "cli/train.py": {"prompts": "a folder in the run's own"},
     "gateway/gateway.py": {"server": "a field of `/health`"},
     "gateway/upstream.py": {"lightning_attach": "a method of vLLM's workers"},
+    "instrument/marking.py": dict.fromkeys(("crewai", "dspy", "llama_index", "smolagents"), "a framework's package"),
     "policy_server/control.py": {"lightning_attach": "a method of vLLM's workers"},
     "policy_server/owner_secret.py": {"lightning_attach": "a method of vLLM's workers"},
     "policy_server/profiles.py": {"ray": "an executor of vLLM's"},
@@ -52,11 +53,8 @@ LEFT = {
         *("lightning_finetuning.sft", "lightning_prompts.apo"),
     },  # public names such as `lightning.APO`, of which type checkers must know, too
     "cli/demo.py": {"console", "lightning_console"},  # its pages and `--console`: no place adds options to a command
-    "instrument/components.py": {"raw"},  # the adapter that answers for agents without a framework
-    "instrument/marking.py": {
-        "raw",
-        *("crewai", "dspy", "llama_index", "smolagents"),  # packages of frameworks, which may have no adapter
-    },
+    "instrument/components.py": {"raw"},  # the adapter whose answer is no framework's
+    "instrument/marking.py": {"raw"},  # the same
     "testing/__init__.py": {"branching", "lightning_branching", "lightning_branching.fixture"},  # the fixture `replay`
 }
 """What is left, by file."""
