@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from lightning.config.sections import GatewayConfig
+from lightning.config.plugin_settings import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.redaction import redacted
 from lightning.store.sqlite import SqliteStore

@@ -84,7 +84,7 @@ PARTS = (
         "verl",
         "the engine verl with one worker, and vLLM on the rest of the GPU's memory",
         300,
-        (*DEMO, "tiny", "--engine", "verl", "--world-size", "1", "--steps", "3", *RUN, *CUDA,
+        (*DEMO, "tiny", "--engine", "verl", "--set", "engine.verl.world_size=1", "--steps", "3", *RUN, *CUDA,
          "--set", "policy_server.gpu_memory_utilization=0.4"),
         "run/report.json",
     ),

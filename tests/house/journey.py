@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 
 import httpx
 from lightning.cli.app import main as run_command
-from lightning.config.sections import GatewayConfig
+from lightning.config.plugin_settings import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.plugins import plugins
 from lightning.store.sqlite import SqliteStore

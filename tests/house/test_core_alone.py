@@ -105,7 +105,7 @@ def test_the_core_alone_trains_is_killed_and_resumes(programs: Path, tmp_path: P
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"input": f"{n} + 1"}) + "\n" for n in range(16)))
     command: list[str | Path] = [
         *(programs / "lightning", "train", "agent:digits", "--model", MODEL, "--tasks", "tasks.jsonl", "--out", "run"),
-        *("--set", f"trainer.steps={STEPS}", "--set", "trainer.tasks_per_step=4", "--set", "gateway.record_requests=false"),
+        *("--set", f"trainer.steps={STEPS}", "--set", "trainer.tasks_per_step=4"),
     ]  # fmt: skip
     output = tmp_path / "output.txt"
 

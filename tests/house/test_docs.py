@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +15,7 @@ import lightning
 import pytest
 import typer
 from lightning import errors, hooks
-from lightning.cli.app import COMMANDS, FROM_PLUGINS, build
+from lightning.cli.app import COMMANDS, build
 from lightning.config import settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.config.plugin_settings import config_model
@@ -63,8 +64,15 @@ def settings_tables() -> Iterator[str]:
         yield ""
 
 
+def brought(kind: str) -> Iterator[str]:
+    """The names of a kind that this distribution's metadata says plugins bring, in its order."""
+    for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.brings"]:
+        if entry.startswith(f"{kind}."):
+            yield entry.removeprefix(f"{kind}.")
+
+
 def commands() -> Iterator[str]:
-    for name in (*COMMANDS, *FROM_PLUGINS):
+    for name in (*COMMANDS, *brought("commands")):
         command = typer.main.get_command(build(name)).commands[name]  # type: ignore[attr-defined]
         yield from command_section(f"lightning {name}", command)
         for inner, below in getattr(command, "commands", {}).items():

@@ -6,8 +6,11 @@ Proved by the metadata of the distributions that a fresh clone installs.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 
 import pytest
+from lightning.config import Config
+from lightning.plugins import plugins
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -78,3 +81,29 @@ def test_the_core_brings_no_client_and_no_telemetry() -> None:
 def test_this_test_would_see_what_trains_and_serves() -> None:
     assert {"torch", "transformers"} <= brought("torch") & HEAVY
     assert set(frameworks(brought("examples"))) == {"langchain", "openai-agents", "autogen"}
+
+
+def test_the_metadata_names_the_plugin_that_brings_a_name() -> None:
+    """The entry of a stage is a setting or a point: its plugin has a stage in that line. `any` is any name of the kind."""
+    modules = {info.target: info.name for info in plugins().plugins()}
+    named: dict[str, dict[str, str]] = {}
+    for entry in importlib.metadata.entry_points(group="lightning.brings"):
+        kind, _, name = entry.name.partition(".")
+        plugin = named.setdefault(kind, {})[name] = modules[entry.value]
+        owners = {each: plugins().owner(kind, each).name for each in plugins().names(kind)}
+        if name == "any" or kind.endswith("_stages") or kind in ("samplers", "settings"):
+            assert plugin in owners.values(), entry
+        else:
+            assert owners[name] == plugin, entry
+    assert named["commands"].keys() == set(plugins().names("commands"))
+    assert named["settings"] == dict(settings_of_plugins())
+
+
+def settings_of_plugins() -> Iterator[tuple[str, str]]:
+    """The keys that plugins add to the settings, a table as a whole, with the plugins."""
+    for name in plugins().names("settings"):
+        kind, owner = plugins().get("settings", name)(), plugins().owner("settings", name).name  # type: ignore[operator]
+        keys = (
+            [f"{kind.place}.{key}" for key in kind.model_fields] if kind.place in Config.model_fields else [kind.place]
+        )
+        yield from ((key, owner) for key in keys)

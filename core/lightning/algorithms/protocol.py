@@ -15,6 +15,7 @@ from lightning.losses.protocol import Loss
 from lightning.types import Rollout, Task
 
 if TYPE_CHECKING:
+    from lightning.config import Config
     from lightning.tracking.trackers import Trackers
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Reporter
@@ -74,8 +75,9 @@ class SearchAlgorithm(Protocol):
     def name(self) -> str:
         """The registered name whose factory makes this algorithm again from its fields."""
 
-    def check(self, val: Sequence[Task]) -> None:
-        """Raise an error, before anything is started, if the algorithm cannot work with the held-out tasks `val`."""
+    def check(self, config: Config, val: Sequence[Task]) -> None:
+        """Raise an error, before anything is started, if the algorithm cannot work with the settings or the held-out tasks
+        `val`. Warn of settings that it does not use."""
 
     async def search(
         self,

@@ -19,7 +19,7 @@ import typer
 
 from lightning._version import __version__
 from lightning.cli.output import fail
-from lightning.errors import ConfigError, LightningError, MissingExtraError, PluginError
+from lightning.errors import ConfigError, LightningError, PluginError
 from lightning.plugins import plugins
 from lightning.printable import PrintableFormatter
 
@@ -57,21 +57,6 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         ),
     }
 )
-FROM_PLUGINS = MappingProxyType(
-    {
-        "db": "db",
-        "audit": "proof",
-        "plan": "planner",
-        "console": "console",
-        "deploy": "deploy",
-        "sweep": "deploy",
-        "resources": "resources",
-    }
-    | dict.fromkeys(("replay", "branch"), "branching")
-    | dict.fromkeys(("runner", "serve", "token", "pull"), "server")
-    | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")
-)
-"""Commands that plugins of this distribution bring, each with the extra that installs it."""
 
 
 def build(typed: str = "") -> typer.Typer:
@@ -119,11 +104,8 @@ def _add_from_plugins(app: typer.Typer, typed: str) -> None:
             continue
         text = (make.__doc__ or "").strip().partition("\n")[0]
         _add(app, name, text, make() if name == typed else _not_typed)
-    if typed in FROM_PLUGINS and typed not in known:
-        extra = FROM_PLUGINS[typed]
-        if any(info.name == extra for info in plugins().plugins()):
-            plugins().get("commands", typed)  # raises: says that it is broken or disabled, and why
-        raise MissingExtraError(extra, f"lightning_{extra}")
+    if typed and typed not in known and plugins().brought("commands", typed):
+        plugins().get("commands", typed)  # raises: says which plugin brings it, and that it is broken or disabled
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -50,10 +50,10 @@ def demo(
         bool, typer.Option("--resume", help="Continue the run in --out, or the newest run of this demo.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps; default: the demo's own.")] = None,
-    engine: Annotated[str, typer.Option(help="Training engine: torch, or verl (many GPUs).")] = "torch",
-    world_size: Annotated[
-        int | None, typer.Option(help="Number of verl workers (engine.verl.world_size).", min=0)
-    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
+    ] = "torch",
     runner: Annotated[
         str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` on other machines).")
     ] = "process",
@@ -77,8 +77,7 @@ def demo(
     chosen = plugins().demo(name)() if name else _default()
     name = chosen.name
     folder = out or _folder(name, resume=resume)
-    given = {"trainer.seed": seed, "trainer.steps": steps, "engine.verl.world_size": world_size}
-    settings = {**chosen.settings, **{key: value for key, value in given.items() if value is not None}}
+    settings = {**chosen.settings, "trainer.seed": seed, **({} if steps is None else {"trainer.steps": steps})}
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
     trainer = Trainer(

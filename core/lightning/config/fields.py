@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -17,6 +17,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightning.config.plugin_settings import config_model
+
+PLAIN: Mapping[type, tuple[str, str]] = {
+    bool: ("true or false", "values"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+}
+"""Types in words: a value, and several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +114,8 @@ def _optional(annotation: object) -> bool:
 
 def words(annotation: object) -> str:
     """Return the values that a type takes, in words, such as `an integer`."""
-    plain = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    if isinstance(annotation, type) and annotation in plain:
-        return plain[annotation]
+    if isinstance(annotation, type) and annotation in PLAIN:
+        return PLAIN[annotation][0]
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f'"{part}"' for part in parts)
@@ -130,13 +137,10 @@ def _plural(annotation: object) -> str:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return _bounded(_plural(inner), metadata)
-    if annotation is str:
-        return "strings"
-    if annotation is int:
-        return "integers"
     if section_of(annotation) is not None:
         return "tables"
-    return "numbers" if annotation is float or set(get_args(annotation)) == {int, float} else "values"
+    single = float if set(get_args(annotation)) == {int, float} else annotation
+    return PLAIN[single][1] if isinstance(single, type) and single in PLAIN else "values"
 
 
 def toml_value(value: object) -> str:

@@ -7,7 +7,7 @@ unknown, so that none is ever set without effect; two plugins, or a plugin and t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import create_model
@@ -27,6 +27,8 @@ class PluginSettings(Section):
     """
 
     place: ClassVar[str]
+    of_training_state: ClassVar[Collection[str]] = ()
+    """Keys that say how an engine stores its training state, which is not loaded with other values of them."""
 
     @classmethod
     def of(cls, config: Section) -> Self:
@@ -55,6 +57,12 @@ def check_plugin_settings(config: sections.Config) -> None:
     """Raise `ConfigError` for settings of a plugin that cannot go together."""
     for kind in _with_plugins(_registered())[1]:
         kind.check(kind.of(config))
+
+
+def keys_of_training_state() -> list[str]:
+    """The keys of plugins with which a training state is stored, and without which it is not loaded."""
+    kinds = _with_plugins(_registered())[1]
+    return [f"{kind.place}.{key}" for kind in kinds for key in kind.of_training_state]
 
 
 def _registered() -> Registered:

@@ -237,9 +237,6 @@ class GatewayConfig(Section):
     seed_calls: bool = False
     """Give each call without a `seed` one computed from trainer.seed, the rollout's position in the run and the call's
     number. A synchronous run then samples the same tokens each time, as far as vLLM is deterministic."""
-    record_requests: bool = True
-    """Store the request and the reply of each call, without credentials, so that a rollout can be replayed. If false, the store
-    has only the calls' token ids, not their texts."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""

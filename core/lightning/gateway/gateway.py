@@ -113,8 +113,6 @@ class Gateway:
         """Bind the port and serve on the running loop. Raises `GatewayError` if the address cannot be bound."""
         if self._serving is not None:
             return
-        if why := CONTRACT.why_idle(self.parts.line.stages, self._config, "record_requests"):
-            log.warning("what agents send and get is not kept: %s", why)
         listener = bind(self._config.host, self._config.port)
         self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)
         await self._serving.start()

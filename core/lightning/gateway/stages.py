@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request, refuse_unstored
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
@@ -78,8 +77,7 @@ class CallStage(named.Stage):
     the stages that it stands before and after, installed or not. Keep data of a call in a `weakref.WeakKeyDictionary`, and push
     whatever you open on `Parts.closing`. `answers` names the kinds of keys, `branch` or `session`, whose calls the stage
     answers; a gateway without such a stage refuses these keys. With `only_for`, the stage is asked only in calls of these kinds
-    of keys. `carries_out` names the settings of the gateway that the stage carries out; a gateway without it warns that they
-    have no effect.
+    of keys.
 
     Each method may raise `RefusalError`, which the agent gets as the answer. With a status of 400 to 499 the call is stored as
     refused; with any other status as failed by the infrastructure, with its sampled tokens. A `StoreError` is answered as a
@@ -136,10 +134,10 @@ CONTRACT: Final = named.Contract(
     points=(*POINTS, "reading", "ended", "elsewhere", "planned", "told"),
     ordered=(*POINTS, "reading", "ended", "elsewhere"),
     setting="gateway.stage_order",
-    settings=GatewayConfig.model_fields,
     error=GatewayError,
     of="calls",
     where="gateway",
+    names=dict.fromkeys(("answers", "only_for"), ("keys", KEYS)),
 )
 
 
@@ -423,17 +421,7 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
 
 
 def _check_keys(each: NamedStage) -> None:
-    """Raise `GatewayError` for a stage that names unknown kinds of keys, and for one whose `only_for` leaves out keys that it
-    answers."""
-    for field in ("answers", "only_for"):
-        if isinstance(kinds := getattr(each.stage, field), str):
-            raise GatewayError(
-                f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
-            )
-        if unknown := ", ".join(kind for kind in kinds if kind not in KEYS):
-            raise GatewayError(
-                f"`{field}` of the stage {each.said} names keys that there are none of: {unknown}. There are {', '.join(KEYS)}"
-            )
+    """Raise `GatewayError` for a stage whose `only_for` leaves out keys that it answers."""
     if each.stage.only_for and (never := ", ".join(set(each.stage.answers) - set(each.stage.only_for))):
         raise GatewayError(
             f"the stage {each.said} answers the keys of {never}, and its `only_for` keeps it out of their calls"

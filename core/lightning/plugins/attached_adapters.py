@@ -57,14 +57,13 @@ class Installation:
 
 
 class Adapters:
-    """All installations of adapters in this process, and the adapters to ask who is calling."""
+    """All installations of adapters in this process, and the adapters to ask who is calling. What changes them is called with
+    the lock of `Plugins` held; `identify` is called without it."""
 
     def __init__(self, manager: pluggy.PluginManager, infos: Mapping[str, PluginInfo]) -> None:
         self._manager, self._infos = manager, infos
         self._installations: list[Installation] = []
-        self._identifiers: tuple[Identifier, ...] | None = None
-        self._changes = 0
-        """Counts the changes of the set of adapters that are asked, so that a search for them can notice one meanwhile."""
+        self._identifiers: tuple[Identifier, ...] = ()
         self._absent: tuple[str, ...] = ()
         self._said = Once()
 
@@ -72,18 +71,17 @@ class Adapters:
         """A new installation with no adapter attached yet."""
         installation = Installation(functools.partial(self._pass_on, emit), names)
         self._installations.append(installation)
-        self._changed()
+        self._find_identifiers()
         return installation
 
     def attach_everywhere(self, name: str) -> None:
         """Attach a loaded adapter to every installation that wants it."""
-        self._changed()
         for installation in self._installations:
             self.attach(installation, name)
+        self._find_identifiers()
 
     def attach(self, installation: Installation, name: str) -> None:
         """Call `lightning_install` of one loaded plugin, once."""
-        self._changed()
         if name in installation.done or not installation.wants(name):
             return
         installation.done.add(name)
@@ -91,6 +89,7 @@ class Adapters:
         for implementation in self._manager.hook.lightning_install.get_hookimpls():
             if implementation.plugin is plugin:
                 self._attach_one(installation, name, implementation)
+        self._find_identifiers()
 
     def _attach_one(self, installation: Installation, name: str, implementation: pluggy.HookImpl) -> None:
         try:
@@ -118,7 +117,7 @@ class Adapters:
             self._installations.remove(installation)
         while installation.undos:
             installation.undos.pop()()
-        self._changed()
+        self._find_identifiers()
 
     def attached(self) -> set[str]:
         """The adapters that any installation has attached."""
@@ -133,12 +132,9 @@ class Adapters:
         other framework's adapter knows the caller, the answer (a fallback's, else `agent`) is marked: its `framework` is
         `FAILED` and the adapter's name.
         """
-        identifiers = self._identifiers
-        if identifiers is None:
-            identifiers = self._find_identifiers()
         failed = self._absent
         around: Caller | None = None
-        for name, ask, fallback in identifiers:
+        for name, ask, fallback in self._identifiers:
             try:
                 caller = ask()
             except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
@@ -155,24 +151,16 @@ class Adapters:
                 failed = (name, *failed)
         return around or (_marked(UNNAMED, failed) if failed else None)
 
-    def _changed(self) -> None:
-        self._changes += 1
-        self._identifiers = None
-
-    def _find_identifiers(self) -> tuple[Identifier, ...]:
-        """Return the adapters to ask, in order. Note those that cannot be asked, because their installation failed."""
-        changes = self._changes
+    def _find_identifiers(self) -> None:
+        """Find the adapters to ask, in order, and those that cannot be asked, because their installation failed."""
         implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
-        known = tuple(
+        self._identifiers = tuple(
             Identifier(item.plugin_name, item.function, item.trylast)
             for item in implementations
             if not self._installations or any(one.asks(item.plugin_name) for one in self._installations)
         )
-        asked = {item.name for item in known}
+        asked = {item.name for item in self._identifiers}
         self._absent = tuple(sorted({name for one in self._installations for name in one.failed} - asked))
-        if changes == self._changes:  # else another thread has loaded or attached one meanwhile
-            self._identifiers = known
-        return known
 
     def _pass_on(self, emit: Callable[[ToolEvent | StepState], None], event: ToolEvent | StepState) -> None:
         try:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, EntryPoint
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from lightning._version import __version__
 from lightning.errors import PluginError
@@ -25,6 +25,10 @@ from lightning.installation import OWN, conflicts, install_command, upgrade_cure
 logger = logging.getLogger(__name__)
 
 GROUP = "lightning"
+BRINGS = "lightning.brings"
+"""The group of the entry points that say which plugin brings a name, whether the plugin is loaded or not."""
+ANY = "any"
+"""Stands for any name of a kind in the entry points of `BRINGS`."""
 DISABLE = "LIGHTNING_DISABLE_PLUGINS"
 """A comma-separated list of plugins that are not to be loaded."""
 
@@ -120,6 +124,13 @@ def _unmet(entry: EntryPoint) -> str:
     return ""
 
 
+def extra_of(kind: str, name: str) -> str:
+    """Return the extra that brings a name of a kind, which has the name of its plugin; "" if no distribution says so."""
+    named = {entry.value: entry.name for entry in importlib.metadata.entry_points(group=GROUP)}
+    found = importlib.metadata.entry_points(group=BRINGS, name=f"{kind}.{name}")
+    return next((named[entry.value] for entry in found if entry.value in named), "")
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the known word nearest to `word`, or a full stop when nothing is near."""
     found = difflib.get_close_matches(word, list(known), 1)
@@ -131,16 +142,23 @@ def one(kind: str) -> str:
     return "group of operations" if kind == "operations" else kind.removesuffix("s").replace("_", " ")
 
 
+class Registered(NamedTuple):
+    """What a plugin registered under a name. A `usual` name is used where a user names none of its kind."""
+
+    plugin: str
+    factory: object
+    usual: bool
+
+
 class RegisteredNames:
-    """The registered names of all kinds, each with the plugin that registered it."""
+    """The registered names: those that are `taken`, by kind, and the plugins that claim a `contested` one, by kind and name."""
 
     def __init__(self) -> None:
-        self._taken: defaultdict[str, dict[str, tuple[str, object, bool]]] = defaultdict(dict)
-        """By kind and name: the plugin, the factory, and whether the name is a usual one."""
-        self._contested: dict[tuple[str, str], set[str]] = {}
+        self.taken: defaultdict[str, dict[str, Registered]] = defaultdict(dict)
+        self.contested: dict[tuple[str, str], set[str]] = {}
 
     def take(self, kind: str, plugin: str, name: str, factory: object, *, usual: bool = False) -> None:
-        """Register a name of a plugin. A `usual` name is used where a user names none of its kind.
+        """Register a name of a plugin.
 
         Raises `PluginError` when the name is taken, or is no name, or `factory` cannot be called. So it does for a credit
         function that is a class: credit functions are called with a group, not made by a factory.
@@ -152,36 +170,13 @@ class RegisteredNames:
             raise PluginError(
                 f"register_credits wants the credit function itself, not its class {made}: register({name!r}, {made}())"
             )
-        if name in self._taken[kind]:
-            owner = self._taken[kind][name][0]
-            self._contested.setdefault((kind, name), set()).update({owner, plugin})
+        if name in self.taken[kind]:
+            owner = self.taken[kind][name].plugin
+            self.contested.setdefault((kind, name), set()).update({owner, plugin})
             raise PluginError(f"it registers the {one(kind)} {name!r}, which the plugin {owner!r} registers as well")
-        self._taken[kind][name] = (plugin, factory, usual)
-
-    def known(self, kind: str) -> list[str]:
-        """The names of a kind, sorted."""
-        return sorted(self._taken[kind])
-
-    def usual(self, kind: str) -> list[str]:
-        """Return the names of a kind that are used where a user names none."""
-        return [name for name in self.known(kind) if self._taken[kind][name][2]]
-
-    def claimants(self, kind: str, name: str) -> list[str]:
-        """Return the plugins that claim the same name; empty when at most one does."""
-        return sorted(self._contested.get((kind, name), ()))
-
-    def find(self, kind: str, name: str) -> object | None:
-        """Return what was registered under a name, or None."""
-        found = self._taken[kind].get(name)
-        return None if found is None else found[1]
-
-    def owner(self, kind: str, name: str) -> str:
-        """Return the plugin that registered a name. Raises `KeyError` for an unknown name."""
-        return self._taken[kind][name][0]
+        self.taken[kind][name] = Registered(plugin, factory, usual)
 
     def drop(self, plugin: str) -> None:
-        """Remove every name that a plugin registered. That it claimed a name with another plugin is remembered: `claimants`
-        goes on naming both."""
-        for names in self._taken.values():
-            for name in [name for name, (owner, *_) in names.items() if owner == plugin]:
-                del names[name]
+        """Remove every name that a plugin registered. One that it claimed with another plugin stays contested."""
+        for kind, names in self.taken.items():
+            self.taken[kind] = {name: each for name, each in names.items() if each.plugin != plugin}

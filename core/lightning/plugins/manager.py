@@ -20,7 +20,7 @@ from lightning import hooks
 from lightning.errors import PluginError
 from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
-from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, RegisteredNames, discover, near, one
+from lightning.plugins.discovery import ANY, DISABLE, GROUP, PluginInfo, RegisteredNames, discover, extra_of, near, one
 from lightning.plugins.importing import imported, on_import
 from lightning.types import Caller, StepState, ToolEvent, as_texts
 
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
-    from lightning.engines.protocol import Engine, Head
+    from lightning.engines.protocol import Engine
     from lightning.gateway.policy import Fleet
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
-    from lightning.tracking.protocol import Tracker
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -81,66 +80,6 @@ def _is_its_own(plugin: object, name: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: Mapping[tuple[str, str], str] = {
-    ("algorithms", "apo"): "prompts",
-    ("stores", "http"): "server",
-    ("stores", "https"): "server",
-    ("runners", "remote"): "server",
-    ("servers", ""): "server",
-    ("credits", "branch"): "credits",
-    ("credits", "critic"): "credits",
-    ("credits", "gigpo"): "credits",
-    ("credits", "intermediate"): "credits",
-    ("credits", "leave-one-out"): "credits",
-    ("credits", "weighted"): "credits",
-    ("credits", "weighted-variance"): "credits",
-    ("heads", "critic"): "credits",
-    ("orders", "learnable"): "samplers",
-    ("samplers", "max_staleness"): "samplers",
-    ("samplers", "recorded"): "samplers",
-    ("samplers", "tree"): "branching",
-    ("policy_servers", "http"): "attach",
-    ("policy_servers", "https"): "attach",
-    ("weight_transfers", "gloo"): "attach",
-    ("weight_transfers", "nccl"): "attach",
-    ("fleets", ""): "server",
-    ("sessions", ""): "session",
-    ("ports", ""): "server",
-    ("run_stages", "prompts"): "resources",
-    ("run_stages", "begun"): "proof",
-    ("run_stages", "bring_forward"): "proof",
-    ("run_stages", "teacher"): "finetuning",
-    ("step_stages", "rehearsed"): "debug",
-    ("settings", "engine.critic_lr"): "credits",
-    ("settings", "engine.critic_trunk"): "credits",
-    ("settings", "engine.verl"): "verl",
-    ("settings", "gateway.hosted_tools"): "dialects",
-    ("settings", "gateway.limits.body_timeout"): "server",
-    ("settings", "gateway.limits.concurrent_requests"): "server",
-    ("settings", "gateway.limits.connections"): "server",
-    ("settings", "gateway.limits.connections_per_address"): "server",
-    ("settings", "gateway.limits.failures_per_minute"): "server",
-    ("settings", "gateway.limits.header_timeout"): "server",
-    ("settings", "gateway.limits.requests_per_second"): "server",
-    ("settings", "gateway.limits.write_timeout"): "server",
-    ("settings", "gateway.providers"): "record",
-    ("settings", "optimizer_model"): "prompts",
-    ("settings", "runner.k8s"): "k8s",
-    ("settings", "runner.ray"): "ray",
-    ("settings", "runner.sandbox"): "sandbox",
-    ("settings", "runner.sandbox_environment"): "sandbox",
-    ("settings", "runner.sandbox_files"): "sandbox",
-    ("settings", "runner.sandbox_network"): "sandbox",
-    ("settings", "runner.tool_limits"): "sandbox",
-    ("settings", "server"): "server",
-    ("settings", "trainer.alerts"): "debug",
-    ("settings", "trainer.branch_by"): "branching",
-    ("settings", "trainer.project"): "server",
-    ("settings", "trainer.trunks"): "branching",
-}
-"""The extra that brings a name, by kind and name, for names that the documentation shows to users of the core. An empty name
-stands for any of the kind. For stages the name is a setting that the stage carries out, or a point where it stands; for
-samplers, a setting."""
 SOLE: Mapping[str, str] = {
     "servers": "lets clients in",
     "fleets": "knows of gateways elsewhere",
@@ -203,25 +142,24 @@ class Plugins:
     def get(self, kind: str, name: str) -> object:
         """What was registered under a name. Raises `PluginError` for an unknown name and for one claimed twice."""
         self._register_all(kind)
-        if claimants := self._names.claimants(kind, name):
-            both = " and ".join(str(self._infos[plugin]) for plugin in claimants)
+        if claimants := self._names.contested.get((kind, name)):
+            both = " and ".join(str(self._infos[plugin]) for plugin in sorted(claimants))
             raise PluginError(
                 f"two plugins register the {one(kind)} {name!r}: {both}. Uninstall one of them, or set {DISABLE} to it."
             )
-        found = self._names.find(kind, name)
-        if found is None:
+        if name not in self._names.taken[kind]:
             raise PluginError(self._no_such(kind, name))
-        return found
+        return self._names.taken[kind][name].factory
 
     def names(self, kind: str) -> list[str]:
         """Every registered name of a kind, sorted."""
         self._register_all(kind)
-        return self._names.known(kind)
+        return sorted(self._names.taken[kind])
 
     def usual(self, kind: str) -> list[str]:
         """Return the names of a kind that are used where a user names none."""
         self._register_all(kind)
-        return self._names.usual(kind)
+        return sorted(name for name, each in self._names.taken[kind].items() if each.usual)
 
     def algorithm(self, name: str) -> Callable[..., Algorithm | SearchAlgorithm]:
         """The factory of an algorithm."""
@@ -234,10 +172,6 @@ class Plugins:
     def engine(self, name: str) -> Callable[[Config], Engine]:
         """The factory of an engine."""
         return cast("Callable[[Config], Engine]", self.get("engines", name))
-
-    def head(self, name: str) -> Callable[[Config], Head]:
-        """The factory of a head of engines."""
-        return cast("Callable[[Config], Head]", self.get("heads", name))
 
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""
@@ -263,10 +197,6 @@ class Plugins:
     def fleet(self, wanted: str) -> Callable[[], Fleet]:
         """The factory of the object that knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
         return cast("Callable[[], Fleet]", self.sole("fleets", wanted))
-
-    def tracker(self, name: str) -> Callable[[Config], Tracker]:
-        """The factory of a tracker."""
-        return cast("Callable[[Config], Tracker]", self.get("trackers", name))
 
     def demo(self, name: str) -> Callable[[], Demo]:
         """The factory of a demonstration."""
@@ -300,7 +230,7 @@ class Plugins:
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""
         self._register_all(kind)
-        return self._infos[self._names.owner(kind, name)]
+        return self._infos[self._names.taken[kind][name].plugin]
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
@@ -491,17 +421,17 @@ class Plugins:
                     self._break(name, error)
 
     def _no_such(self, kind: str, name: str) -> str:
-        known = self._names.known(kind)
+        known = sorted(self._names.taken[kind])
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
         return text + self.cures(kind, name)
 
-    def cures(self, kind: str, name: str = "") -> str:
+    def cures(self, kind: str, name: str = ANY) -> str:
         """Say how to get a name that is missing: the extra that brings it, and plugins that were left out."""
         return self.brought(kind, name) + self.left_out(kind)
 
     def brought(self, kind: str, name: str) -> str:
         """Say which extra brings a name, after a space; "" if that is not known."""
-        extra = EXTRAS.get((kind, name))
+        extra = extra_of(kind, name)
         return f" The plugin {extra!r} brings it. Run: {install_command(extra)}" if extra else ""
 
     def _arrived(self, name: str, _module: ModuleType) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -26,13 +25,11 @@ log = logging.getLogger(__name__)
 
 class Stage:
     """A plugin's part in a line. `api` is the version of the line's contract that it was written for. `before` and `after` name
-    the stages that it stands before and after, installed or not. `carries_out` names the core's settings that a call stage or
-    a sampler carries out; other settings of stages belong to their plugins (`lightning.config.PluginSettings`)."""
+    the stages that it stands before and after, installed or not."""
 
     api: ClassVar[int] = 0
     before: ClassVar[Collection[str]] = ()
     after: ClassVar[Collection[str]] = ()
-    carries_out: ClassVar[Collection[str]] = ()
 
 
 class StageError(LightningError):
@@ -81,10 +78,11 @@ class Contract:
     """What a line asks of its stages. `kind` is their base class, `asked` the kind of names under which plugins register
     them, and `api` the version of the contract. `points` are its methods; the order matters at those that are `ordered`, and
     one stage at most may stand at those in `alone`, which also says what it does there. `setting` is the setting that gives
-    an order, and `settings` are those that a stage may carry out. The line raises `error` for a stage that cannot stand in
-    it, and `failed` of the message where a stage fails; errors of `passes` are raised as they are. For messages, `of` is what
-    passes the line, `where` is what has the line, `called` what its stages are called (`stages of` ... if empty), and `cure`
-    what helps after a failure."""
+    an order. `names` are the attributes of stages that are tuples of names, besides `before` and `after`, each with what it
+    names and the names that there are. The line raises `error` for a stage that cannot stand in it, and `failed` of the
+    message where a stage fails; errors of `passes` are raised as they are. For messages, `of` is what passes the line,
+    `where` is what has the line, `called` what its stages are called (`stages of` ... if empty), and `cure` what helps after
+    a failure."""
 
     kind: type[Stage]
     asked: str
@@ -92,7 +90,6 @@ class Contract:
     points: tuple[str, ...]
     ordered: tuple[str, ...]
     setting: str
-    settings: Collection[str]
     error: type[LightningError]
     of: str
     where: str
@@ -101,6 +98,7 @@ class Contract:
     passes: tuple[type[Exception], ...] = (LightningError,)
     cure: str = ""
     alone: tuple[tuple[str, str], ...] = ()
+    names: Mapping[str, tuple[str, Collection[str]]] = field(default_factory=dict)
 
     def made(self, given: object) -> list[NamedStage[Any]]:
         """Make one stage of each name that plugins register for this line: its factory gets `given`. Raises the line's error
@@ -143,20 +141,6 @@ class Contract:
             log.exception("the stage %s failed (%s)", each.said, point)
             raise self.failed(each.failure(point, error, on, self.cure)) from error
 
-    def why_idle(self, stages: Sequence[NamedStage[Kind]], config: object, setting: str) -> str:
-        """Return why a setting has no effect, because none of the stages carries it out, with the cure; "" if one does, or if
-        the setting is off."""
-        default = _default(config, setting)
-        off = False if isinstance(default, bool) else default
-        if getattr(config, setting) == off or any(setting in each.stage.carries_out for each in stages):
-            return ""
-        return self.not_carried_out(
-            f"{self.where}.{setting} is set",
-            setting,
-            [each.name for each in stages],
-            f"set {self.where}.{setting} = {json.dumps(off)}",
-        )
-
     def not_carried_out(self, said: str, wanted: str, known: Collection[str], cure: str) -> str:
         """Return the message that no plugin carries out what was `said`, among the `known` stages, and what helps: the extra
         that brings what is `wanted`, or the `cure`."""
@@ -186,15 +170,17 @@ class Contract:
             raise self.error(
                 f"the stage {each.said} derives from {' and '.join(lines)}, which stand in two lines: make one for each"
             )
-        for field in ("before", "after", "carries_out"):
-            if isinstance(getattr(stage, field), str):
+        for attribute in ("before", "after", *self.names):
+            if isinstance(getattr(stage, attribute), str):
                 raise self.error(
-                    f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
+                    f"`{attribute}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
                 )
-        for name in (name for name in stage.carries_out if name not in self.settings):
-            raise self.error(
-                f"`carries_out` of the stage {each.said} has {name!r}, which is no setting of the {self.where}"
-            )
+        for attribute, (named, known) in self.names.items():
+            if unknown := ", ".join(name for name in getattr(stage, attribute) if name not in known):
+                raise self.error(
+                    f"`{attribute}` of the stage {each.said} names {named} that there are none of: {unknown}. There are "
+                    f"{', '.join(known)}"
+                )
         for point in self.points:
             awaited = inspect.iscoroutinefunction(getattr(self.kind, point))
             if awaited != inspect.iscoroutinefunction(getattr(stage, point)):
@@ -263,20 +249,16 @@ class StageLine(Generic[Kind]):
         return [each for each in self.stages if each.stands_at(point)]
 
 
-def _default(config: object, setting: str) -> object:
-    return getattr(type(config)(), setting)
-
-
 def _warn_of_order(stages: Sequence[NamedStage[Kind]], known: Collection[str]) -> None:
     """Warn of a name in `before` or `after` that no stage has, if one of the `known` is similar. Any other unknown name may be
     that of a stage that is not installed."""
     for each in stages:
-        for field in ("before", "after"):
-            for name in set(getattr(each.stage, field)) - {*known}:
+        for attribute in ("before", "after"):
+            for name in set(getattr(each.stage, attribute)) - {*known}:
                 if meant := difflib.get_close_matches(name, {*known} - {each.name}, 1, 0.8):
                     log.warning(
                         "`%s` of the stage %s names %r, and no plugin has a stage of that name: did you mean %r?",
-                        field,
+                        attribute,
                         each.said,
                         name,
                         meant[0],

@@ -132,7 +132,6 @@ CONTRACT: Final = Contract(
     points=("begun", "enclosure", "installed", "around", "noted", "heard", "closed"),
     ordered=("around",),
     setting="runner.stage_order",
-    settings=(),
     error=RunnerError,
     of="attempts",
     where="runner",

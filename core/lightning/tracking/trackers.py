@@ -53,7 +53,10 @@ class Trackers:
         store: Store,
         about: Mapping[str, Json] | None = None,
     ) -> None:
-        factories = [(name, plugins().tracker(name)) for name in dict.fromkeys(names)]
+        factories = [
+            (name, cast("Callable[[Config], Tracker]", plugins().get("trackers", name)))
+            for name in dict.fromkeys(names)
+        ]
         said = redacted_json({**(about or {}), **config.model_dump(mode="json")}, "settings") if factories else {}
         described = cast("Mapping[str, Json]", said)
         self._feeds = [_Feed(name, factory, config, run, described, folder, store) for name, factory in factories]

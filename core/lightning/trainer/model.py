@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from lightning.config import Config
 from lightning.config.load import with_settings
@@ -147,7 +147,7 @@ def made_head(config: Config, recorded: object) -> Head | None:
     """The head of the settings that a run's record says, or whose name is given; None without one. Raises `PluginError` where
     no plugin has it."""
     name = str(recorded or "").partition(" ")[0]
-    return plugins().head(name)(config) if name else None
+    return cast("Callable[[Config], Head]", plugins().get("heads", name))(config) if name else None
 
 
 def earlier_steps(run: Mapping[str, Json]) -> int:

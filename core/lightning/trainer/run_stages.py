@@ -147,7 +147,6 @@ CONTRACT: Final = Contract(
     points=("prompts", "teacher", "begun", "bring_forward", "exported"),
     ordered=(),
     setting="",
-    settings=(),
     error=PluginError,
     of="runs",
     where="trainer",

@@ -29,6 +29,7 @@ import numpy as np
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.config import recorded_config
+from lightning.config.plugin_settings import keys_of_training_state
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
@@ -219,7 +220,7 @@ async def not_loadable(
     A model's folder may have moved: its files are compared. A head that is not needed any more is kept.
     """
     changed = differences(stored, described)
-    lost = [name for name in changed if name == "engine" or _among(name, ("engine.lora", "engine.verl.strategy"))]
+    lost = [name for name in changed if name == "engine" or _among(name, ("engine.lora", *keys_of_training_state()))]
     if "head" in changed and described["head"]:
         lost.append("head")
     if "model" in changed:

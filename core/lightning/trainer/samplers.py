@@ -134,6 +134,7 @@ class Sampler(Stage, ABC):
     `LightningError` that it raises ends the run as it is; any other exception is a failure of the plugin.
     """
 
+    carries_out: ClassVar[Collection[str]] = ()
     named: NamedStage[Sampler] | None = None
     """This sampler with its registered name and plugin; None for the core's own."""
     order: NamedStage[TaskOrder] | None = None
@@ -359,11 +360,11 @@ SAMPLER: Final = Contract(
     points=("record", "start", "close", "step", "finish", "served"),
     ordered=(),
     setting="",
-    settings=(*OF_SAMPLERS, "order", RECORDED),
     error=ConfigError,
     of="groups",
     where="trainer",
     called="samplers",
+    names={"carries_out": ("settings", (*OF_SAMPLERS, "order", RECORDED))},
 )
 ORDER: Final = Contract(
     kind=TaskOrder,
@@ -372,7 +373,6 @@ ORDER: Final = Contract(
     points=("recall", "learn", "ranked"),
     ordered=(),
     setting="",
-    settings=(),
     error=ConfigError,
     of="groups",
     where="trainer",

@@ -163,7 +163,6 @@ CONTRACT: Final = Contract(
     points=("begun", "taken", "evaluated", "alarmed", "ended", "rehearsed"),
     ordered=("taken",),
     setting="trainer.stage_order",
-    settings=(),
     error=PluginError,
     of="steps",
     where="trainer",

@@ -48,7 +48,7 @@ from lightning.trainer.runs import (
     name_folder,
     plan_epochs,
 )
-from lightning.trainer.samplers import OF_SAMPLERS, RECORDED, Asked, Brought, Sampler, TurnSampler, sampler_of
+from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampler, TurnSampler, sampler_of
 from lightning.trainer.stack import Stack, check_gateway, open_stack
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
@@ -199,8 +199,7 @@ class Trainer:
             )
         sampler = None
         if isinstance(self.algorithm, SearchAlgorithm):
-            self.algorithm.check(val)
-            _check_search(self.config)
+            self.algorithm.check(self.config, val)
         else:
             check_held_out(self.config, val)
         if isinstance(self.schedule, AlgorithmSchedule):
@@ -533,19 +532,6 @@ class Trainer:
         return made.resources.enter_context(trackers)
 
 
-def _check_search(config: Config) -> None:
-    """A search for prompts trains no weights, samples in its own way, and has its own order of tasks."""
-    asked, plain = config.trainer, type(config.trainer)()
-    changed = [name for name in type(plain).model_fields if getattr(asked, name) != getattr(plain, name)]
-    if shaped := [name for name in OF_SAMPLERS if name in changed and name != "max_staleness"]:
-        raise ConfigError(
-            f"a search for prompts samples in its own way, and trainer.{shaped[0]} is {getattr(asked, shaped[0])!r}: leave it "
-            "out"
-        )
-    if names := [name for name in ("keep", "patience", "order", "alerts", "max_staleness") if name in changed]:
-        logger.warning("a search for prompts does not use trainer.%s: leave it out", ", trainer.".join(names))
-
-
 def _check_settings(config: Config, store: str | None) -> None:
     """Refuse what cannot go together, or needs a plugin that is not there, before anything is started."""
     if config.gateway.token_ttl < config.runner.timeout:
@@ -561,7 +547,7 @@ def _check_settings(config: Config, store: str | None) -> None:
     check_gateway(config.gateway)
     check_policy_server(config.policy_server)
     for tracker in names_of(config):
-        plugins().tracker(tracker)
+        plugins().get("trackers", tracker)
     step_line(config)
 
 

@@ -19,6 +19,7 @@ from lightning.trainer.samplers import Asked, Sampled, TurnSampler
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
 from lightning.types import Rollout, Transition
+from lightning_record.config import RecordConfig
 from lightning_record.exchanges import why_not_replayable
 
 from lightning_branching.branch_points import branch_points
@@ -44,10 +45,17 @@ def check_tree(asked: Asked) -> bool:
             f"trainer.sampling = tree with trainer.max_staleness = {trainer.max_staleness}: branches are of the policy that "
             "sampled their trunk. Set max_staleness to 0"
         )
-    if not config.gateway.record_requests:
+    if not RecordConfig.of(config).record_requests:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
-    if why := CONTRACT.why_idle(check_gateway(config.gateway).stages, config.gateway, "record_requests"):
-        raise ConfigError(f"trainer.sampling = tree: branches begin with what is recorded. {why}")
+    if (line := check_gateway(config.gateway)).named("texts") is None:
+        raise ConfigError(
+            CONTRACT.not_carried_out(
+                "trainer.sampling = tree: branches begin with what is recorded",
+                "texts",
+                line.versions,
+                "leave trainer.sampling out",
+            )
+        )
     for size in (algorithm.group_size for _, algorithm in asked.schedule.phases):
         if (trunks := trunks_of(trainer, size)) >= size:
             raise ConfigError(

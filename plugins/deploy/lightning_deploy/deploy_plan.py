@@ -30,7 +30,7 @@ from lightning_planner.cluster import GPUS, Cluster, find_gpu
 from lightning_planner.memory import Memory, memory
 from lightning_planner.shape import Shape, read_shape
 from lightning_prompts.config import OptimizerModelConfig
-from lightning_record.config import ProvidersConfig
+from lightning_record.config import RecordConfig
 from lightning_sandbox.config import SandboxConfig
 from lightning_verl.config import VerlConfig
 
@@ -326,7 +326,7 @@ def _check_kept(config: Config, given: dict[str, Any]) -> None:
 
 def _trainer_secrets(config: Config, options: Options) -> tuple[str, ...]:
     """Return the variables that the trainer reads: those of its settings, and those that the user named."""
-    found = {one.api_key_env for one in ProvidersConfig.of(config).providers.values()}
+    found = {one.api_key_env for one in RecordConfig.of(config).providers.values()}
     critic = OptimizerModelConfig.of(config)
     found |= {critic.api_key_env} if critic.base_url else set()
     found |= {

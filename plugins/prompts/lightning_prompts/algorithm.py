@@ -5,6 +5,7 @@ The invariant: an algorithm never sees weights, and gets all results through the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -14,10 +15,15 @@ from lightning.types import Task
 from lightning_prompts.protocol import Bench, OptimizerModel
 
 if TYPE_CHECKING:
+    from lightning.config import Config, TrainerConfig
     from lightning.tracking.trackers import Trackers
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Reporter
     from lightning_resources.nouns import Resource
+
+logger = logging.getLogger(__name__)
+UNUSED = ("keep", "patience", "order", "alerts", "max_staleness")
+"""Settings of the section `trainer` that are for steps, and a search has none."""
 
 
 @runtime_checkable
@@ -51,9 +57,10 @@ class PromptAlgorithm(Protocol):
     async def tune(self, bench: Bench) -> Resource:
         """Search with the bench, and return the best prompt found, which may be the starting one."""
 
-    def check(self, val: Sequence[Task]) -> None:
-        """Raise `DataError` without held-out tasks, and `ConfigError` if `max_rollouts` allows no more than the two held-out
-        evaluations at the beginning and the end."""
+    def check(self, config: Config, val: Sequence[Task]) -> None:
+        """Raise `DataError` without held-out tasks, and `ConfigError` for settings of sampling, and if `max_rollouts` allows no
+        more than the two held-out evaluations at the beginning and the end."""
+        _check_settings(config.trainer)
         if not val:
             raise DataError(
                 "prompts are chosen by their reward on held-out tasks, and there are none: give fit() some in `val`"
@@ -78,3 +85,16 @@ class PromptAlgorithm(Protocol):
         from lightning_prompts.loop import tune
 
         await tune(stack, self, train, val, reporter, trackers, began)
+
+
+def _check_settings(asked: TrainerConfig) -> None:
+    """Raise `ConfigError` for settings of sampling, since a search samples in its own way, and warn of those that it does not
+    use."""
+    plain = type(asked)()
+    changed = [name for name in type(plain).model_fields if getattr(asked, name) != getattr(plain, name)]
+    if "sampling" in changed:
+        raise ConfigError(
+            f"a search for prompts samples in its own way, and trainer.sampling is {asked.sampling!r}: leave it out"
+        )
+    if names := [name for name in UNUSED if name in changed]:
+        logger.warning("a search for prompts does not use trainer.%s: leave it out", ", trainer.".join(names))

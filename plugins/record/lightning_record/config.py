@@ -1,4 +1,4 @@
-"""The settings `gateway.providers`."""
+"""The settings of the record plugin, in the section `gateway`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class ProviderConfig(Section):
     """Routes that the provider answers, below the API's version, with all of their subpaths."""
 
 
-class ProvidersConfig(PluginSettings):
-    """The providers of a gateway."""
+class RecordConfig(PluginSettings):
+    """What is kept of calls, and who answers those that are not for the policy."""
 
     place: ClassVar[str] = "gateway"
+    record_requests: bool = True
+    """Store the request and the reply of each call, without credentials, so that a rollout can be replayed. If false, the store
+    has only the calls' token ids, not their texts."""
     providers: dict[str, ProviderConfig] = Field(default_factory=dict)
     """Providers that answer calls which are not for the policy (embeddings, a judge's model), by name. Each has `base_url`,
     `api_key_env` (the environment variable of the gateway's process that holds the key), `models` (names, with `*`, that the

@@ -38,6 +38,7 @@ from lightning.store.protocol import Store
 from lightning.types import CONVERSATION_ID, SERVED, CallStatus, Conversation, Json, Rollout, Status, Task, Transition
 from starlette.types import Scope
 
+from lightning_record.config import RecordConfig
 from lightning_record.conversation import CONVERSATION, conversation_in, pack
 from lightning_record.texts import well_shaped
 
@@ -163,7 +164,7 @@ class ConversationsStage(CallStage):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._conversations = Conversations(parts.store, keeps_text=parts.config.record_requests)
+        self._conversations = Conversations(parts.store, keeps_text=RecordConfig.of(parts.config).record_requests)
 
     async def admitted(self, call: Call, request: Request) -> None:
         """Set the call's claims to those of its conversation, which is created if it is new."""

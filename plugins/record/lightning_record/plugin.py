@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
-    """Register the setting `gateway.providers`."""
-    register("providers", later("lightning_record.config:ProvidersConfig"))
+    """Register the settings `gateway.record_requests` and `gateway.providers`."""
+    register("record", later("lightning_record.config:RecordConfig"))
 
 
 @hookimpl

@@ -30,7 +30,7 @@ from lightning.memory_budget import bounded
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
-from lightning_record.config import ProviderConfig, ProvidersConfig
+from lightning_record.config import ProviderConfig, RecordConfig
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call, Request
@@ -220,7 +220,7 @@ class ProvidersStage(CallStage):
 
 def stage(parts: Parts) -> ProvidersStage | None:
     """Make the stage; None if the settings have no provider."""
-    configs = ProvidersConfig.of(parts.config).providers
+    configs = RecordConfig.of(parts.config).providers
     if not configs:
         return None
     providers = Providers(read_providers(configs), parts.config.upstream_timeout)

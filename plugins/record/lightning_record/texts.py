@@ -25,6 +25,7 @@ from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.types import CallStatus, Transition, shared_prefix
 
 from lightning_record import exchanges
+from lightning_record.config import RecordConfig
 from lightning_record.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 
 if TYPE_CHECKING:
@@ -320,7 +321,6 @@ class TextsStage(CallStage):
     """The call stage that stores request and reply of each call in its extras."""
 
     api, after = 1, ("history",)
-    carries_out = ("record_requests",)
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
@@ -364,7 +364,7 @@ class TextsStage(CallStage):
 
 def stage(parts: Parts) -> TextsStage | None:
     """Make the stage; None if `gateway.record_requests` is false."""
-    if not parts.config.record_requests:
+    if not RecordConfig.of(parts.config).record_requests:
         return None
     exchanges = Exchanges()
     parts.closing.callback(exchanges.close)

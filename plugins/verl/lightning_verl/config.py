@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from lightning.config import PluginSettings
@@ -13,6 +14,7 @@ class VerlConfig(PluginSettings):
     too."""
 
     place: ClassVar[str] = "engine.verl"
+    of_training_state: ClassVar[Collection[str]] = ("strategy",)
 
     world_size: int = Field(default=1, ge=0)
     """Number of worker processes, one per GPU; on a machine without a GPU they run on its CPU. 0 trains in the trainer's

@@ -10,7 +10,7 @@ from lightning.config import Config, load_config, recorded_config, settings, wit
 from lightning.config.plugin_settings import config_model
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
-from lightning.trainer.runs import differences, plan_epochs
+from lightning.trainer.runs import differences, not_loadable, plan_epochs
 from lightning.types import Run, StepRecord
 
 SOURCE = '''
@@ -108,6 +108,15 @@ def test_a_run_goes_on_whatever_plugins_came_and_went_since(plugin: Any) -> None
     changed = {"config": load_config(overrides=["engine.notes.size=4"], env={}).model_dump(mode="json")}
     assert differences(before, after) == differences(after, before) == {}
     assert differences(before, changed) == {"engine.notes.size": (3, 4)}
+
+
+async def test_a_training_state_is_not_loaded_with_other_values_of_the_keys_that_a_plugin_names(plugin: Any) -> None:
+    place = "place: ClassVar[str]"
+    plugin("notes", "engine.notes", SOURCE.replace(place, f'of_training_state: ClassVar = ("size",)\n    {place}'))
+    before = {"config": load_config(env={}).model_dump(mode="json")}
+    for key, value, lost in (("size", "4", ["engine.notes.size"]), ("colour", "blue", [])):
+        changed = load_config(overrides=[f"engine.notes.{key}={value}"], env={}).model_dump(mode="json")
+        assert await not_loadable(before, {"config": changed}, []) == lost
 
 
 async def test_a_resume_says_once_which_recorded_settings_nothing_here_carries_out(warnings_of: Any) -> None:

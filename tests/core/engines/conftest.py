@@ -52,7 +52,7 @@ def open_engine(model: Path) -> Iterator[OpenEngine]:
     ) -> TorchEngine:
         engine = TorchEngine(device="cpu", **arguments)  # type: ignore[arg-type]
         settings = Config(engine=EngineConfig(critic_lr=critic_lr, critic_trunk=critic_trunk))
-        head = plugins().head("critic")(settings) if critic else None
+        head = plugins().get("heads", "critic")(settings) if critic else None
         engine.open(folder, OptimizerConfig(lr=lr), seed=seed, head=head)
         opened.append(engine)
         return engine

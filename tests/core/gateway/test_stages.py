@@ -262,7 +262,6 @@ async def test_a_stage_for_another_api_is_refused_with_the_cure(stranger, build)
     [
         ("async def setteld(self, call, answer): ...", "has 'setteld', which is never asked: did you mean 'settled'"),
         ("def settled(self, call, answer): ...", "'settled' of the stage .* is awaited: begin it with `async def`"),
-        ('carries_out = ("sums",)', "`carries_out` of the stage .* has 'sums', which is no setting of the gateway"),
         ('after = ("texts")', "`after` of the stage .* is a text: make it a tuple"),
         ('answers = ("branch")', "`answers` of the stage .* is a text: make it a tuple"),
         ('only_for = ("branch")', "`only_for` of the stage .* is a text: make it a tuple"),
@@ -517,13 +516,6 @@ async def test_only_a_stage_that_admits_ends_the_line_by_what_it_returns(strange
     house = await build()
     assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 200
     assert len(sys.modules["other_stage"].log) == 1
-
-
-async def test_a_setting_is_carried_out_by_any_stage_that_says_so(stranger, build, monkeypatch, warnings_of) -> None:
-    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record")
-    stranger(doing("kept", "pass").replace("    api", '    carries_out = ("record_requests",)\n    api'))
-    await build()
-    assert not [said for said in warnings_of() if "carries it out" in said]
 
 
 async def test_a_name_in_the_order_that_is_nearly_a_stages_is_said(stranger, build, warnings_of) -> None:

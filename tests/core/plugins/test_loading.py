@@ -308,4 +308,4 @@ def test_a_usual_name_of_a_plugin_that_broke_is_not_usual_for_the_next_one() -> 
     names.take("trackers", "broken", "mine", lambda config: None, usual=True)
     names.drop("broken")
     names.take("trackers", "whole", "mine", lambda config: None)
-    assert (names.known("trackers"), names.usual("trackers")) == (["mine"], [])
+    assert [(name, each.usual) for name, each in names.taken["trackers"].items()] == [("mine", False)]

@@ -51,6 +51,10 @@ class Old(Twice):
     api = 0
 
 
+class Odd(Twice):
+    carries_out = ("sums",)
+
+
 class Backwards(TaskOrder):
     api = 1
 
@@ -73,7 +77,9 @@ def twice(asked):
     kind, _, does = asked.config.trainer.sampling.partition(": ")
     if kind == "broken":
         raise KeyError("a bug")
-    return Old("") if kind == "old" else Twice(does) if kind in ("twice", "both") else None
+    if kind in ("old", "odd"):
+        return Old("") if kind == "old" else Odd("")
+    return Twice(does) if kind in ("twice", "both") else None
 
 
 @lightning.hookimpl
@@ -186,6 +192,7 @@ async def test_an_order_without_tasks_ends_the_step_with_its_plugins_name(bench:
             {"order": "forwards"},
             r"'forwards' is neither 'shuffled' nor 'given', and there is no order .* Known: .*backwards",
         ),
+        ({"sampling": "odd"}, r"`carries_out` of the stage 'twice' .* names settings that there are none of: sums"),
         ({"sampling": "twice", "recorded": "runs/one"}, r"one sampler, and its settings ask for 'recorded'"),
     ],
 )

@@ -274,7 +274,7 @@ async def test_a_replay_from_recorded_values_is_bit_for_bit(open_engine: Open, t
 
 def test_the_settings_of_the_engine_are_those_of_the_head() -> None:
     section = EngineConfig(critic_trunk="shared", critic_lr=0.25)
-    head = plugins().head("critic")(Config(engine=section))
+    head = plugins().get("heads", "critic")(Config(engine=section))
     assert head == CriticHead("shared", 0.25)
     assert str(head) == "critic on a shared trunk"
     assert (head.trains_model, CriticHead().trains_model) == (True, False)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning
 import pytest
 from lightning.algorithms.protocol import SearchAlgorithm
+from lightning.config import load_config
 from lightning.errors import ConfigError, PluginError
 from lightning.installation import install_command
 from lightning.plugins.manager import Plugins
 from lightning.trainer import Trainer
 from lightning.trainer.algorithm import resolve_algorithm
+from lightning.types import Task
 from lightning_debug.dev import try_algorithm
 
 PIP = install_command("prompts")
@@ -32,6 +35,18 @@ def test_its_class_is_no_algorithm_and_an_object_of_it_needs_no_groups_to_try(tm
     with pytest.raises(ConfigError, match="is the class APO"):
         Trainer(tmp_path, lightning.APO)
     assert try_algorithm(lightning.APO(), []) == ([], [])
+
+
+def test_settings_of_steps_are_not_for_a_search(warnings_of: Any) -> None:
+    tasks = [Task("hello")]
+    lightning.APO().check(load_config(env={}), tasks)
+    assert warnings_of() == []
+    lightning.APO().check(
+        load_config(overrides=["trainer.patience=2", 'trainer.alerts=["command:true"]'], env={}), tasks
+    )
+    assert warnings_of() == ["a search for prompts does not use trainer.patience, trainer.alerts: leave it out"]
+    with pytest.raises(ConfigError, match=r"samples in its own way, and trainer\.sampling is 'tree': leave it out"):
+        lightning.APO().check(load_config(overrides=["trainer.sampling=tree"], env={}), tasks)
 
 
 def test_switched_off_it_is_named_with_its_cure_and_the_rest_works(monkeypatch: pytest.MonkeyPatch) -> None:

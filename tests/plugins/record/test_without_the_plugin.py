@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import httpx
@@ -39,19 +38,19 @@ def test_a_provider_is_refused_with_the_plugin_that_is_switched_off() -> None:
 
 
 @pytest.mark.usefixtures("without")
-async def test_a_gateway_that_cannot_keep_texts_says_so_and_answers(build, caplog) -> None:
-    caplog.set_level(logging.WARNING, "lightning.gateway")
+def test_keeping_texts_is_refused_with_the_plugin_that_is_switched_off() -> None:
+    said = r"unknown setting 'gateway\.record_requests'\. The plugin 'record' brings it\. .* is disabled"
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides=["gateway.record_requests=true"], env={})
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_gateway_that_cannot_keep_texts_answers(build) -> None:
     house = await build()
-    (said,) = [record.message for record in caplog.records if "record_requests" in record.message]
-    assert "no plugin is there that carries it out" in said
-    assert "set gateway.record_requests = false" in said
     reply = await (await house.http()).post("/chat/completions", json=ASK)
     assert reply.status_code == 200
     (call,) = await house.recorded()
     assert "texts" not in call.extras
-    caplog.clear()
-    await build(record_requests=False)
-    assert not [record for record in caplog.records if "record_requests" in record.message]
 
 
 @pytest.mark.usefixtures("without")
@@ -67,7 +66,9 @@ async def test_nobody_is_served_where_conversations_are_not_told_apart(tmp_path:
 @pytest.mark.usefixtures("without")
 def test_trees_need_texts() -> None:
     config = with_settings(Config(), {"trainer.sampling": "tree"})
-    with pytest.raises(ConfigError, match=r"trainer\.sampling = tree.*gateway\.record_requests is set, and no plugin"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.sampling = tree: .* no plugin .* plugin 'record' brings it\. .* disabled"
+    ):
         check_tree(Asked(config, AlgorithmSchedule.of(LightningRL("grpo", group_size=8))))
 
 
@@ -81,7 +82,7 @@ def test_a_provider_without_its_key_is_refused_before_a_run_starts(tmp_path: Pat
 
 @pytest.mark.usefixtures("without")
 async def test_a_key_of_many_conversations_is_refused_where_nobody_tells_them_apart(build) -> None:
-    house = await build(record_requests=False)
+    house = await build()
     key = house.gateway.issue("served", 1, session="run")
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=f"{house.gateway.url}/v1", headers=headers) as http:

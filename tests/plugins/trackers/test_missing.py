@@ -20,4 +20,4 @@ def test_it_says_which_extra_brings_it(name: str, tmp_path: Path, monkeypatch: p
     for variable in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING"):
         monkeypatch.setenv(variable, "0")
     with pytest.raises(MissingExtraError, match=re.escape(install_command(name))):
-        plugins().tracker(name)(Config()).start("run", {}, tmp_path)
+        plugins().get("trackers", name)(Config()).start("run", {}, tmp_path)

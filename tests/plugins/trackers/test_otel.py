@@ -294,4 +294,4 @@ def test_what_the_environment_cannot_have_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "lightning_trackers.otel")
     with pytest.raises(MissingExtraError, match=re.escape(install_command("otel"))):
-        plugins().tracker("otel")(Config()).start("run", {}, tmp_path)
+        plugins().get("trackers", "otel")(Config()).start("run", {}, tmp_path)

@@ -17,7 +17,7 @@ from lightning.tracking.trackers import names_of
 
 def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    one = plugins().tracker("tensorboard")(Config())
+    one = plugins().get("trackers", "tensorboard")(Config())
     one.start("a", {}, tmp_path)
     one.log(3, {"reward": 0.5, "broken": math.inf})
     one.close()
@@ -38,4 +38,4 @@ def test_without_tensorboard_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     monkeypatch.delitem(sys.modules, "lightning_trackers.tensorboard", raising=False)
     with pytest.raises(MissingExtraError, match=re.escape(install_command("tensorboard"))):
-        plugins().tracker("tensorboard")(Config()).start("a", {}, tmp_path)
+        plugins().get("trackers", "tensorboard")(Config()).start("a", {}, tmp_path)

@@ -51,7 +51,7 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
         config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": world_size, **names})
         engine = verl_engine(config)
         opened.append(engine)
-        head = plugins().head("critic")(config) if critic else None
+        head = plugins().get("heads", "critic")(config) if critic else None
         engine.open(folder, optimizer, seed=seed, head=head, reference=reference)
         return engine
 

@@ -13,6 +13,7 @@ from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError, EngineError
 from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer.runs import not_loadable
 from lightning_verl.device import choose
 from lightning_verl.plugin import verl_engine
 from safetensors.torch import load_file, save_file
@@ -174,3 +175,15 @@ def test_an_output_layer_that_is_the_embedding_is_not_missed(tmp_path: Path) -> 
     folder = make_tiny_model(tmp_path / "tied", tied=True)
     assert not [name for name in load_file(folder / "model.safetensors") if "lm_head" in name]
     refuse_holes(made(folder))
+
+
+async def test_a_training_state_does_not_fit_another_strategy() -> None:
+    stored, now = (
+        {
+            "config": with_settings(
+                Config(), {"engine.verl.strategy": strategy, "engine.verl.world_size": size}
+            ).model_dump()
+        }
+        for strategy, size in (("fsdp2", 1), ("megatron", 2))
+    )
+    assert await not_loadable(stored, now, []) == ["engine.verl.strategy"]
