@@ -17,7 +17,7 @@ from typing import Annotated, cast
 import typer
 
 from lightning._version import __version__
-from lightning.cli.check import Check, Extra, Status, check_gpus, extras, version_of
+from lightning.cli.check import Check, Extra, Status, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
@@ -82,7 +82,6 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
     yield _vllm()
     yield _torch()
-    yield from check_gpus()
     for name in known:
         yield from _of_plugin(name, tried.get(name))
     found = extras()
