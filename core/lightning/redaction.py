@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pluggy import HookImpl
 
 from lightning.plugins import plugins
-from lightning.printable import printable
+from lightning.safe_text import printable
 from lightning.types import Conversation, Json, Outcome, Span, ToolEvent
 
 log = logging.getLogger(__name__)

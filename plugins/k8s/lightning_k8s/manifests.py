@@ -19,7 +19,7 @@ from lightning.config import RunnerConfig
 from lightning.config.fields import toml_value
 from lightning.errors import ConfigError
 from lightning.runner.protocol import Site
-from lightning.text_files import read_text
+from lightning.safe_text import read_text
 
 from lightning_k8s.cluster import Object
 from lightning_k8s.config import KubernetesConfig
