@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning.installation import install_command
+from lightning.installation import install_command, version_of
 
 Status: TypeAlias = Literal["ok", "missing", "broken", "low"]
 
@@ -96,14 +96,6 @@ def extras() -> list[Extra]:
             needs.setdefault(matched.group(1), []).append(requirement)
     names = sorted(name for name in needs if name not in NOT_FOR_USERS)
     return [Extra(name, {item: version_of(item) for item in _distributions(name, needs)}) for name in names]
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _distributions(extra: str, needs: dict[str, list[str]]) -> list[str]:

@@ -17,13 +17,13 @@ from typing import Annotated, cast
 import typer
 
 from lightning._version import __version__
-from lightning.cli.check import Check, Extra, Status, extras, version_of
+from lightning.cli.check import Check, Extra, Status, extras
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
-from lightning.installation import OWN, conflicts, install_command
+from lightning.installation import OWN, conflicts, install_command, version_of
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import CURE_OF_TEMPLATE, read_facts
 from lightning.policy_server.profiles import free_memory

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from lightning.asyncio_utils import run_to_end
-from lightning.cli.output import Overrides, SettingsFile, say
+from lightning.cli.output import Overrides, SettingsFile, say, timestamp
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -76,7 +75,7 @@ def serve(
 async def _serve_model(model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None) -> None:
     from lightning_server.serving import serve as serving_model
 
-    place = out or Path("runs") / f"serve-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    place = out or Path("runs") / f"serve-{timestamp()}"
     async with AsyncExitStack() as resources:
         follows = None
         if model.startswith(PREFIX):
