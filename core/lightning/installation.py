@@ -114,6 +114,16 @@ def _satisfied(text: str, version: str) -> bool:
     return not applies or wanted.specifier.contains(version, prereleases=True)
 
 
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def source(distribution: str = OWN) -> Origin:
     """Return where a distribution came from, by the file that pip and uv write about it."""
     import json

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from pluggy import HookImpl
 
 from lightning.plugins import plugins
-from lightning.printable import printable
-from lightning.types import Conversation, Json, Outcome, Span, ToolEvent
+from lightning.safe_text import printable
+from lightning.types import Json, Outcome, Span, ToolEvent
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ LONGEST_NAME = 100
 """Characters at the end of a name in which a credential's name is looked for: agents choose names, of any length."""
 LONG = 65_536
 """Characters of a text beyond which credentials are looked for only near their hints."""
-MOST_TEXTS = 20_000
-"""Most texts of a JSON value that may hold a credential; a value with more is left out, since searching them takes seconds."""
 DEEPEST = 200
 """Most levels of lists and mappings that are searched; deeper values are left out."""
 _NAMED_SO = (
@@ -145,21 +143,6 @@ def _redactors() -> list[HookImpl]:
     return found
 
 
-def has_many_texts(value: Json) -> bool:
-    """Whether a JSON value has more than `MOST_TEXTS` texts, names among them."""
-    left, count = [value], 0
-    while left and count <= MOST_TEXTS:
-        at = left.pop()
-        if isinstance(at, str):
-            count += 1
-        elif isinstance(at, Mapping):
-            count += len(at)
-            left += at.values()
-        elif isinstance(at, list | tuple):
-            left += at
-    return count > MOST_TEXTS
-
-
 def redacted(text: str, where: str) -> str:
     """Return the text to store instead. `where` tells plugins what the text is, such as `tool.output`."""
     if not text:
@@ -250,15 +233,6 @@ def _redacted_event(event: ToolEvent) -> ToolEvent:
         output=output,
         error=redacted(event.error, "tool.error"),
     )
-
-
-def storable(conversation: Conversation) -> Conversation | None:
-    """Return the conversation, or None if redaction would change it: with changed words the model would continue a conversation
-    that never was."""
-    said = list(conversation.messages)
-    if not may_be_redacted(json.dumps(said, ensure_ascii=False).encode(errors="replace")):
-        return conversation
-    return None if has_many_texts(said) or redacted_json(said, "conversation") != said else conversation
 
 
 def redacted_span(span: Span) -> Span:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from lightning.printable import printable
+from lightning.safe_text import printable
 
 
 class Terminal(Console):

@@ -21,7 +21,7 @@ from lightning._version import __version__
 from lightning.cli.output import fail
 from lightning.errors import ConfigError, LightningError, PluginError
 from lightning.plugins import plugins
-from lightning.printable import PrintableFormatter
+from lightning.safe_text import PrintableFormatter
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from typing import Annotated, cast
 import typer
 
 from lightning._version import __version__
-from lightning.cli.check import Check, Extra, Status, check_gpus, extras, version_of
+from lightning.cli.check import Check, Extra, Status, extras
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
-from lightning.installation import OWN, conflicts, install_command
+from lightning.installation import OWN, conflicts, install_command, version_of
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import CURE_OF_TEMPLATE, read_facts
 from lightning.policy_server.profiles import free_memory
@@ -82,7 +82,6 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
     yield _vllm()
     yield _torch()
-    yield from check_gpus()
     for name in known:
         yield from _of_plugin(name, tried.get(name))
     found = extras()

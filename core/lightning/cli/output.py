@@ -1,13 +1,14 @@
-"""What commands share: their output (tables and colours for people, JSON for programs), and the run and the agent that a
-command line names.
+"""What commands share: their output (tables and colours for people, JSON for programs), and the run, the stores and the agent
+that a command line names.
 
 The invariant: with `--json` standard output holds one JSON document and nothing else; other messages go to standard error.
-Everything for people goes to a `Terminal`, which texts of others cannot steer. No module of training is imported here, since a
-client needs this module on many machines.
+Everything for people goes to a `Terminal`, which texts of others cannot steer. One store that cannot be read does not hide the
+others. No module of training is imported here, since a client needs this module on many machines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -15,19 +16,21 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import orjson
 import typer
 
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
 from lightning.plugins.named import name_of as name_of  # for plugins
-from lightning.printable import plain_json
+from lightning.safe_text import plain_json
 from lightning.store.places import DATABASE, run_id_of, store_in
 from lightning.store.protocol import Store
+from lightning.store.url import redacted, sqlite_url
 
 if TYPE_CHECKING:
     from lightning.runner.protocol import Agent
@@ -157,6 +160,41 @@ async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bo
     would create a store."""
     async with plugins().opened_store(url, make=make) as store:
         return await use(store)
+
+
+def databases(where: str) -> list[str]:
+    """Return the URLs of the stores at a place. Raises `ConfigError` if the place cannot have one."""
+    if "://" in where:
+        return [where]
+    path = Path(where)
+    if path.is_file():
+        return [sqlite_url(path)]
+    if not path.is_dir():
+        if where == "runs":
+            return []
+        raise ConfigError(
+            f"{redacted(where)} is neither a folder nor a database: give a folder of runs, or a run's folder"
+        )
+    folders = [path, *sorted(file.parent for file in path.glob("*/*") if file.name in (DATABASE, "run.json"))]
+    return list(dict.fromkeys(url for folder in folders if (url := store_in(folder))))
+
+
+def answers(
+    where: str, ask: Callable[[str, Store], Awaitable[T]], *, all_of_them: bool = False
+) -> Iterator[tuple[str, T]]:
+    """Yield the URL of each store at a place, and what `ask` returns for it. A store that cannot be read is named on standard
+    error and left out. If none can be read, the last error is raised; with `all_of_them` the first error is raised."""
+    urls, readable = databases(where), False
+    for count, url in enumerate(urls, 1):
+        try:
+            found = asyncio.run(with_store(url, partial(ask, url)))
+        except LightningError as error:
+            if all_of_them or (count == len(urls) and not readable):
+                raise
+            fail(f"{redacted(url)}: {error}")
+        else:
+            readable = True
+            yield url, found
 
 
 def load_agent(name: str) -> Agent:

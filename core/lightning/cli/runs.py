@@ -1,32 +1,29 @@
 """`lightning runs`: lists the runs of a folder, and shows or compares them.
 
-The invariant: it only reads, also while the run is being trained; one database that cannot be read does not hide the others.
+The invariant: it only reads, also while the run is being trained.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from lightning.cli.output import AsJson, escape, fail, local_time, print_json, print_table, say, with_store
-from lightning.errors import ConfigError, LightningError
+from lightning.cli.output import AsJson, answers, escape, local_time, print_json, print_table, say
+from lightning.errors import ConfigError
 from lightning.store.pages import each_rollout
-from lightning.store.places import DATABASE, run_id_of, store_in
+from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
-from lightning.store.url import redacted, sqlite_url
+from lightning.store.url import redacted
 from lightning.trainer.context import Epoch, read_epochs
 from lightning.trainer.runs import differences
 from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
 from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
-
-T = TypeVar("T")
 
 Location = Annotated[
     str,
@@ -204,41 +201,6 @@ def _compared(found: Sequence[tuple[Run, Summary]]) -> list[Compared]:
             )
         )
     return rows
-
-
-def databases(where: str) -> list[str]:
-    """Return the URLs of the stores at a place. Raises `ConfigError` if the place cannot have one."""
-    if "://" in where:
-        return [where]
-    path = Path(where)
-    if path.is_file():
-        return [sqlite_url(path)]
-    if not path.is_dir():
-        if where == "runs":
-            return []
-        raise ConfigError(
-            f"{redacted(where)} is neither a folder nor a database: give a folder of runs, or a run's folder"
-        )
-    folders = [path, *sorted(file.parent for file in path.glob("*/*") if file.name in (DATABASE, "run.json"))]
-    return list(dict.fromkeys(url for folder in folders if (url := store_in(folder))))
-
-
-def answers(
-    where: str, ask: Callable[[str, Store], Awaitable[T]], *, all_of_them: bool = False
-) -> Iterator[tuple[str, T]]:
-    """Yield the URL of each store at a place, and what `ask` returns for it. A store that cannot be read is named on standard
-    error and left out. If none can be read, the last error is raised; with `all_of_them` the first error is raised."""
-    urls, readable = databases(where), False
-    for count, url in enumerate(urls, 1):
-        try:
-            found = asyncio.run(with_store(url, partial(ask, url)))
-        except LightningError as error:
-            if all_of_them or (count == len(urls) and not readable):
-                raise
-            fail(f"{redacted(url)}: {error}")
-        else:
-            readable = True
-            yield url, found
 
 
 async def _rows(url: str, store: Store) -> list[RunRow]:

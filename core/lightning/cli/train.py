@@ -13,8 +13,8 @@ from lightning.cli.output import Overrides, SettingsFile, load_agent, stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.safe_text import read_text
 from lightning.terminal import Terminal
-from lightning.text_files import read_text
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 

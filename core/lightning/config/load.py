@@ -22,7 +22,7 @@ from lightning.config.plugin_settings import check_plugin_settings, config_model
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
-from lightning.text_files import read_text
+from lightning.safe_text import read_text
 from lightning.types import as_texts
 
 ENV_PREFIX = "LIGHTNING_"

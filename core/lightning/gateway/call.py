@@ -48,8 +48,8 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall, Policy
-from lightning.printable import printable
 from lightning.redaction import redacted
+from lightning.safe_text import printable
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Transition, logprobs, token_ids
 

@@ -10,7 +10,6 @@ ended. So a name never outlives the code that it was given for.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import re
 import threading
@@ -24,6 +23,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from lightning.errors import PluginError
 from lightning.hooks import hookimpl
+from lightning.installation import version_of
 from lightning.instrument.components import component_path
 from lightning.instrument.last_call import known_as, starter, starter_here
 from lightning.types import Caller, StepState, ToolEvent
@@ -40,9 +40,7 @@ def check_supported(supported: Mapping[str, tuple[str, str]]) -> None:
     metadata, is not checked.
     """
     for distribution, (low, high) in supported.items():
-        try:
-            installed = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
+        if (installed := version_of(distribution)) is None:
             continue
         if not _numbers(low) <= _numbers(installed) < _numbers(high):
             wanted = f"{distribution}>={low},<{high}"

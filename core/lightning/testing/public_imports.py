@@ -34,7 +34,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.demos",
             "lightning.plugins",
             "lightning.store",
-            "lightning.text_files",
+            "lightning.safe_text",
         ),
         "an adapter, of spans": ("lightning.plugins.importing",),
         "a server of any kind": (
@@ -49,15 +49,14 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.profiles",
             "lightning.runner.attempt_completion",
             "lightning.store.memory",
-            "lightning.terminal",
             "lightning.trainer.agents",
         ),
         "a command, a check": (
             "lightning.cli.check",
             "lightning.cli.output",
-            "lightning.cli.runs",
             "lightning.cli.train",
             "lightning.store.pages",
+            "lightning.terminal",
         ),
         "a client": ("lightning.runner.lease_loop",),
         "a store": (
@@ -124,7 +123,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",
-            "lightning.printable",
         ),
         "a policy server": (
             "lightning.policy_server.control",

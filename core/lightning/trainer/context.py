@@ -25,12 +25,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError
+from lightning.installation import version_of
 from lightning.store.protocol import Store
 from lightning.types import Json, Run
 
@@ -104,7 +104,7 @@ def numeric_context(engine: object, settings: Mapping[str, Json], metrics: Mappi
 @functools.cache
 def machine() -> dict[str, Json]:
     """The part of the numeric context that is this machine's: `cpu` and `versions`."""
-    return {"cpu": _cpu(), "versions": {name: found for name in _PACKAGES if (found := _version(name))}}
+    return {"cpu": _cpu(), "versions": {name: found for name in _PACKAGES if (found := version_of(name))}}
 
 
 def _cpu() -> str:
@@ -115,13 +115,6 @@ def _cpu() -> str:
         return platform.machine()
     flags = next((set(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), set())
     return " ".join([platform.machine(), *(flag for flag in _FLAGS if flag in flags)])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def weight_files(model: Path) -> list[Path]:

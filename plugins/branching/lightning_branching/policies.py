@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.cli.output import with_store
-from lightning.cli.runs import answers
+from lightning.cli.output import answers, with_store
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.store.places import existing_store, run_id_of, split_reference, store_in

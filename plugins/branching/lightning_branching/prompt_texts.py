@@ -10,7 +10,7 @@ from typing import Any
 from lightning.cli.output import warn
 from lightning.errors import DataError
 from lightning.instrument.components import declared_prompts
-from lightning.text_files import read_text
+from lightning.safe_text import read_text
 
 
 def warn_of_name(name: str, then: str) -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.cli.output import escape, load_agent, locate, say, with_store
-from lightning.cli.runs import answers
+from lightning.cli.output import answers, escape, load_agent, locate, say, with_store
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
 from lightning.store.places import run_id_of, store_in

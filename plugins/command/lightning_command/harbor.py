@@ -21,7 +21,7 @@ from typing import Any
 from lightning.errors import ConfigError, DataError, PluginError, RunnerError
 from lightning.installation import install_command
 from lightning.plugins import plugins
-from lightning.text_files import read_text
+from lightning.safe_text import read_text
 from lightning.types import Task
 from lightning_sandbox import bwrap
 

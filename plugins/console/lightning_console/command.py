@@ -15,8 +15,7 @@ from typing import Annotated
 
 import typer
 from lightning.asyncio_utils import run_to_end
-from lightning.cli.output import escape, locate, print_json, say
-from lightning.cli.runs import databases
+from lightning.cli.output import databases, escape, locate, print_json, say
 from lightning.errors import ConfigError, DataError, MissingExtraError
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import redacted

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from urllib.parse import unquote
 
 from lightning.asyncio_utils import allow_many_files
-from lightning.cli.runs import databases
+from lightning.cli.output import databases
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import orjson
 from lightning.errors import MissingExtraError, StoreError
-from lightning.printable import plain_json
+from lightning.safe_text import plain_json
 
 from lightning_db.export import Cell, ColumnKind, Record
 

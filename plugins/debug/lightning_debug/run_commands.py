@@ -18,8 +18,19 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from lightning.cli.output import AsJson, escape, fail, import_named, locate, print_json, print_table, say, with_store
-from lightning.cli.runs import answers, databases
+from lightning.cli.output import (
+    AsJson,
+    answers,
+    databases,
+    escape,
+    fail,
+    import_named,
+    locate,
+    print_json,
+    print_table,
+    say,
+    with_store,
+)
 from lightning.config import load_config
 from lightning.errors import ConfigError, LightningError
 from lightning.store.protocol import Store

@@ -35,11 +35,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.cli.check import ProbeError, list_gpus
+from lightning.cli.check import ProbeError
 from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
 from lightning.errors import ConfigError
+from lightning.safe_text import read_text
 from lightning.store.places import store_in
-from lightning.text_files import read_text
+from lightning_verl.gpus import list_gpus
 
 from lightning_deploy.processes import Process, end, start
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning.config import RunnerConfig
 from lightning.config.fields import toml_value
 from lightning.errors import ConfigError
-from lightning.text_files import read_text
+from lightning.safe_text import read_text
 
 from lightning_k8s.cluster import Object
 from lightning_k8s.config import KubernetesConfig

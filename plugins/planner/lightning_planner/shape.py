@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.errors import ConfigError, MissingExtraError
-from lightning.text_files import read_text
+from lightning.safe_text import read_text
 
 KNOWN: Mapping[str, Mapping[str, object]] = {
     "Qwen/Qwen3-4B": {

@@ -9,8 +9,8 @@ import os
 import socket
 from collections.abc import Iterator
 
-from lightning.cli.check import Check, ProbeError, probe, version_of
-from lightning.installation import install_command
+from lightning.cli.check import Check, ProbeError, probe
+from lightning.installation import install_command, version_of
 
 CONNECT_SECONDS, RAY_SECONDS = 3, 60
 """Time limits in seconds: for a connection, and for attaching to a cluster."""

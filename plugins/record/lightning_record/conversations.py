@@ -33,13 +33,13 @@ from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
-from lightning.redaction import redacted_json, storable
+from lightning.redaction import redacted_json
 from lightning.store.protocol import Store
 from lightning.types import CONVERSATION_ID, SERVED, CallStatus, Conversation, Json, Rollout, Status, Task, Transition
 from starlette.types import Scope
 
 from lightning_record.config import RecordConfig
-from lightning_record.conversation import CONVERSATION, conversation_in, pack
+from lightning_record.conversation import CONVERSATION, conversation_in, pack, storable
 from lightning_record.texts import well_shaped
 
 if TYPE_CHECKING:

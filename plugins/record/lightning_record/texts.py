@@ -21,11 +21,12 @@ from weakref import WeakKeyDictionary
 from lightning.gateway.call import SHAPE_ERRORS
 from lightning.gateway.http import Body, UpstreamError, write_object
 from lightning.gateway.stages import CallStage
-from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
+from lightning.redaction import may_be_redacted, redacted_json
 from lightning.types import CallStatus, Transition, shared_prefix
 
 from lightning_record import exchanges
 from lightning_record.config import RecordConfig
+from lightning_record.conversation import has_many_texts
 from lightning_record.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 
 if TYPE_CHECKING:

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, with_store
-from lightning.cli.runs import answers
+from lightning.cli.output import AsJson, answers, escape, local_time, print_json, print_table, say, with_store
 from lightning.errors import ConfigError, DataError
-from lightning.printable import printable
+from lightning.safe_text import printable, read_text
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.text_files import read_text
 from lightning.types import Json, by_key
 
 from lightning_resources.nouns import LATEST, Alias, Resource, ResourceKind, ResourceUse

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from lightning.asyncio_utils import run_to_end
-from lightning.cli.output import Overrides, SettingsFile
+from lightning.cli.output import Overrides, SettingsFile, say, timestamp
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.places import existing_store
 from lightning.store.url import parse
-from lightning.terminal import Terminal
 from lightning.trainer.model import resolve_model
 from lightning.trainer.run_stages import PREFIX
 from lightning_resources.command import locate
@@ -57,7 +55,6 @@ def serve(
     set_: Overrides = None,
 ) -> None:
     """Serve a model through the gateway, or a shared database for trainers and clients. Every call is recorded."""
-    console = Terminal(highlight=False, soft_wrap=True)
     settings = load_config(config, set_ or [])
     if (model is None) == (store is None):
         raise ConfigError("give a model to serve, or --store URL to serve a database: one of the two")
@@ -65,46 +62,42 @@ def serve(
         if store is not None:
             given = {"server.host": host, "server.port": port or None}
             settings = with_settings(settings, {key: value for key, value in given.items() if value is not None})
-            run_to_end(_serve_store(console, store, settings, out, seconds))
+            run_to_end(_serve_store(store, settings, out, seconds))
         elif model is not None:
             if host is not None:
                 raise ConfigError("--host goes with --store: a server with a model of its own binds gateway.host")
             settings = with_settings(settings, {"gateway.port": port} if port else {})
-            run_to_end(_serve_model(console, model, settings, out, ttl, seconds))
+            run_to_end(_serve_model(model, settings, out, ttl, seconds))
     except KeyboardInterrupt:
-        console.print("stopped")
+        say("stopped")
 
 
-async def _serve_model(
-    console: Terminal, model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None
-) -> None:
+async def _serve_model(model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None) -> None:
     from lightning_server.serving import serve as serving_model
 
-    place = out or Path("runs") / f"serve-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    place = out or Path("runs") / f"serve-{timestamp()}"
     async with AsyncExitStack() as resources:
         follows = None
         if model.startswith(PREFIX):
             follows = await _followed(resources, model)
             folder = await asyncio.to_thread(checked_weights, follows.resource)
             named = f"{follows.resource.name}@{follows.resource.version}"
-            console.print(f"starting vLLM on {named} in {folder} (log: {place / 'vllm.log'})")
+            say(f"starting vLLM on {named} in {folder} (log: {place / 'vllm.log'})")
             if isinstance(follows.reference.which, str):
-                console.print(
-                    f"the alias {follows.reference.which!r} is followed: lightning resources promote|rollback"
-                )
+                say(f"the alias {follows.reference.which!r} is followed: lightning resources promote|rollback")
         else:
             trained = Path(model) / "model"
             folder = resolve_model(trained if (trained / "config.json").is_file() else model)
-            console.print(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
+            say(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
         serving = await resources.enter_async_context(serving_model(folder, settings, place, follows))
         llm = await serving.open_session("shell", ttl)
-        console.print("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):")
+        say("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):")
         for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
-            console.print(f"export {name}={value}")
-        console.print(f"model: {llm.model}")
+            say(f"export {name}={value}")
+        say(f"model: {llm.model}")
         for path in serving.web_apps:
             made = f"lightning token create viewer --store {place}"
-            console.print(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")
+            say(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")
         await serving.wait(seconds)
 
 
@@ -118,24 +111,20 @@ async def _followed(resources: AsyncExitStack, model: str) -> Followed:
     return Followed(store, reference, await find(store, reference), _folder(url))
 
 
-async def _serve_store(
-    console: Terminal, place: str, settings: Config, out: Path | None, seconds: float | None
-) -> None:
+async def _serve_store(place: str, settings: Config, out: Path | None, seconds: float | None) -> None:
     from lightning_server.serving import serve_store
 
     url = place if "://" in place else existing_store(place)
     async with serve_store(url, settings, out or _folder(url)) as server:
-        console.print(f"ready at {server.url} (Ctrl-C ends it)")
+        say(f"ready at {server.url} (Ctrl-C ends it)")
         if server.admin_file is not None:
-            console.print(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
+            say(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
         for path in server.web_apps:
-            console.print(
-                f"{server.url}{path} is a page for people; it asks for a token: lightning token create viewer"
-            )
+            say(f"{server.url}{path} is a page for people; it asks for a token: lightning token create viewer")
         token = f"$(cat {server.runner_file})" if server.runner_file else "..."
-        console.print(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
+        say(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
         if server.runner_file is None:
-            console.print("(a token for them: lightning token create runner --store URL)")
+            say("(a token for them: lightning token create runner --store URL)")
         await server.wait(seconds)
 
 

@@ -9,8 +9,10 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from lightning.cli.check import Check, ProbeError, list_gpus, probe, version_of
-from lightning.installation import install_command
+from lightning.cli.check import Check, ProbeError, probe
+from lightning.installation import install_command, version_of
+
+from lightning_verl.gpus import list_gpus
 
 VERL_SECONDS = 300
 """Time limit for importing verl, in seconds."""

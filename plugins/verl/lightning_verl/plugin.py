@@ -29,7 +29,8 @@ def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]
 
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
-    """Register the check `verl` of `lightning doctor`."""
+    """Register the checks `gpus` and `verl` of `lightning doctor`."""
+    register("gpus", made_later("lightning_verl.gpus:check_gpus"))
     register("verl", made_later("lightning_verl.doctor:check_verl"))
 
 

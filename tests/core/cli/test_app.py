@@ -122,7 +122,6 @@ def findings(lightning, *arguments: str) -> dict[str, dict[str, str]]:
 @pytest.fixture
 def own_doctor(own_plugins: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "plugins", app.plugins)
-    monkeypatch.setattr(doctor, "check_gpus", tuple)
 
 
 @pytest.mark.usefixtures("own_doctor")

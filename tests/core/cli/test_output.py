@@ -13,7 +13,7 @@ import pytest
 from lightning.cli.app import main
 from lightning.cli.output import fail, print_json, print_table, say, warn
 from lightning.plugins import plugins
-from lightning.printable import PrintableFormatter
+from lightning.safe_text import PrintableFormatter
 from lightning.store.url import sqlite_url
 from lightning.terminal import Terminal
 from lightning.trainer.summary import Evaluation, Reporter

@@ -15,13 +15,12 @@ from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.http import RefusalError, write_object
-from lightning.redaction import storable
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Conversation, Transition, logprobs, token_ids
 from lightning_record import conversations
-from lightning_record.conversation import CONVERSATION, conversation_in, pack
+from lightning_record.conversation import CONVERSATION, conversation_in, pack, storable
 from lightning_record.conversations import Entry, History, Known, put_together
 
 from tests.core.gateway.conftest import SECRET

@@ -10,14 +10,13 @@ import threading
 import anthropic
 import openai
 import pytest
-from lightning import redaction
 from lightning.config import GatewayConfig
 from lightning.gateway import calls
 from lightning.gateway.gateway import spoken
 from lightning.memory_budget import Holder
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Transition, logprobs, token_ids
-from lightning_record import exchanges
+from lightning_record import conversation, exchanges
 from lightning_record import texts as recorded
 from lightning_record.exchanges import TEXTS
 
@@ -318,7 +317,7 @@ async def test_a_credential_is_left_out_wherever_it_stands(body):
 )
 @pytest.mark.parametrize("where", ["request", "reply"])
 async def test_more_texts_than_can_be_looked_through_are_left_out(where, many, monkeypatch):
-    monkeypatch.setattr(redaction, "MOST_TEXTS", 50)
+    monkeypatch.setattr(conversation, "MOST_TEXTS", 50)
     packer = recorded.Exchanges()
     looked = []
     monkeypatch.setattr(recorded, "redacted_json", lambda value, what: looked.append(what) or value)
@@ -332,7 +331,7 @@ async def test_more_texts_than_can_be_looked_through_are_left_out(where, many, m
 
 async def test_a_reply_with_ids_is_looked_through_only_where_a_credential_may_be(monkeypatch):
     """Its logprobs have more texts than any conversation, and are no reason to leave the call out."""
-    monkeypatch.setattr(redaction, "MOST_TEXTS", 50)
+    monkeypatch.setattr(conversation, "MOST_TEXTS", 50)
     looked, look = [], recorded.redacted_json
     monkeypatch.setattr(recorded, "redacted_json", lambda value, what: looked.append(what) or look(value, what))
     packer = recorded.Exchanges()

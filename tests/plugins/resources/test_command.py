@@ -13,7 +13,7 @@ import pytest
 from lightning.cli import output
 from lightning.cli.app import main
 from lightning.plugins import plugins
-from lightning.printable import printable
+from lightning.safe_text import printable
 from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task

@@ -6,10 +6,11 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from lightning.cli.check import Check, Gpu
+from lightning.cli.check import Check
 from lightning.installation import install_command
 from lightning_verl import doctor
 from lightning_verl.doctor import check_verl
+from lightning_verl.gpus import Gpu
 
 
 def answering(code: int, out: str = "", err: str = "") -> Callable[..., subprocess.CompletedProcess[str]]:

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
-from lightning.redaction import redacted, redacted_span, storable
+from lightning.redaction import redacted, redacted_span
 from lightning.store.protocol import Attempt, Page
 from lightning.store.rollout_state import no_cursor
 from lightning.types import Span, StepRecord, Transition
-from lightning_record.conversation import CONVERSATION, conversation_in
+from lightning_record.conversation import CONVERSATION, conversation_in, storable
 
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token

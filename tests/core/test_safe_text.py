@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 
-from lightning.printable import plain_json
+from lightning.safe_text import plain_json
 
 
 def test_a_value_that_json_does_not_have_becomes_one_that_it_has() -> None:

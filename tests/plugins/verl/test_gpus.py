@@ -7,8 +7,10 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from lightning.cli import check as gpus
-from lightning.cli.check import Check, TorchView, check_gpus
+from lightning.cli.check import Check
+from lightning.cli.doctor import examine
+from lightning_verl import gpus
+from lightning_verl.gpus import TorchView, check_gpus
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 570.86\n"
 CUDA = TorchView("12.8", "2.27.3", 8)
@@ -28,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Check]]:
         answer = subprocess.CompletedProcess([], 0, smi or "", "")
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
         monkeypatch.setattr(gpus, "torch_view", lambda: torch)
-        found = {check.name: check for check in check_gpus()}
+        found = {check.name: check for check in check_gpus(None)}
         assert not any(check.fatal for check in found.values())
         assert all(check.cure for check in found.values() if check.status != "ok")
         return found
@@ -78,3 +80,10 @@ def test_a_driver_that_fails_and_one_that_does_not_tell_memory(machine) -> None:
 def test_torch_says_where_there_is_no_nvidia_smi(machine) -> None:
     assert machine(None, CUDA)["gpus"].detail == "8, as torch says"
     assert "nccl" not in machine(None, None)
+
+
+def test_doctor_has_the_findings_and_nothing_slower_to_try() -> None:
+    checks = {check.name: check for check in examine(["gpus"])}
+    assert {"gpus", "nccl"} <= checks.keys()
+    first = next(iter(check_gpus("")))
+    assert (first.status, first.cure) == ("low", "leave --try gpus out")
