@@ -1,7 +1,7 @@
 """Attaches adapters to their frameworks and asks them which agent is calling the model.
 
 The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter. If a call has
-no caller's name because of that, its transition says so.
+no caller's name because an adapter failed, its transition says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Identifier(NamedTuple):
 
 
 class Installation:
-    """One call of `install_adapters`: the adapters it is for (`names`, None: all), and what must be undone."""
+    """One call of `install_adapters`: the adapters that it is for (`names`; None means all), and the functions that undo it
+    (`undos`)."""
 
     def __init__(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> None:
         self.emit, self.names = emit, names
@@ -64,7 +65,8 @@ class Adapters:
         self._installations: list[Installation] = []
         self._identifiers: tuple[Identifier, ...] | None = None
         self._changes = 0
-        """Counts the changes of the set of adapters that are asked, so that a search for them can notice one meanwhile."""
+        """The number of changes so far of the set of adapters to ask. A search for these adapters compares the number before
+        and after, and so notices a change by another thread."""
         self._absent: tuple[str, ...] = ()
         self._said = Once()
 
@@ -82,7 +84,8 @@ class Adapters:
             self.attach(installation, name)
 
     def attach(self, installation: Installation, name: str) -> None:
-        """Call `lightning_install` of one loaded plugin, once."""
+        """Call the `lightning_install` of one loaded plugin for this installation, unless the installation does not want the
+        plugin or has called it already."""
         self._changed()
         if name in installation.done or not installation.wants(name):
             return
@@ -125,13 +128,15 @@ class Adapters:
         return {name for one in self._installations for name in one.done - one.failed}
 
     def identify(self) -> Caller | None:
-        """Ask the adapters who is calling: return the first answer that knows the model call itself (its span), else the first
-        answer, by pluggy's order; None without an answer.
+        """Ask the adapters, in pluggy's order, who is calling. Return the first answer of a framework's adapter that knows the
+        model call itself (its `span_id`), else the first answer; None without an answer.
 
-        So where one framework's agent runs inside another's node or tool, the agent that is about to call is named. While
-        anything is installed, only installed adapters are asked. If an adapter failed, now or when it was installed, and no
-        other framework's adapter knows the caller, the answer (a fallback's, else `agent`) is marked: its `framework` is
-        `FAILED` and the adapter's name.
+        So if one framework's agent runs inside a node or tool of another framework, the agent that is about to call is named.
+        While there is an installation, only installed adapters are asked.
+
+        If an adapter failed, now or when it was installed, and no framework's adapter knows the caller, the answer is marked:
+        its `framework` is `FAILED` and the failed adapter's name. The marked answer is a fallback's, or `UNNAMED` if there is
+        none.
         """
         identifiers = self._identifiers
         if identifiers is None:
@@ -160,7 +165,7 @@ class Adapters:
         self._identifiers = None
 
     def _find_identifiers(self) -> tuple[Identifier, ...]:
-        """Return the adapters to ask, in order. Note those that cannot be asked, because their installation failed."""
+        """Return the adapters to ask, in order. Note the adapters that cannot be asked because their installation failed."""
         changes = self._changes
         implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
         known = tuple(
