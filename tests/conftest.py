@@ -156,7 +156,7 @@ LONGEST = (
     "tests/e2e/test_survival.py",
     "tests/chaos/",
     *SHARING,
-    "tests/house/test_docs_run.py::test_slow_blocks_run[docs/your-own-loop.md]",
+    "tests/house/test_docs_run.py::test_slow_blocks_run_with_one_vllm[docs/your-own-loop.md]",
     "tests/house/test_docs_run.py::test_slow_blocks_run[README.md]",
     "tests/house/test_docs_run.py::test_slow_blocks_run[docs/replay.md]",
     "tests/e2e/test_many_machines.py::test_a_real_training",
