@@ -38,7 +38,7 @@ BLOCK = re.compile(
 LONG = ("docs/algorithms.md", "docs/frameworks/plain-python.md", "docs/gateway.md", "docs/index.md")
 """Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
 SHARED = ("docs/your-own-loop.md",)
-"""Files whose programs train `MODEL` several times: all trainings attach to one vLLM, since its start costs more than any of them."""
+"""Files whose programs train `MODEL` several times. All trainings attach to one vLLM: a start costs more than any of them."""
 MARK = re.compile(r"skip \(.+\)|slow(?:, \S+ as \S+)*|elsewhere|file [\w./-]+")
 CHANGE = re.compile(r", (\S+) as (\S+?)(?=, |$)")
 
