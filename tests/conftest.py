@@ -41,6 +41,8 @@ FRAMEWORKS = (
     "adapters/otel/test_provider.py",
     "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_multi_gpu_agents", "examples/test_rag_",
     "examples/test_sql_",
+    "plugins/branching/test_branch_frameworks.py", "plugins/branching/test_replay_clients.py",
+    "plugins/branching/test_replay_frameworks.py",
 )  # fmt: skip
 """Tests that import an agent framework, which takes seconds: `make test-frameworks`."""
 
@@ -127,6 +129,10 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tell those that need a framework from the fast ones; the longest of the slow ones first."""
     for item in items:
+        if item.get_closest_marker("framework") and not needs_framework(item.path):
+            raise pytest.UsageError(
+                f"{item.nodeid} imports a framework, and no suite runs it: name its file in FRAMEWORKS"
+            )
         if needs_framework(item.path):
             item.add_marker(pytest.mark.framework)
         if runs_elsewhere(item.path):
@@ -156,7 +162,7 @@ LONGEST = (
     "tests/e2e/test_survival.py",
     "tests/chaos/",
     *SHARING,
-    "tests/house/test_docs_run.py::test_slow_blocks_run[docs/your-own-loop.md]",
+    "tests/house/test_docs_run.py::test_slow_blocks_run_with_one_vllm[docs/your-own-loop.md]",
     "tests/house/test_docs_run.py::test_slow_blocks_run[README.md]",
     "tests/house/test_docs_run.py::test_slow_blocks_run[docs/replay.md]",
     "tests/e2e/test_many_machines.py::test_a_real_training",

@@ -11,13 +11,20 @@ program,
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from lightning.config.sections import PolicyServerConfig
+from lightning.policy_server.vllm_server import OwnedVLLM
+from lightning_examples.raw_python import MODEL
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -30,6 +37,8 @@ BLOCK = re.compile(
 )
 LONG = ("docs/algorithms.md", "docs/frameworks/plain-python.md", "docs/gateway.md", "docs/index.md")
 """Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
+SHARED = ("docs/your-own-loop.md",)
+"""Files whose programs train `MODEL` several times. All trainings attach to one vLLM: a start costs more than any of them."""
 MARK = re.compile(r"skip \(.+\)|slow(?:, \S+ as \S+)*|elsewhere|file [\w./-]+")
 CHANGE = re.compile(r", (\S+) as (\S+?)(?=, |$)")
 
@@ -80,10 +89,10 @@ def files_with(mark: str) -> list[str]:
     return [name for name in FILES if any(block.mark.partition(",")[0] == mark for block in blocks(name))]
 
 
-def run(name: str, folder: Path, among: str = "") -> None:
+def run(name: str, folder: Path, among: str = "", env: Mapping[str, str] | None = None) -> None:
     script = folder / "blocks.py"
     script.write_text(program(name, folder, among))
-    ran = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{script.read_text()}\n{ran.stdout}\n{ran.stderr}"
 
 
@@ -95,11 +104,30 @@ def test_blocks_run(name: str, tmp_path: Path) -> None:
     run(name, tmp_path)
 
 
+@contextmanager
+def one_vllm(folder: Path) -> Iterator[Mapping[str, str]]:
+    """The environment of a program whose trainings attach to a vLLM with `MODEL`, which runs meanwhile."""
+    vllm = OwnedVLLM(MODEL, PolicyServerConfig(device="cpu"), log=folder / "vllm.log")
+    asyncio.run(vllm.start())
+    try:
+        yield {**os.environ, "LIGHTNING_POLICY_SERVER__ATTACH": vllm.url}
+    finally:
+        asyncio.run(vllm.close())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", files_with("slow"))
+@pytest.mark.parametrize("name", [name for name in files_with("slow") if name not in SHARED])
 def test_slow_blocks_run(name: str, tmp_path: Path) -> None:
     run(name, tmp_path, "slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SHARED)
+def test_slow_blocks_run_with_one_vllm(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with one_vllm(tmp_path_factory.mktemp("vllm")) as env:
+        run(name, tmp_path, "slow", env)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -41,7 +41,7 @@ installations = Installations(_attach)
 
 
 def _watch_agent(agent: Any) -> None:
-    """Wrap what this agent uses: the methods of its model, its tools and its interpreter."""
+    """Wrap the methods of this agent's model, tools and interpreter."""
     _watch(type(agent.model), "generate", _generate)
     _watch(type(agent.model), "generate_stream", _generate_stream)
     for tool in agent.tools.values():
@@ -51,7 +51,8 @@ def _watch_agent(agent: Any) -> None:
 
 
 def _watch(kind: type, name: str, instead: Callable[..., Any]) -> None:
-    """Wrap a method of a class, where the class or one of its bases defines it."""
+    """Wrap the method `name` on the class that defines it: `kind` or the nearest of its bases. Do nothing if none of them
+    defines the method."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
     if owner is not None:
         replaced.replace(owner, name, instead)
@@ -83,7 +84,7 @@ def _generate_stream(original: Callable[..., Any], model: Any, /, *args: Any, **
 
 
 def _runs_already(subject: object) -> bool:
-    """Whether the innermost scope is that of this object."""
+    """Whether the innermost scope belongs to this object."""
     here = scopes.here()
     return here is not None and here.subject is subject
 
@@ -139,9 +140,9 @@ def _by_name(names: Iterable[str], args: tuple[Any, ...], more: Mapping[str, Any
 
 
 def _run_tool(tool: Any, name: str, arguments: Any, run: Callable[[], Any], call_id: str = "") -> Any:
-    """Run a tool, or an agent used as one, in a scope of its own, and report it.
+    """Run a tool, or an agent used as a tool, in a scope of its own, and report the run.
 
-    Where no agent is running, or the tool has its scope already, it is only run.
+    If no agent is running, or the tool already has its scope, or the tool is `ANSWER`, it is only run.
     """
     if scopes.here() is None or _runs_already(tool) or name == ANSWER:
         return run()

@@ -47,11 +47,12 @@ class Batch:
 
 class Algorithm(Protocol):
     """An algorithm: `group_size` rollouts are sampled for each task, `batch` turns the finished groups into rows, and the
-    engine minimises `loss` on these."""
+    engine minimises `loss` on these rows."""
 
     @property
     def name(self) -> str:
-        """The registered name whose factory makes this algorithm again from its fields."""
+        """The algorithm's registered name. The factory of this name makes an equal algorithm from the values of the algorithm's
+        fields."""
 
     @property
     def group_size(self) -> int:
@@ -59,7 +60,7 @@ class Algorithm(Protocol):
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """Return the rows of one optimizer step. A rollout that cannot be trained on must be left out and counted, because an
-        error here ends the run, and each resume of it again."""
+        error in this method ends the run, and would end each resume of the run."""
 
     @property
     def loss(self) -> Loss:
@@ -73,7 +74,8 @@ class SearchAlgorithm(Protocol):
 
     @property
     def name(self) -> str:
-        """The registered name whose factory makes this algorithm again from its fields."""
+        """The algorithm's registered name. The factory of this name makes an equal algorithm from the values of the algorithm's
+        fields."""
 
     def check(self, config: Config, val: Sequence[Task]) -> None:
         """Raise an error, before anything is started, if the algorithm cannot work with the settings or the held-out tasks

@@ -37,8 +37,8 @@ app = typer.Typer(invoke_without_command=True)
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run in a list. `rewards` are the mean training rewards of the first and the last step; fields with failures count a
-    failed rollout as 0."""
+    """One run in a list. `rewards` are the mean training rewards of the first and the last step. The fields `..._with_failures`
+    count a failed rollout as 0."""
 
     id: str
     created_at: float
@@ -123,8 +123,8 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run in a comparison. `settings` are those in which the runs differ; `error` is the standard error of `after`, which,
-    like `before`, counts failed rollouts as 0."""
+    """One run in a comparison. `settings` has the run's values of the settings in which the runs differ. `before` and `after`
+    count failed rollouts as 0; `error` is the standard error of `after`."""
 
     id: str
     settings: dict[str, Json]
@@ -150,9 +150,15 @@ def compare(
         run.id: (run, summary) for _, those in answers(place, partial(_summaries, names)) for run, summary in those
     }
     if missing := [name for name in names or () if name not in found]:
-        raise ConfigError(f"there is no run {missing[0]!r} in {redacted(place)}: `lightning runs` lists the runs there")
+        shown = redacted(place)
+        raise ConfigError(
+            f"there is no run {missing[0]!r} in {shown}: `lightning runs --runs {shown}` lists the runs there"
+        )
     if len(found) < 2:
-        raise ConfigError(f"{len(found)} run in {redacted(place)}: two or more can be compared")
+        there = f"there is {'only 1' if found else 'none'} in {redacted(place)}: give another place with --runs"
+        if names:
+            there = f"only {names[0]} was named: name another run, or no run to compare all runs in {redacted(place)}"
+        raise ConfigError(f"a comparison needs two or more runs, and {there}")
     rows = _compared([found[name] for name in names or sorted(found)])
     if as_json:
         print_json(rows)
@@ -233,8 +239,9 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What is shown of one run. `rollouts` are the selected ones, of `among` rollouts searched; `step_rewards` are theirs, by
-    rollout; `failures` counts the failed ones of all searched rollouts by reason."""
+    """The parts of a run that are shown. `rollouts` are the selected rollouts, of `among` rollouts searched; `step_rewards` are
+    the step rewards of the selected rollouts, by rollout; `failures` counts the failed rollouts of all those searched, by
+    reason."""
 
     run: Run
     epochs: list[Epoch]

@@ -68,8 +68,8 @@ UNTRAINABLE = "train the checkpoint in bfloat16 or float32, which publishers off
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The names of a model folder's tensors: `trained` are replaced by training, `carried` are not. `fp8` says whether some of
-    the trained ones are stored in FP8."""
+    """The names of a model folder's tensors: training replaces the tensors `trained`, and leaves the tensors `carried` as they
+    are. `fp8` says whether some of the trained tensors are stored in FP8."""
 
     trained: tuple[str, ...]
     carried: tuple[str, ...]
@@ -91,10 +91,10 @@ class Contents:
 
 
 def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int | None = None) -> Contents:
-    """Compare a folder's model, loaded by `transformers` on the device `meta`, with the headers of the folder's files, and try
-    the adapters `lora` and the policy server's `max_model_len` (`engines.loading`) on it; None leaves out the adapters.
+    """Compare a folder's model, loaded by `transformers` on the device `meta`, with the headers of the folder's files. Try the
+    adapters `lora` (None: no adapters) and the policy server's `max_model_len` (`engines.loading`) on the model.
 
-    Raises `ConfigError`, naming the first tensors, for a layout that weights cannot be written back into, and for a
+    Raises `ConfigError`, naming the first tensors, if trained weights cannot be written back into the folder, and for a
     quantisation that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
     """
     check_model_folder(folder)
@@ -106,9 +106,10 @@ def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int
     unknown = sorted(name for name, shape in trained.items() if name not in stored or stored[name].shape != shape)
     if unknown:
         raise ConfigError(
-            f"{folder} stores its weights in a layout that they cannot be written back into: of {len(unknown)} tensors that "
-            f"would be trained as {_some(unknown)} it has none of that name and shape. Load and save it once with transformers "
-            "(AutoModelForCausalLM.from_pretrained, save_pretrained; the tokenizer alike), and train the new folder"
+            f"the trained weights cannot be written back into {folder}: {len(unknown)} tensors of the model that would be "
+            f"trained are not in the folder under the same name with the same shape ({_some(unknown)}). Load the model once "
+            "with transformers and save it (AutoModelForCausalLM.from_pretrained, save_pretrained; the tokenizer alike), and "
+            "train the saved folder"
         )
     fix_positions(model, folder, max_model_len)
     if lora is not None:
@@ -175,8 +176,8 @@ def with_scales(trained: Iterable[str], stored: Mapping[str, TensorSpec]) -> tup
 
 
 def tied_heads(trained: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return the output layer that the folder stores although it is tied to the embedding: its name, with the embedding's
-    name."""
+    """Return the name of the output layer, with the name of the embedding, if the folder stores an output layer that is tied to
+    the embedding; empty if it stores none."""
     known = set(trained)
     embedding = next((name for name in sorted(known) if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
     return {name: embedding for name in stored if embedding and name not in known and name.endswith("lm_head.weight")}
@@ -236,7 +237,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h
 
 def write_file(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, file: Path) -> Path:
     """Write the trained weights of a model from the folder `source` as one safetensors file, atomically, in `dtype`. The file's
-    metadata lists the folder's tensors that it leaves out."""
+    metadata lists the folder's tensors that the file leaves out."""
     found = as_stored(source, weights, dtype)
     left = sorted(folder_tensors(source).keys() - found.keys())
     metadata = {"format": "pt"} | ({LEFT_OUT: json.dumps(left)} if left else {})
@@ -249,8 +250,8 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
     """Write a model's adapters alone as one safetensors file, atomically: A (rank, in) and B (out, rank) under the names of the
     matrices in `source` that they change. The metadata holds what is needed to merge them (base folder, dtypes, scaling).
 
-    Returns the file. Returns None, and writes nothing, if `source` has such a matrix under another name, transposed, fused with
-    others or in FP8.
+    Returns the file. Returns None, and writes nothing, if `source` has one of these matrices under another name, transposed,
+    fused with others or in FP8.
     """
     stored, kept = folder_tensors(source), ""
     tensors: dict[str, torch.Tensor] = {}
@@ -280,7 +281,7 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
 def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Path:
     """Write a model folder, atomically: a copy of `source` with these weights, in `dtype`, in the place of its own.
 
-    Other tensors and files of `source` are copied unchanged; of its subfolders only that of chat templates is. In `config.json`
+    Other tensors and files of `source` are copied unchanged; the only subfolder that is copied is `TEMPLATES`. In `config.json`
     only the dtype is changed, if it differs.
     """
     found, stored = as_stored(source, weights, dtype), folder_tensors(source)
@@ -306,8 +307,8 @@ def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch
 
 
 def _set_dtype(file: Path, dtype: str) -> None:
-    """Set the dtype of the weights in a `config.json`, also in its `text_config` if that has one. A file that already names
-    this dtype is not written."""
+    """Set the dtype of the weights in a `config.json`, also in its `text_config` if the `text_config` has a dtype. A file that
+    already names this dtype is not written."""
     config = json.loads(file.read_bytes())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     places = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict) and key in part)]

@@ -59,8 +59,8 @@ def ran_out(error: BaseException) -> bool:
 
 @contextmanager
 def needing_room(doing: str, cures: str = MORE_ROOM) -> Iterator[None]:
-    """Turn an error for lack of memory inside the block into an `EngineError` that says what was being done (`doing`) and what
-    helps (`cures`)."""
+    """Turn an error for lack of memory inside the block into an `EngineError` that names the interrupted work (`doing`) and the
+    `cures`."""
     try:
         yield
     except RuntimeError as error:
@@ -73,15 +73,15 @@ CURES = "lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.
 
 
 class NonFiniteError(EngineError):
-    """An update cannot be taken because a number is not finite; the message says which and where."""
+    """An update cannot be taken because a number is not finite; the message says which number, and where it is."""
 
 
 logger = logging.getLogger(__name__)
 
 
 def is_prepared(loss: Loss) -> bool:
-    """Whether a loss needs numbers of an update's tokens before the gradient pass: its own `prepare`'s or reference
-    logprobs."""
+    """Whether a loss needs numbers of an update's tokens before the gradient pass: the results of its own `prepare`, or
+    reference logprobs."""
     return isinstance(loss, StepLoss) or needs_reference(loss)
 
 
@@ -92,8 +92,9 @@ def prepared(
     current: Callable[[], Numbers],
     reference: Callable[[], Numbers],
 ) -> list[Sample]:
-    """Return the rows with the numbers that the loss needs of their trained `tokens` (N,), which are in the order of the rows.
-    `current` and `reference` compute these tokens' logprobs (N,) and are called only if the loss needs them."""
+    """Return the rows with the numbers that the loss needs for each trained token. `tokens` are the N trained tokens of all
+    rows, in the order of the rows. `current` and `reference` compute the logprobs (N,) of these tokens, under the present
+    policy and under the reference model. Each of the two is called only if the loss needs its logprobs."""
     first = reference() if needs_reference(loss) else None
     numbers: Numbers | None = None
     if isinstance(loss, StepLoss) and len(tokens):
@@ -165,7 +166,7 @@ class StepDriver:
 
     def __init__(self, max_nonfinite_steps: int) -> None:
         self._most_nonfinite, self._nonfinite = max_nonfinite_steps, 0
-        """How many updates may be skipped in a row, and how many were skipped since the last one that was taken."""
+        """How many updates may be skipped in a row, and how many were skipped since the last update that was taken."""
         self._config, self._seed = OptimizerConfig(), 0
         self._pending: _Updates | None = None
         """The report so far of the accumulated gradient, if `forward_backward` made it; else None."""
@@ -278,7 +279,8 @@ class _Present:
 
 def _begun(computer: Computer, samples: Sequence[Sample]) -> Sequence[Sample]:
     """Return the rows with the policy's own logprobs before the first update (`Sample.begun`), if the sampler gave none for
-    some trained token. The ratio of later updates is taken against these; without them nothing would bound it."""
+    some trained token. The ratio of later updates is taken against these logprobs; without them nothing would bound the
+    ratio."""
     if not any(np.isnan(sample.logprobs[sample.weights != 0]).any() for sample in samples):
         return samples
     try:
@@ -334,8 +336,8 @@ class _Updates:
         self.parts = self.taken = self._skipped = 0
 
     def add(self, tally: Tally, norms: dict[str, float] | None, *, first: bool) -> None:
-        """Add an update that was taken, with its gradient's norms, or one whose rows had no weight (`norms` None). `first` says
-        whether it belongs to the first pass over the rows."""
+        """Add an update: one that was taken, with its gradient's `norms`, or one whose rows had no weight (`norms` is None).
+        `first` says whether the update belongs to the first pass over the rows."""
         self._count(tally, first=first)
         if norms is not None:
             self._norms.append(norms)
@@ -363,7 +365,7 @@ class _Updates:
 
     def result(self) -> StepResult:
         """Return the step's report: the metrics of the first pass, and the gaps of trainer and sampler before the first update.
-        If an update was skipped, metrics that are not finite are left out; norms and rate are absent if none was taken."""
+        If an update was skipped, metrics that are not finite are left out; norms and rate are absent if no update was taken."""
         found = self._tally.metrics()
         if not self._add_up:
             before = (self._first or Tally()).metrics()
@@ -390,8 +392,8 @@ def _numbers_of(
     """Call a loss's `prepare` and return its number for each trained token (N,). `tokens`, `logprobs`, `reference` and the
     result are in the order of the rows.
 
-    Raises `EngineError`, naming the loss, if it does not give one number for each token, and `NonFiniteError` if one is not
-    finite.
+    Raises `EngineError`, naming the loss, if the loss does not give one number for each token, and `NonFiniteError` if a number
+    is not finite.
     """
     missing, began = np.isnan(tokens.sampled), logprobs if tokens.begun is None else tokens.begun
     calls, spans = _calls_of(samples, tokens)
@@ -409,7 +411,7 @@ def _numbers_of(
     if found.shape != (len(tokens),):
         raise EngineError(
             f"{_named(loss)}.prepare gave an array of shape {found.shape} for {len(tokens)} tokens: it must give one number "
-            "for each"
+            "for each token"
         )
     if not np.isfinite(found).all():
         first = int(np.flatnonzero(~np.isfinite(found))[0])

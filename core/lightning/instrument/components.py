@@ -34,8 +34,8 @@ _MANAGERS = frozenset({"__enter__", "__aenter__", "__exit__", "__aexit__", "ente
 
 
 class Room:
-    """An entered component. If a generator entered it, it holds for the code inside the generator and for tasks that this
-    starts, but not for the code that iterates the generator, although both share one context."""
+    """An entered component. If a generator entered it, the component holds for the code inside the generator and for tasks that
+    this code starts, but not for the code that iterates the generator, although both share one context."""
 
     __slots__ = ("_flow", "generator", "name", "owner")
 
@@ -106,8 +106,8 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
     Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with a slash,
     since slashes separate the names of a path in `train_agents`.
 
-    `prompt` gives the component a prompt template. The agent must read the template from `.prompt`: in a rollout that is the
-    template to try (of `runner.prompts`, or of a prompt optimizer), elsewhere the given one.
+    `prompt` gives the component a prompt template. The agent must read the template from `.prompt`: in a rollout this is the
+    template to try (of `runner.prompts`, or of a prompt optimizer), elsewhere it is the given template.
     """
 
     def __init__(self, name: str, prompt: str | None = None) -> None:
@@ -150,9 +150,9 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
             room.generator = None
 
     def _left(self, frame: FrameType, path: tuple[Room, ...]) -> Room | None:
-        """Return the room that `__exit__`, called from `frame`, leaves; None if there is none. It need not be the last one,
-        since a generator may be closed inside a block that its consumer opened. And it may be left by other code than entered
-        it, since an `ExitStack` may be closed by hand or handed on."""
+        """Return the room that `__exit__`, called from `frame`, leaves; None if there is none. The room need not be the last
+        one, since a generator may be closed inside a block that its consumer opened. The code that leaves the room need not be
+        the code that entered it, since an `ExitStack` may be closed by hand or handed on."""
         generator = _generator_of(frame)
         if generator is not None:
             for room in reversed(self._rooms):
@@ -170,8 +170,8 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
 
 
 def _path_in(room: Room) -> tuple[Room, ...]:
-    """Return the path inside a component that is entered here. Also open a flow of calls for it, so that its last call is
-    distinguished from those of components beside it."""
+    """Return the path inside a component that is entered here. Also open a flow of calls for the component, so that its last
+    call is distinguished from the last calls of components beside it."""
     attempt = calling_attempt()
     if attempt is not None:
         attempt.calls.open()
@@ -221,8 +221,9 @@ _stand_ins: dict[str, StandIn] = {}
 
 @contextmanager
 def replace_tools(api_key: str, stand_in: StandIn) -> Iterator[None]:
-    """Inside the block, each run of a `lightning.tool` in the rollout with this key is replaced by what `stand_in` returns for
-    it, in every thread and task of this process that the rollout's code runs in."""
+    """Inside the block, each run of a `lightning.tool` in the rollout with this key is replaced by a call of the function that
+    `stand_in` returns for the run (None: the tool runs). This holds in every thread and task of this process in which the
+    rollout's code runs."""
     _stand_ins[api_key] = stand_in
     try:
         yield
@@ -448,7 +449,7 @@ class _Items(list[object]):
 
 
 def _keep(items: _Items, item: object) -> None:
-    """Add an item of a stream, or set `cut` if there are `MAX_TEXT` already."""
+    """Add an item of a stream, or set `cut` if there are `MAX_TEXT` items already."""
     if len(items) < MAX_TEXT:
         items.append(item)
     else:
@@ -459,11 +460,12 @@ _asked: tuple[Callable[[], Caller | None], ...] = ()
 
 
 def ask(identify: Callable[[], Caller | None]) -> None:
-    """Register a function that is asked for the current caller before all adapters. Registering it again does nothing.
+    """Register a function that names the current caller. `current_caller` asks the registered functions before any adapter. A
+    second registration of the same function does nothing.
 
     This is for a handler that users register with their framework by hand, and that must work even if its adapter is not
-    installed or is disabled. `identify` stays registered for the life of the process, so it must return None unless such a
-    handler sees the running call.
+    installed or is disabled. `identify` stays registered for the life of the process, so it must return None for a call that
+    the handler does not observe.
     """
     global _asked
     if identify not in _asked:
@@ -473,7 +475,7 @@ def ask(identify: Callable[[], Caller | None]) -> None:
 def current_caller() -> Caller | None:
     """Return the caller of a model call that this thread or task is about to send; None if unknown.
 
-    If no framework names a caller in this thread, it is the caller in the code that started the thread, with the components
+    If no framework names a caller in this thread, the caller is that of the code that started the thread, with the components
     entered since.
     """
     caller, starter = _caller_here(), starter_here()
@@ -488,7 +490,8 @@ def current_caller() -> Caller | None:
 
 
 def is_framework(caller: Caller | None) -> bool:
-    """Whether a framework's adapter named the caller. A caller by `raw`, the adapter that answers if no other does, is not."""
+    """Whether a framework's adapter named the caller. False for a caller that `raw` named, the adapter that answers if no other
+    does, and for a caller that is unknown because an adapter failed."""
     from lightning.plugins.attached_adapters import failed_adapter
 
     return caller is not None and caller.framework not in ("", "raw") and not failed_adapter(caller)

@@ -48,8 +48,8 @@ class Correction:
     `icepop`: c = rho where `low` <= rho <= `high`, else 0 (IcePop, https://ringtech.notion.site/icepop; arXiv 2510.18855).
 
     `dual_clip` bounds a negative advantage at a large ratio, which PPO's clip does not: J = max(PPO's J, `dual_clip` * A)
-    (Ye et al., arXiv 1912.09729, with 3), so such a token has no gradient. None means no such bound. It only acts on the
-    surrogate `clip`, since the weight of `cispo` is bounded anyway.
+    (Ye et al., arXiv 1912.09729, with 3), so a token beyond the bound has no gradient. None means no bound. The bound acts only
+    on the surrogate `clip`, since the weight of `cispo` is bounded anyway.
 
     `low` and `high` of None are replaced by `BOUNDS` of the kind (they stay None with `none`). A token for which the sampler
     gave no logprob has rho = 1.
@@ -80,10 +80,14 @@ class Correction:
             raise ConfigError(f"high={high} must be positive: importance weights are kept below it")
         if self.kind != "tis" and not 0.0 <= low < 1.0 < high:
             raise ConfigError(
-                f"a correction with low={low} and high={high}: 1, where both agree, must lie between them"
+                f"a correction with low={low} and high={high}: low must be 0 or more, and 1, the ratio where trainer and "
+                "sampler agree, must lie between low and high"
             )
         if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ConfigError(f"dual_clip={self.dual_clip} must be greater than 1: ratios up to it keep their gradient")
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} must be greater than 1, or None for no bound: a token with a negative advantage "
+                "keeps its gradient only up to this ratio"
+            )
 
     @property
     def bounds(self) -> tuple[float, float]:

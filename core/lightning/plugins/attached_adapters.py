@@ -1,7 +1,7 @@
 """Attaches adapters to their frameworks and asks them which agent is calling the model.
 
 The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter. If a call has
-no caller's name because of that, its transition says so.
+no caller's name because an adapter failed, its transition says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Identifier(NamedTuple):
 
 
 class Installation:
-    """One call of `install_adapters`: the adapters it is for (`names`, None: all), and what must be undone."""
+    """One call of `install_adapters`: the adapters that it is for (`names`; None means all), and the functions that undo it
+    (`undos`)."""
 
     def __init__(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> None:
         self.emit, self.names = emit, names
@@ -81,7 +82,8 @@ class Adapters:
         self._find_identifiers()
 
     def attach(self, installation: Installation, name: str) -> None:
-        """Call `lightning_install` of one loaded plugin, once."""
+        """Call the `lightning_install` of one loaded plugin for this installation, unless the installation does not want the
+        plugin or has called it already."""
         if name in installation.done or not installation.wants(name):
             return
         installation.done.add(name)
@@ -124,13 +126,15 @@ class Adapters:
         return {name for one in self._installations for name in one.done - one.failed}
 
     def identify(self) -> Caller | None:
-        """Ask the adapters who is calling: return the first answer that knows the model call itself (its span), else the first
-        answer, by pluggy's order; None without an answer.
+        """Ask the adapters, in pluggy's order, who is calling. Return the first answer of a framework's adapter that knows the
+        model call itself (its `span_id`), else the first answer; None without an answer.
 
-        So where one framework's agent runs inside another's node or tool, the agent that is about to call is named. While
-        anything is installed, only installed adapters are asked. If an adapter failed, now or when it was installed, and no
-        other framework's adapter knows the caller, the answer (a fallback's, else `agent`) is marked: its `framework` is
-        `FAILED` and the adapter's name.
+        So if one framework's agent runs inside a node or tool of another framework, the agent that is about to call is named.
+        While there is an installation, only installed adapters are asked.
+
+        If an adapter failed, now or when it was installed, and no framework's adapter knows the caller, the answer is marked:
+        its `framework` is `FAILED` and the failed adapter's name. The marked answer is a fallback's, or `UNNAMED` if there is
+        none.
         """
         failed = self._absent
         around: Caller | None = None

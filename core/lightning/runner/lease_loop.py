@@ -39,25 +39,26 @@ class Source(Protocol):
         """Set when `refill` may be able to create rollouts that it could not before, or when others created rollouts."""
 
     async def refill(self) -> bool:
-        """Create some rollouts if it is time for them, and return whether it did. Called when there is room and nothing is
-        pending."""
+        """Create some rollouts if the source may begin more now, and return whether it created any. The worker calls `refill`
+        when it has free capacity and no rollout is pending."""
 
 
 class Delivery(Protocol):
     """Hands out attempts to one worker and takes their outcomes."""
 
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
-        """Watch for changes after which there may be something to lease."""
+        """Watch for changes after which there may be attempts to lease."""
 
     async def lease(self, limit: int) -> Sequence[tuple[Lease, LLM | StageError]]:
-        """Lease up to `limit` attempts to run. Each comes with the model as its agent sees it, or with the failure of the
-        plugin's stage that was to add to it."""
+        """Lease up to `limit` attempts to run. Each lease comes with the model as its agent sees it, or with the failure of a
+        plugin's stage that was to add to the model."""
 
     async def renew(self, lease: Lease) -> None:
         """Renew a lease. Raises `StaleAttemptError` if a later attempt has begun or the attempt has ended."""
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
-        """End an attempt. None means that the outcome was not taken, which this method has logged; the lease then expires.
+        """End an attempt with its outcome and return its rollout. None means that the outcome was not taken, which this method
+        has logged; the lease then expires.
 
         Raises `StaleAttemptError` if a later attempt has begun, or the attempt has ended with another outcome.
         """
@@ -66,7 +67,7 @@ class Delivery(Protocol):
         """Give back every lease that this worker holds, or held before it was restarted."""
 
     async def unfinished(self) -> bool:
-        """Whether there may be more to do, here or elsewhere. Called when this worker runs nothing."""
+        """Whether this worker or another may have more attempts to run. Called when this worker runs no agent."""
 
 
 async def work(
@@ -81,14 +82,15 @@ async def work(
     on_finished: Callable[[Rollout], None] | None = None,
     source: Source | None = None,
 ) -> None:
-    """Run the pending rollouts of a run, as `worker`, until none is pending or running any more.
+    """Run the pending rollouts of a run, as `worker`, until no rollout is pending or running any more.
 
-    With a `source` it goes on until it is cancelled, and asks for more whenever there is room.
+    With a `source` it goes on until it is cancelled, and asks the source for more rollouts whenever it has free capacity and no
+    rollout is pending.
 
-    `worker` names this process in leases; what it held before (a restart) is given back first. The gateway's stages, in `line`,
-    are asked about each outcome before it is stored. `on_finished` is called with each rollout that ends here for good.
-    Cancelling ends the agents and gives the leases back. Errors of the store, of `llm_for`, of `on_finished` and of `source`
-    propagate; `RunnerError` means that no agent can be run.
+    `worker` names this process in leases; leases that it held before a restart are given back first. The gateway's stages, in
+    `line`, are asked about each outcome before the outcome is stored. `on_finished` is called with each rollout that ends here
+    for good. Cancelling ends the agents and gives the leases back. Errors of the store, of `llm_for`, of `on_finished` and of
+    `source` propagate; `RunnerError` means that no agent can be run.
     """
     delivery = _FromStore(store, run, llm_for, worker, config.lease_ttl, source, line)
     await deliver(delivery, runner, config, on_finished=on_finished, news=source.changed if source else None)
@@ -207,7 +209,8 @@ class _Worker:
         return task
 
     async def _more(self) -> bool:
-        """Lease as many attempts as there is room for. Return False when nothing is left to do, here or elsewhere."""
+        """Lease as many attempts as there is free capacity for. Return False when neither this worker nor another has attempts
+        left to run."""
         free = self._concurrency - len(self._held)
         for lease, llm in await self._delivery.lease(free) if free else ():
             self._held[self._begin(self._attempt(lease, llm))] = lease
@@ -265,7 +268,7 @@ class _Worker:
                 self._too_late(lease, error)
 
     async def _release_anyway(self) -> None:
-        """Give the leases back while an error propagates. An error in this is only logged, so that the first one stays
+        """Give the leases back while an error propagates. An error of the release is only logged, so that the first error stays
         visible."""
         try:
             await self._delivery.release()

@@ -104,12 +104,15 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def _type_of(values: object) -> str:
+    return f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
+
+
 def pack(values: TokenIds | LogProbs) -> bytes:
     """Return the little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for anything else."""
     if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != ITEM:
-        kind = f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
         raise DataError(
-            f"expected array('i') of token ids or array('f') of log-probabilities, got {kind}: "
+            f"expected array('i') of token ids or array('f') of log-probabilities, got {_type_of(values)}: "
             "build it with lightning.types.token_ids() or logprobs()"
         )
     return _native(values.tobytes())
@@ -141,8 +144,8 @@ def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
 
 
 def stored_digest(blob: bytes) -> bytes:
-    """Return the content digest that a blob states, without decoding the blob. Its first `HEAD_BYTES` are enough. Raises
-    `StoreError` for an empty blob and for one of another codec."""
+    """Return the content digest that a blob states, without decoding the blob. The blob's first `HEAD_BYTES` bytes are enough.
+    Raises `StoreError` for an empty blob, and for a blob of another codec."""
     if not blob:
         raise StoreError("token blob is corrupt: it is empty")
     if blob[0] != VERSION:
@@ -151,21 +154,24 @@ def stored_digest(blob: bytes) -> bytes:
 
 
 def pack_tokens(tokens: CallTokens) -> Packed:
-    """Do the part of the encoding that does not depend on a parent. Raises `DataError` for arrays of another type."""
-    for name, values, code in (
-        ("prompt_ids", tokens.prompt_ids, "i"),
-        ("response_ids", tokens.response_ids, "i"),
-        ("logprobs", tokens.logprobs, "f"),
+    """Return tokens packed, with their digest: the part of the encoding that does not depend on a parent. Raises `DataError`
+    for arrays of other types than `CallTokens` names."""
+    for name, values, code, maker in (
+        ("prompt_ids", tokens.prompt_ids, "i", "token_ids"),
+        ("response_ids", tokens.response_ids, "i", "token_ids"),
+        ("logprobs", tokens.logprobs, "f", "logprobs"),
     ):
         if not isinstance(values, array) or values.typecode != code:
-            raise DataError(f"{name} must be array({code!r}), as lightning.types.token_ids() and logprobs() build")
+            raise DataError(
+                f"{name} has the type {_type_of(values)}, and must be array({code!r}): make it with lightning.types.{maker}()"
+            )
     prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
     return Packed(prompt, response, logprobs, content_digest(prompt, response, logprobs))
 
 
 def encode(tokens: CallTokens, parent: bytes = b"") -> bytes:
-    """Encode tokens against the packed full tokens of a parent; empty bytes for no parent. Raises `DataError` for arrays of
-    another type."""
+    """Encode tokens against the packed full tokens of a parent; empty bytes mean that there is no parent. Raises `DataError`
+    for arrays of other types than `CallTokens` names."""
     packed = pack_tokens(tokens)
     return encode_packed(packed, shared_prefix(packed.prompt, parent, ITEM))
 
@@ -180,7 +186,7 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
 
 
 def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
-    """Return the tokens of a blob. `parent` are the packed full tokens of the parent against which it was encoded.
+    """Return the tokens of a blob. `parent` are the packed full tokens of the parent against which the blob was encoded.
 
     Raises `StoreError` if the blob is damaged, is of another codec, or was encoded against another parent.
     """
@@ -248,14 +254,15 @@ def _from_planes(low: bytes, high: bytes, n_ids: int, n_logprobs: int) -> tuple[
 CACHE_BYTES: Final = 64 << 20
 """The size of the cache of possible parents: 4,000 conversations of 4,000 tokens, or more than 20,000 of 32,000 tokens."""
 CANDIDATES: Final = 32
-"""How many calls the cache keeps of an attempt, of a group's roots, and of the calls up to a branched one: the newest."""
+"""The most calls that the cache keeps of an attempt, of a group's roots, and of the calls up to a branched call. It keeps the
+newest."""
 LOADED_CALLS: Final = 8
-"""How many calls of an attempt are read if the cache does not have it: the newest, which are the last ones of agents that take
-turns. Of a branched attempt these are the newest up to the branched call."""
+"""The number of calls of an attempt that are read if the cache does not have the attempt. They are the newest, so the last
+calls of agents that take turns are among them. Of a branched attempt they are the newest up to the branched call."""
 MIN_SHARED: Final = 0.5
-"""The fraction of the prompt that a call must share to be its parent. A call without a parent is a root, and calls of other
-rollouts of the group look for parents among the roots only. If a few tokens of the template were enough, the first call of a
-second agent would have the first agent's call as its parent, and the siblings would not find it."""
+"""The fraction of its prompt that a call must share with another call to have it as its parent. A call without a parent is a
+root, and calls of other rollouts of the group look for parents among the roots only. If a few tokens of the template were
+enough, the first call of a second agent would have the first agent's call as its parent, and the siblings would not find it."""
 _SHORT: Final = 4096 * ITEM
 """The most bytes of full tokens that the cache keeps as they are."""
 _BLOCK: Final = 256 * ITEM
@@ -328,7 +335,7 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class KnownTransition(Generic[K]):
     """A stored call as the cache keeps it: its `key` in the database, the first bytes of its blob (`head`), and its tokens. The
-    head tells the call from another one that got its key after it was pruned."""
+    head distinguishes the call from a later call that got the same key after this call was pruned."""
 
     key: K
     head: bytes
@@ -389,7 +396,7 @@ class ParentCache(Generic[K]):
             self._bytes -= old.tokens.size
 
     def keep(self) -> None:
-        """Keep the calls that a transaction added, which was committed, and drop old keys if the cache is full."""
+        """Keep the calls that a committed transaction added, and drop the least recently used keys if the cache is full."""
         self._touched.clear()
         while self._bytes > self._limit and self._entries:
             self.drop(next(iter(self._entries)))
@@ -408,8 +415,8 @@ class ParentCache(Generic[K]):
 
 
 def choose(prompt: Prompt, candidates: Iterable[KnownTransition[K]]) -> tuple[KnownTransition[K] | None, int]:
-    """Return the first of the candidates that share most of a prompt, and how many tokens it shares; None and 0 if that is less
-    than `MIN_SHARED` of the prompt."""
+    """Return the candidate that shares the most tokens with a prompt (of several, the first), and the number of shared tokens.
+    Return None and 0 if this number is less than `MIN_SHARED` of the prompt."""
     best: KnownTransition[K] | None = None
     most = 0
     whole = len(prompt.packed) // ITEM

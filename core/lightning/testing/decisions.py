@@ -91,11 +91,12 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class DecisionTask:
-    """A task: named states, of which the first begins every rollout.
+    """A task with named states, of which the first begins every rollout.
 
     With `memory`, as in a chat, a call's prompt holds the whole history: all states and answers so far, and the present state.
-    Without, the prompt is the present state alone, so that rollouts with different histories meet again. Raises `ConfigError`
-    for numbers that are no probabilities, states that do not exist, and rollouts that cannot end.
+    Without `memory`, the prompt is the present state alone, so that rollouts with different histories meet again. Raises
+    `ConfigError` for probabilities that are negative or do not add up to 1, for states that do not exist, and for rollouts that
+    cannot end.
     """
 
     name: str
@@ -179,7 +180,7 @@ class DecisionPath:
 
 
 def walk(task: DecisionTask, path: DecisionPath, rng: np.random.Generator, at: int = 0) -> DecisionPath:
-    """Extend a path that leads to the state `at` by the policy's calls from there to the end, and return it."""
+    """Extend a path by the policy's calls from the state number `at` to the end of the rollout, and return the path."""
     places = {state: place for place, state in enumerate(task.states)}
     decisions = list(task.states.values())
     while True:
@@ -199,7 +200,9 @@ def walk(task: DecisionTask, path: DecisionPath, rng: np.random.Generator, at: i
 def path_trajectory(
     task: DecisionTask, path: DecisionPath, group: str, index: int, values: Floats | None = None
 ) -> Trajectory:
-    """Return the path as a trajectory: one token id for each state and each action, with the policy's logprob."""
+    """Return the path as a trajectory with one call for each decision. The state is the last token id of the call's prompt. The
+    action is the call's only response token, with the policy's logprob of the action. `values`, shape (S,), are a critic's
+    values of the states; the calls that are not trained get NaN."""
     decisions = list(task.states.values())
     made = make_trajectory([], rollout=f"{group}/{index}", group=group, index=index, reward=path.reward)
     prompt, calls = [BEGIN], []
@@ -219,7 +222,7 @@ def path_trajectory(
 
 
 def as_sampled(name: str, made: Sequence[Trajectory], paths: Sequence[DecisionPath]) -> SampledGroup:
-    """Return the group of these trajectories, whose calls are those of the paths."""
+    """Return the group of these trajectories, with the states and actions of `paths`. Path i has the calls of trajectory i."""
     states = tuple(np.array(path.states, dtype=np.int64) for path in paths)
     actions = tuple(np.array(path.actions, dtype=np.int64) for path in paths)
     return SampledGroup(Group(name, tuple(made)), states, actions)
@@ -238,7 +241,9 @@ def _drawn(rng: np.random.Generator, choices: Sequence[Action] | Sequence[Action
 
 def _check_probabilities(what: str, probabilities: Sequence[float]) -> None:
     if not probabilities or min(probabilities) < 0 or abs(sum(probabilities) - 1.0) > 1e-9:
-        raise ConfigError(f"{what} have the probabilities {list(probabilities)}, which are not positive with the sum 1")
+        raise ConfigError(
+            f"{what} have the probabilities {list(probabilities)}, which must be 0 or more and add up to 1"
+        )
 
 
 def _can_end(states: Mapping[str, Decision]) -> set[str]:
@@ -332,7 +337,7 @@ def wasteful_tool(calls: int = 4) -> DecisionTask:
 
 
 def late_bill(noise: int = 2) -> DecisionTask:
-    """A task whose first call decides what a later call has to pay, which that call cannot change."""
+    """A task whose first call decides the cost that a later call has to pay and cannot change."""
     states = {"choose": Decision((_go(0.5, "careful-1"), _go(0.5, "careless-1")))}
     for side, cost in (("careful-", 0.0), ("careless-", -0.5)):
         states |= {
@@ -425,12 +430,12 @@ class ChoosesPoints(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TreeSampling:
-    """How to sample a group as a tree instead of independent rollouts: `trunks` of these, and branches for the tokens of the
-    others, at the calls that `points` chooses `by`.
+    """How to sample a group as a tree: `trunks` independent rollouts, and branches in place of the group's other rollouts. The
+    branches begin at the calls that `points` chooses, according to `by`.
 
-    A call counts as one token here. The branches may sample as many calls as the left-out rollouts would have, estimated from
-    the trunks. With `variance`, half of them are spent before returns are looked at, as with `trainer.sampling = tree`. With
-    `per_call`, each call has this many branches on average, whatever that costs.
+    A call counts as one token here. The branches may sample as many calls as the other rollouts would have, estimated from the
+    trunks. With `variance`, half of these calls are spent before returns are looked at, as with `trainer.sampling = tree`. With
+    `per_call`, each call has this many branches on average, however many calls that takes.
     """
 
     points: ChoosesPoints
@@ -440,7 +445,7 @@ class TreeSampling:
 
     def __post_init__(self) -> None:
         if self.trunks < 1:
-            raise ConfigError(f"trunks={self.trunks}: there is nothing to branch")
+            raise ConfigError(f"trunks={self.trunks}: give the number of rollouts to branch, 1 or more")
 
 
 def sample_tree(
@@ -497,8 +502,8 @@ class CreditScore:
     every call has the same weight: no clipping, no normalisation by tokens."""
 
     correlation: float
-    """Pearson's correlation between given and true advantages over all trained calls; 0 when the given ones are all the
-    same."""
+    """Pearson's correlation between given and true advantages over all trained calls; 0 if all given advantages are
+    equal."""
     slope: float
     """The slope of the given advantages on the true ones, by least squares: 1 if a better action gets exactly its advantage
     more."""

@@ -27,15 +27,16 @@ T = TypeVar("T")
 _GENERATION = re.compile(r"~(\d+)/\d+$")
 _FIELDS = frozenset(field.name for field in fields(Task))
 _ROW = (
-    ". A mapping with the fields of a task is read as one; an input that looks like that is lightning.Task(input={...})"
+    ". A mapping with `input` and other fields of a task is read as a task; if the mapping is itself an input, write "
+    "lightning.Task(input={...})"
 )
 
 
 def as_tasks(items: Sequence[Task | Json], what: str) -> list[Task]:
     """Wrap bare inputs into tasks and give repeated ids a suffix, in order, so that each position has its own id.
 
-    A row of a file of tasks (a mapping with `input` and more, all of it fields of a task) becomes that task. Raises `DataError`
-    for what is no list of tasks: a text or a path, whose letters nobody means, or a mapping.
+    A mapping with `input` and other fields of a task, and with nothing else (a row of a file of tasks), becomes that task.
+    Raises `DataError` for a text, a path or a mapping in place of a list of tasks, and for an item that cannot be a task.
     """
     _check_list(items, what)
     tasks = [_as_task(item, f"{what}[{position}]") for position, item in enumerate(items)]
@@ -59,8 +60,8 @@ def _check_list(items: object, what: str) -> None:
         )
     if isinstance(items, Mapping):
         raise DataError(
-            f"{what} is a mapping with the keys {sorted(map(str, items))[:5]}, not a list of tasks: give {what}=[...], one "
-            "lightning.Task for each"
+            f"{what} must be a list of tasks, not a mapping (the first of its keys are {sorted(map(str, items))[:5]}): give "
+            f"{what}=[lightning.Task(...), ...], with one lightning.Task for each task"
         )
 
 
@@ -76,7 +77,8 @@ def _as_task(item: Task | Json, where: str) -> Task:
 
 
 def _row(item: Json) -> dict[str, Any]:
-    """The fields of a task in a row of a file of tasks, without those that are null; empty for any other input."""
+    """Return the fields of a task in a row of a file of tasks, without fields that are null, except `input`; empty for any
+    other input."""
     if not isinstance(item, Mapping) or "input" not in item or len(item) == 1 or not _FIELDS.issuperset(item):
         return {}
     return {name: value for name, value in item.items() if value is not None or name == "input"}
@@ -94,15 +96,15 @@ START = Place()
 
 
 def fixed_order(order: str) -> FixedOrder | None:
-    """An order that needs no plugin; None for others."""
+    """Return an order that needs no plugin; None for any other order."""
     return "given" if order == "given" else "shuffled" if order == "shuffled" else None
 
 
 def tasks_of_step(
     tasks: Sequence[Task], earlier: int, count: int, seed: int, order: FixedOrder = "shuffled", begin: Place = START
 ) -> list[Task]:
-    """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps. So many
-    `earlier` steps were taken since the place `begin`."""
+    """Return the `count` tasks of a step: consecutive slices of endless passes over `tasks`, so that steps need no state
+    between them. `earlier` is the number of steps taken since the place `begin`."""
     return tasks_from(tasks, earlier * count, count, seed, order, begin)
 
 
@@ -114,8 +116,9 @@ def tasks_from(
     order: FixedOrder = "shuffled",
     begin: Place = START,
 ) -> list[Task]:
-    """`count` tasks from position `first` behind `begin` on of endless passes over `tasks`: `shuffled`, each by itself, or all
-    as `given`. Shuffled is the order of hashes of seed, pass and task, so that another task moves none of the others."""
+    """Return `count` tasks of endless passes over `tasks`, from position `first` behind `begin` on. With the order `shuffled`
+    each pass is shuffled by itself; with `given` every pass is in the given order. `shuffled` sorts by hashes of seed, pass and
+    task, so that adding a task moves no other task."""
     if not tasks:
         raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
     names = tuple(task.id for task in tasks)
@@ -125,16 +128,16 @@ def tasks_from(
 def units_from(
     units: Sequence[T], names: Sequence[str], first: int, count: int, seed: int, order: FixedOrder = "shuffled"
 ) -> list[T]:
-    """As `tasks_from`, of things with these names, each its own."""
+    """Return units as `tasks_from` returns tasks. `names` are the names of the units, each different."""
     return [units[index] for _, index in _taken(tuple(names), first, count, str(seed), order, START)]
 
 
 def place_after(epochs: Sequence[Epoch], taken: Sequence[int], tasks: Sequence[Task]) -> Place:
-    """Where the passes of the last of these config epochs begin. `taken` says how many tasks each of those before it took, and
-    `tasks` are those of an epoch that does not name its own.
+    """Return the place at which the passes of the last of these config epochs begin. `taken` has the number of tasks that each
+    earlier epoch took; `tasks` are the tasks of an epoch that does not name its own.
 
-    A task that a pass has taken comes no second time in it, whatever tasks were added or taken away; one that was added comes
-    in the present pass if its turn is still to come. Where the seed or the order is another one, the next pass begins.
+    No pass takes a task twice, whatever tasks were added or taken away. A task that was added comes in the present pass if its
+    turn is still to come. If the seed or the order changed, the next pass begins.
     """
     place = START
     for (before, after), count in zip(pairwise(epochs), taken, strict=True):
@@ -148,19 +151,20 @@ def place_after(epochs: Sequence[Epoch], taken: Sequence[int], tasks: Sequence[T
 
 
 def task_ids(epoch: Epoch) -> tuple[str, ...]:
-    """The ids of the training tasks of a config epoch, in the order in which they were given."""
+    """Return the ids of the training tasks of a config epoch, in the order in which they were given."""
     tasks = epoch.config.get("tasks")
     found = tasks.get("train") if isinstance(tasks, Mapping) else None
     return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
 
 
 def order_digest(epoch: Epoch) -> str:
-    """What tells the order in which a config epoch takes its tasks from another one."""
+    """Return a digest of the tasks, the seed and the order of a config epoch. Two epochs with the same digest take their tasks
+    in the same order."""
     return hashlib.blake2b(json.dumps(_listed(epoch)).encode(), digest_size=16).hexdigest()
 
 
 def _listed(epoch: Epoch) -> tuple[tuple[str, ...], str, str]:
-    """The tasks, the seed and the order of a config epoch."""
+    """Return the tasks, the seed and the order of a config epoch."""
     order = epoch.setting("trainer", "order")
     return task_ids(epoch), str(epoch.setting("trainer", "seed")), order if isinstance(order, str) else "shuffled"
 
@@ -168,7 +172,8 @@ def _listed(epoch: Epoch) -> tuple[tuple[str, ...], str, str]:
 def _taken(
     names: tuple[str, ...], first: int, count: int, seed: str, order: FixedOrder, begin: Place
 ) -> list[tuple[Place, int]]:
-    """The place behind each of `count` tasks from position `first` behind `begin` on, and its index."""
+    """Return, for each of `count` tasks from position `first` behind `begin` on, the place behind the task and the task's
+    index."""
     rest = [entry for entry in _order(names, f"{seed}/{begin.over}", order) if entry[0] > begin.key]
     found = []
     for position in range(first, first + count):
@@ -184,7 +189,7 @@ def _taken(
 
 @functools.lru_cache(maxsize=8)
 def _order(names: tuple[str, ...], seed: str, order: FixedOrder) -> list[tuple[bytes, int]]:
-    """The tasks of a pass, each as its key and its index."""
+    """Return the tasks of a pass in their order, each as its key and its index."""
     if order == "given":
         return [(index.to_bytes(8), index) for index in range(len(names))]
     keyed = (
@@ -202,10 +207,10 @@ def tasks_of_wave(
     order: FixedOrder = "shuffled",
     begin: Place = START,
 ) -> list[Task]:
-    """The tasks of one wave of a step. Wave 0 is the step's own; later ones are passes over the other tasks, shuffled, or as
-    given from those on that follow the step's own (in a curriculum the nearest).
+    """Return the tasks of one wave of a step. Wave 0 has the step's own tasks. Later waves are passes over the other tasks:
+    shuffled, or with the order `given` from the task behind the step's last task on (in a curriculum these are the nearest).
 
-    They do not move the order that steps have without them.
+    Later waves do not change the tasks of other steps.
     """
     own = tasks_of_step(tasks, earlier, count, seed, order, begin)
     if wave == 0:
@@ -217,12 +222,13 @@ def tasks_of_wave(
 
 
 def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: Sequence[Rollout] = ()) -> int:
-    """Which try at a step (or evaluation) its rollouts belong to: 0, or more when a try was lost as a whole, or was planned
-    with other settings. `planned` is the plan of a first try, `later` what may follow in it.
+    """Return the number of the try at a step (or evaluation) that is to go on: 0, or more if a try was lost as a whole or was
+    planned with other settings. `rollouts` are those of the step so far, `planned` is the plan of a first try, and `later` are
+    rollouts that may follow in it.
 
-    A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again,
-    under new ids. So it does where it plans other tasks, or another number of rollouts of each, or has branches in the
-    places of rollouts that begin at their task.
+    A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again, under
+    new ids. A resume also plans the step again if it plans other tasks or another number of rollouts for each task, or if
+    branches have the places of rollouts that begin at their task.
     """
     newest = newest_generation(rollouts)
     every = of_generation(rollouts, newest)
@@ -235,15 +241,15 @@ def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: S
 
 
 def _place_of(rollout: Rollout) -> tuple[str, int]:
-    """A rollout's place in its step, in whichever try: its group's number, and its own in the group."""
+    """Return a rollout's place in its step, in any try: its group's number, and its own index in the group."""
     return rollout.group.rpartition("/")[2], rollout.index
 
 
 def is_lost(rollouts: Sequence[Rollout]) -> bool:
-    """Whether nothing can be learned from these, so that they must be planned again: every rollout of a step has failed, and
-    not by the policy's own fault.
+    """Whether nothing can be learned from these rollouts, so that they must be planned again: every training rollout failed,
+    and none by the policy's own fault.
 
-    A held-out evaluation is lost only to the infrastructure; that an agent fails every task is a result.
+    A held-out evaluation is lost only if the infrastructure failed every rollout. An agent that fails every task is a result.
     """
     return all(
         rollout.status is Status.FAILED
@@ -253,12 +259,12 @@ def is_lost(rollouts: Sequence[Rollout]) -> bool:
 
 
 def newest_generation(rollouts: Sequence[Rollout]) -> int:
-    """The number of the newest try among them."""
+    """Return the number of the newest try among the rollouts."""
     return max((_generation_of(rollout) for rollout in rollouts), default=0)
 
 
 def of_generation(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:
-    """The rollouts of one try."""
+    """Return the rollouts of the try with this number."""
     return [rollout for rollout in rollouts if _generation_of(rollout) == number]
 
 
@@ -281,7 +287,8 @@ def train_rollouts(
     generation: int = 0,
     first: int = 0,
 ) -> list[Rollout]:
-    """`group_size` rollouts for each task of a step; their ids are the same each time, so creating them twice is harmless.
+    """Return `group_size` rollouts for each task of a step. Their ids are the same each time, so creating the rollouts twice is
+    harmless.
 
     Groups are numbered within the step, from `first` on.
     """
@@ -305,7 +312,7 @@ def train_rollouts(
 def val_rollouts(
     run: str, step: int, tasks: Sequence[Task], max_attempts: int, *, generation: int = 0
 ) -> list[Rollout]:
-    """One rollout for each held-out task, evaluated with the policy that `step` optimizer steps produced."""
+    """Return one rollout for each held-out task, evaluated with the policy that `step` optimizer steps produced."""
     prefix = _prefix(run, VAL, step, generation=generation)
     return [
         Rollout(

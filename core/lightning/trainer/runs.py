@@ -1,8 +1,8 @@
 """A run's folder and identity: one trainer at a time, and what a resume changes is recorded.
 
-The invariant: the settings of each committed step can be told, and its algorithm made again where JSON has words for it. Of a
-function or object that JSON has no word for, the record says which it is and the digest of its source: of the function itself,
-not of what it calls, closes over or reads from its module.
+The invariant: the record has the settings of each committed step, and its algorithm can be made again from the record if JSON
+has words for the algorithm. A function or object for which JSON has no word is recorded by its name and the digest of its own
+source; the digest does not cover code that the function calls, nor values that it closes over or reads from its module.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ AGENT = "agent"
 LOCK = ".lock"
 """The file in a run's folder that its trainer holds."""
 SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.rounds", "algorithm.arguments.max_rollouts")
-"""What a resumed search for prompts may change of what it asks for: the names of its rollouts follow from all else."""
+"""The settings of its algorithm that a resumed search for prompts may change. The names of its rollouts follow from its other
+settings."""
 
 
 @contextmanager
 def claim_folder(folder: Path) -> Iterator[None]:
-    """Make the folder and hold it: a second trainer on it is refused. The lock goes with the process, however it ends."""
+    """Make the folder and hold its lock inside the block. The lock ends with the process, however the process ends. Raises
+    `ConfigError` if another process holds the lock, or if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("w")
@@ -80,12 +82,12 @@ def is_claimed(folder: Path) -> bool:
 
 
 def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json]:
-    """An algorithm in JSON: its plugin name and, for a dataclass, its arguments.
+    """Return an algorithm in JSON: its registered name, its class and, for a dataclass, its arguments.
 
-    An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields, and one that is a
-    function, or another object, what it is and whether it was edited (`recorded`): then only
-    Python code that has the object can derive its batches again. So do the `functions` of what `from_loss` and `from_batch`
-    made. `arguments` is null for an algorithm that is no dataclass.
+    An argument that is itself a dataclass (a credit with other settings) stands as its `type` and its fields. An argument that
+    is a function or another object stands as its name and a digest of its source, or its `repr` (`recorded`); then only Python
+    code that has the object can derive the algorithm's batches again. So it is with the functions given to `from_loss` and
+    `from_batch`, which stand under `functions`. `arguments` is null for an algorithm that is no dataclass.
     """
     described: dict[str, Json] = {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": None}
     if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
@@ -96,7 +98,8 @@ def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json
 
 
 def rebuild_algorithm(config: Mapping[str, Json]) -> Algorithm | None:
-    """The algorithm of a recorded configuration, or None when only the user's own code can make it again."""
+    """Return the algorithm of a recorded configuration. Return None for a search algorithm, and if only the user's own code can
+    make the algorithm again. Raises `ConfigError` if the algorithm no longer takes the recorded arguments."""
     described = config.get("algorithm")
     if not isinstance(described, Mapping) or not isinstance(described.get("arguments"), Mapping):
         return None
@@ -116,7 +119,8 @@ def rebuild_algorithm(config: Mapping[str, Json]) -> Algorithm | None:
 
 
 def _made_again(value: Json) -> object:
-    """An argument from a run's record: a registered credit with the recorded settings, a correction, or the value itself.
+    """Return an argument from a run's record: a registered credit with the recorded settings, a correction, or the value
+    itself.
 
     Raises `LookupError` for an object of a type that no registered credit has, and for a function.
     """
@@ -136,7 +140,8 @@ def _made_again(value: Json) -> object:
 
 
 def _json(values: object) -> Json:
-    """In JSON, or None for what cannot be: a mapping with keys that are no words, a list that holds itself."""
+    """Return values in JSON; None for values that JSON cannot hold: a mapping with keys that are no texts, a list that contains
+    itself."""
     try:
         found: Json = json.loads(json.dumps(values, default=recorded))
     except (TypeError, ValueError):
@@ -145,14 +150,15 @@ def _json(values: object) -> Json:
 
 
 async def agent_of(store: Store, run: Run) -> str:
-    """The agent of a run as MODULE:FUNCTION; empty where it has no such name, or is not recorded."""
+    """Return the agent of a run as MODULE:FUNCTION; empty if the agent has no name of this form, or if it is not recorded."""
     return str(run.config.get(AGENT) or await store.get_state(run.id, AGENT) or "")
 
 
 def name_folder(folder: Path, run: str, store: str = "") -> None:
-    """Write the run's id into its folder, once and whole, and where it is kept, when that is another place.
+    """Write the run's id into its folder, atomically, unless the folder has an id.
 
-    `store` is a URL; its password is left out.
+    `store` is the URL of the store that keeps the run, if this store is not in the folder; the URL is written, too, without its
+    password.
     """
     if (folder / RUN_FILE).exists():
         return
@@ -173,11 +179,15 @@ async def check_run(
     project: str = DEFAULT_PROJECT,
     searches: bool = False,
 ) -> Run:
-    """The run to start or to go on with, of a project; nothing is written. `store` is that of all projects, in which an id
-    names one run.
+    """Return the run of a project that is to be started or resumed; nothing is written. `store` is the store of all projects,
+    in which an id names one run.
 
-    A run that goes on may change any setting (`plan_epochs`), but not what its training state cannot be loaded into: another
-    model, another engine, another LoRA. One that searches for prompts (`searches`) has to ask for the same.
+    A resumed run may change any setting (`plan_epochs`) but those with which its training state cannot be loaded
+    (`not_loadable`): the model, the engine, LoRA. A resumed search for prompts (`searches`) must have the same tasks, seed and
+    model, and of its algorithm it may change `SEARCH_MAY_CHANGE` alone.
+
+    Raises `ConfigError` for another change, for a run that exists if `resume` is false, for a run of another project, and for
+    an unknown run if `resume` is true and the project has other runs.
     """
     known = await store.get_run(run)
     if known is None:
@@ -201,13 +211,13 @@ async def check_run(
         asked = [name for name in differences(now, described) if _among(name, ("algorithm", "tasks", "seed", "model"))]
         if different := [name for name in asked if not _among(name, SEARCH_MAY_CHANGE)]:
             raise ConfigError(
-                f"run {run!r} searches for prompts with other settings ({', '.join(different)}): resume it with the same "
-                "ones, or give another `out` to start a new search"
+                f"run {run!r} searches for prompts with other settings ({', '.join(different)}): resume it with the "
+                "recorded ones, or give another `out` to start a new search"
             )
     elif (records := await store.steps(run)) and (lost := await not_loadable(now, described, records)):
         raise ConfigError(
-            f"the training state of run {run!r} does not fit other settings of {', '.join(lost)}: resume it with the same "
-            f"ones, or begin a new run with its weights: --from {run}@{records[-1].step}"
+            f"the training state of run {run!r} does not fit other settings of {', '.join(lost)}: resume it with the "
+            f"recorded ones, or begin a new run with its weights: --from {run}@{records[-1].step}"
         )
     return known
 
@@ -215,9 +225,9 @@ async def check_run(
 async def not_loadable(
     stored: Mapping[str, Json], described: Mapping[str, Json], records: Sequence[StepRecord]
 ) -> list[str]:
-    """The changed settings with which a training state of those committed steps cannot be loaded.
+    """Return the changed settings with which the training state of the committed steps `records` cannot be loaded.
 
-    A model's folder may have moved: its files are compared. A head that is not needed any more is kept.
+    A model's folder may have moved, so the contents of the folders are compared. A run may go on without the head that it had.
     """
     changed = differences(stored, described)
     lost = [name for name in changed if name == "engine" or _among(name, ("engine.lora", *keys_of_training_state()))]
@@ -233,10 +243,12 @@ async def not_loadable(
 async def plan_epochs(
     store: Store, run: Run, described: Mapping[str, Json], phases: Sequence[tuple[int, Mapping[str, Json]]] = ()
 ) -> list[Epoch]:
-    """The run's epochs from now on; nothing is written.
+    """Return all epochs of the run: the recorded epochs that have begun, then the planned epochs. Nothing is written.
 
-    Settings other than the last ones begin an epoch behind the last committed step. `phases` are the algorithms of a schedule,
-    as `describe_algorithm` says them, with their first steps: each begins an epoch, too.
+    If `described` differs from the settings of the last recorded epoch, an epoch is planned, from the step after the last
+    committed step on. `phases` are the phases of a schedule: the first step of each, and its algorithm in the form that
+    `describe_algorithm` returns. Each phase that is not over begins an epoch of its own, unless its settings equal those of the
+    epoch before; the epoch of a phase that has begun starts at the step after the last committed step, too.
     """
     records = await store.steps(run.id)
     begun = records[-1].step + 1 if records else 1
@@ -265,7 +277,7 @@ def _warn_of_absent(epoch: Epoch) -> None:
 
 
 def changes_of(epochs: Sequence[Epoch], number: int) -> list[str]:
-    """What an epoch changed, in words, a line for each setting: `engine.lr 1e-06 → 1e-05`."""
+    """Return the settings that an epoch changed, in words, a line for each: `engine.lr 1e-06 → 1e-05`."""
     found = differences(epochs[number - 1].config, epochs[number].config)
     return [f"{name} {_shown(old)} → {_shown(new)}" for name, (old, new) in found.items()]
 
@@ -276,8 +288,8 @@ def _shown(value: Json) -> str:
 
 
 def differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
-    """The settings that are not the stored ones, by name, with both values. A setting of a plugin that is not here is left out,
-    and one that is not stored has its default."""
+    """Return the settings that differ from the stored ones, by name, each with the stored and the present value. A setting of a
+    plugin that is absent here is left out, and a setting that is not stored has its default."""
     old, new = _flatten(_comparable(stored)), _flatten(_comparable(now))
     return {
         key.removeprefix("config."): (old.get(key), new.get(key))
@@ -287,7 +299,8 @@ def differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str
 
 
 def _comparable(recorded: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return a record in JSON, with its settings as this process knows them; as they are if it does not accept them."""
+    """Return a record in JSON with the settings that this process knows. If this process does not accept the settings, they
+    stay as recorded."""
     plain: dict[str, Json] = json.loads(json.dumps(recorded))
     if isinstance(said := plain.get("config"), Mapping):
         with suppress(ConfigError):
@@ -296,7 +309,7 @@ def _comparable(recorded: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _among(name: str, settings: Sequence[str]) -> bool:
-    """Whether a setting is one of some settings, or of their sections."""
+    """Whether the setting `name` is one of `settings`, or is in a section that `settings` name."""
     return any(name == other or name.startswith(f"{other}.") for other in settings)
 
 
@@ -311,17 +324,19 @@ def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 
 def type_name(value: object) -> str:
-    """The type of an argument as a run's record says it."""
+    """Return the module and the name of a value's class, as a run's record has them."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def recorded(value: object) -> object:
-    """What stands for a value in JSON, as the `default` of `json.dumps`.
+    """Return the JSON of a value for which JSON has no word, as the `default` of `json.dumps`.
 
     A function: `{"function": its name, "sha256": of its source}` · a `functools.partial`: its parts · a dataclass: its `type`
-    and fields · a scalar of numpy: its value · any other object: its type as `object`, and its `repr` unless that holds an
-    address. An object that is called has the `sha256` of its class in its place, unless that is ours: it changes with a
-    release, and what it did is found by the digests of the steps.
+    and fields · a scalar of numpy: its value · any other object: its type as `object`, and its `repr` unless the `repr` has an
+    address.
+
+    An object that can be called has the `sha256` of its class's source instead of the `repr`. A class of lightning has no
+    `sha256`, because it changes with a release; the digests of the steps tell whether it still does the same.
     """
     if isinstance(value, partial):
         return {"partial": value.func, "args": list(value.args), "keywords": value.keywords}
@@ -339,13 +354,14 @@ def recorded(value: object) -> object:
 
 
 def _repr(value: object) -> dict[str, object]:
-    """The `repr` of an object, of a set in an order that does not differ between processes; nothing where it has an address."""
+    """Return the `repr` of an object (of a set in an order that is the same in all processes); nothing if the `repr` has an
+    address."""
     text = f"{{{', '.join(sorted(map(repr, value)))}}}" if isinstance(value, (set, frozenset)) else repr(value)
     return {} if " at 0x" in text else {"repr": text}
 
 
 def holds_code(value: Json) -> bool:
-    """Whether something of a record stands for a function or an object, which only the user's code can make again."""
+    """Whether a recorded value contains a function or an object that only the user's code can make again."""
     if isinstance(value, Mapping):
         named = isinstance(value.get("function"), str) or isinstance(value.get("object"), str)
         return named or any(map(holds_code, value.values()))
@@ -353,7 +369,8 @@ def holds_code(value: Json) -> bool:
 
 
 def _edition(function: object) -> dict[str, object]:
-    """The SHA-256 of a function's or a class's source, of its bytecode where there is none; nothing where it is built in."""
+    """Return the SHA-256 of the source of a function or a class, or of its bytecode if there is no source; nothing if it is
+    built in."""
     text = _source(function)
     if text is None:
         code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
@@ -373,7 +390,7 @@ def _source(function: object) -> str | None:
 
 
 def _lambda_source(function: object) -> str | None:
-    """The lambda alone: what else stands on its lines (`resume=True`) is no part of it."""
+    """Return the source of a lambda alone, without the rest of its lines (`resume=True`); None if it is not found."""
     code: CodeType = function.__code__  # type: ignore[attr-defined]
     lines, _ = inspect.findsource(code)
     text = "".join(lines)
@@ -391,7 +408,7 @@ def _lambda_source(function: object) -> str | None:
 
 
 def _compiled(code: CodeType) -> str:
-    """The bytecode with its names and constants. It is another in the next Python, but not in the next process."""
+    """Return the bytecode with its names and constants. It differs between versions of Python, but not between processes."""
     constants = [_constant(value) for value in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 

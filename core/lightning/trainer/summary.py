@@ -70,7 +70,7 @@ class Reporter:
         self._bars.stop()
 
     def begin(self, first: int, total: int) -> None:
-        """The loop is about to take steps `first` to `total`."""
+        """Begin the bar of steps: `first` of `total` steps have been taken."""
         self._total = total
         self._steps = self._bars.add_task("steps", total=total, completed=first, note="")
 
@@ -86,7 +86,7 @@ class Reporter:
         self._bars.update(self._now, advance=1, note=note)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """A step has been committed; `seconds` is its wall time."""
+        """Show a line for a step that has been committed; `seconds` is its wall time."""
         self._seconds = [*self._seconds, seconds][-10:]
         left = (self._total - step) * sum(self._seconds) / len(self._seconds)
         line = (
@@ -128,7 +128,7 @@ def _named_parts(metrics: Mapping[str, float]) -> str:
 
 
 def said_reward(result: Evaluation) -> str:
-    """Format the reward of an evaluation; if rollouts failed, also the reward with those as 0."""
+    """Format the reward of an evaluation; if rollouts failed, also the reward in which failed rollouts count as 0."""
     reward = said(result.reward)
     if not result.failed:
         return reward
@@ -145,7 +145,8 @@ def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -
 
 
 def _with_failures(metrics: Mapping[str, float]) -> str:
-    """Format the reward with failed rollouts as 0, if any failed: the other reward is the mean of those that succeeded."""
+    """Format the reward in which failed rollouts count as 0; empty if no rollout failed. The reward beside it is the mean of
+    the rollouts that succeeded."""
     return f" ({said(metrics.get('reward_with_failures'))} if failures count as 0)" if metrics["failed"] else ""
 
 
@@ -157,7 +158,8 @@ def _causes(metrics: Mapping[str, float]) -> str:
 
 
 def _pipeline(metrics: Mapping[str, float]) -> str:
-    """Format what matters where rollouts go on while the engine trains: age of the tokens, groups carried over, waiting."""
+    """Format the numbers of a sampler that goes on while the engine trains: age of the tokens, groups carried over, time
+    waited; empty for any other sampler."""
     if "pipeline/groups_carried" not in metrics:
         return ""
     return (
@@ -184,9 +186,10 @@ POLICY_FAULT = "policy_fault/"
 class Evaluation:
     """Held-out result with the policy after `step` optimizer steps, or with a version of a prompt after `step` rounds.
 
-    `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None when none was scored; `failed`
-    rollouts have no reward and are not in it. `rewards` are the means of the named parts, over the rollouts that have them.
-    `deviation` and `lowest` are those of the scored rollouts' rewards.
+    `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None if no rollout was scored.
+    `failed` rollouts have no reward and are left out of this mean. `rewards` are the means of the named parts, each over the
+    rollouts that have the part. `deviation` is the standard deviation of the scored rollouts' rewards, `lowest` the lowest of
+    them.
     """
 
     step: int
@@ -204,14 +207,14 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """The mean by which `known` evaluations are compared: a failed rollout counts as 0, or as the lowest reward if that is
-        less."""
+        """The mean by which `known` evaluations are compared: a failed rollout counts as 0, or as the lowest reward if the
+        lowest reward is below 0."""
         return (self.reward_with_failures or 0.0) + min(0.0, self.lowest) * self.failed / max(self.rollouts, 1)
 
     @property
     def error(self) -> float:
-        """The standard error of `score`. Rewards that are all equal do not show how much others would vary: their deviation is
-        taken as at least a tenth of the mean."""
+        """The standard error of `score`. Rewards that are all equal do not show how much other rewards would vary, so the
+        deviation is taken as at least a tenth of `score`."""
         share, given = self.failed / max(self.rollouts, 1), self.reward or 0.0
         apart = share * (1.0 - share) * (given - min(0.0, self.lowest)) ** 2
         deviation = math.sqrt((1.0 - share) * self.deviation**2 + apart)
@@ -237,14 +240,15 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers; what was not measured is None.
+    """A run in numbers; a number that was not measured is None.
 
-    `rewards[i]` is the mean training reward of step i + 1; times are wall seconds by phase. `evaluations` are in the order
-    in which they were begun; `before` is the reward of the first and `after` that of the last. `rewards_with_failures[i]`
-    counts the rollouts of step i + 1 that failed as 0. `named_rewards[name][i]` is the mean of a named part of the reward in
-    step i + 1, where the agent returned parts.
+    `rewards[i]` is the mean training reward of step i + 1; `time` has wall seconds by phase. `evaluations` are in the order in
+    which they were begun; `before` is the reward of the first evaluation, and `after` is the reward of the last one if there
+    are several. In `rewards_with_failures[i]` the rollouts of step i + 1 that failed count as 0. `named_rewards[name][i]` is
+    the mean of a named part of the reward in step i + 1, where the agent returned parts.
 
-    `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since.
+    `max_logprob_gap` is over the steps without stale tokens, because the logprobs of stale tokens also differ by what the
+    policy has learned since.
     """
 
     run: str
@@ -281,9 +285,9 @@ def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
 
 
 async def summarize(store: Store, run: str) -> Summary:
-    """Read a run's summary. Raises `StoreError` when the store does.
+    """Read a run's summary from the store. Raises `StoreError`.
 
-    Rollouts are counted page by page: the last step of a run of weeks has millions behind it, and must not run out of memory.
+    Rollouts are counted page by page, because a run of weeks has millions of rollouts, more than memory has room for.
     """
     steps = [record.metrics for record in await store.steps(run, brief=True)]
     points = await store.metrics(run)
@@ -372,15 +376,16 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Evaluations:
-    """A tally of the newest try of each evaluation, in the order in which they were begun.
+    """A tally of the newest try of each evaluation, in the order in which the evaluations were begun.
 
-    A search that is resumed with more rounds measures another version of its prompt, maybe in the same round.
+    An evaluation is known by its step and its versions of resources, because a search that is resumed with more rounds may
+    measure another version of its prompt after the same round.
     """
 
     evaluated: dict[tuple[int, tuple[tuple[str, int], ...]], _Tally] = field(default_factory=dict)
 
     def add(self, rollout: Rollout) -> None:
-        """Count a held-out rollout; those of one run come in the order of their creation."""
+        """Count a held-out rollout. The rollouts of a run must come in the order of their creation."""
         of, made = (rollout.step, tuple(sorted(rollout.resources.items()))), newest_generation([rollout])
         tally = self.evaluated.get(of)
         if tally is None or made > tally.generation:
@@ -402,13 +407,14 @@ async def evaluations(store: Store, run: str) -> tuple[Evaluation, ...]:
 
 
 BEST = "best"
-"""The folder, in the run's own, with the model of the best evaluation so far, in a folder of its step."""
+"""The subfolder of a run's folder for the model of the best evaluation so far. The model has a folder there that is named after
+its step."""
 _STEP = re.compile(r"step-(\d{8})")
 
 
 def check_held_out(config: Config, val: object) -> None:
-    """Raise `ConfigError` if settings need held-out rewards and there are none, or only those of the first and the last
-    step."""
+    """Raise `ConfigError` if settings need held-out rewards and there are no held-out tasks, or if they need evaluations
+    between the first and the last step and there are none."""
     trainer = config.trainer
     asked = [
         name
@@ -421,21 +427,22 @@ def check_held_out(config: Config, val: object) -> None:
         )
     if trainer.patience and not trainer.eval_every:
         raise ConfigError(
-            "trainer.patience counts evaluations: set trainer.eval_every to the steps between two of them"
+            "trainer.patience counts evaluations: set trainer.eval_every to the number of steps between two evaluations"
         )
 
 
 class HeldOut:
-    """The evaluations so far, in order, that can be compared (`Evaluation.score`). `folder` is the run's; `since` is the step
-    after which held-out tasks or their sampling changed last (`compared_since`)."""
+    """The evaluations so far, in order, that can be compared (`Evaluation.score`). `folder` is the run's folder; `since` is the
+    step after which the held-out tasks or their sampling changed last (`compared_since`)."""
 
     def __init__(self, folder: Path, since: int = 0) -> None:
         self._folder, self.since = folder / BEST, since
         self._results: dict[int, Evaluation] = {}
 
     def add(self, results: Iterable[Evaluation], *, fresh: bool = False) -> None:
-        """More of them; that of a step takes the place of an earlier one of the same step. What was evaluated before a change
-        is left out, also with the step at which it came, unless it is `fresh`; and what says nothing (`Evaluation.known`)."""
+        """Add evaluations; an evaluation takes the place of an earlier one of the same step. Left out are evaluations without
+        information (`Evaluation.known`) and those from before the change at step `since`. An evaluation of step `since` itself
+        is from before the change, unless it is `fresh`."""
         least = self.since if fresh or not self.since else self.since + 1
         self._results |= {result.step: result for result in results if result.known and result.step >= least}
 
@@ -450,7 +457,7 @@ class HeldOut:
         return max(self.results, key=_score, default=None)
 
     def is_over(self, patience: int) -> bool:
-        """Whether the last `patience` evaluations were no better than one before them; never with 0."""
+        """Whether the last `patience` evaluations were no better than an evaluation before them; False if `patience` is 0."""
         best = self.best
         return bool(patience) and best is not None and sum(step > best.step for step in self._results) >= patience
 
@@ -462,8 +469,8 @@ class HeldOut:
         return max((self._results[step] for step in steps if step in self._results), key=_score, default=None)
 
     def keep(self, result: Evaluation, export: Callable[[Path], object]) -> None:
-        """Write the engine's model, which `result` evaluates, if it is better than the one on disk, and remove that one. Raises
-        `EngineError`."""
+        """Write the engine's model, which `result` evaluates, if it is better than the model on disk, and remove the other
+        model. Raises `EngineError`."""
         kept = self.kept
         if kept is not None and (kept.step == result.step or _score(result) <= _score(kept)):
             return
@@ -484,8 +491,8 @@ class HeldOut:
                 shutil.rmtree(other)
 
     def deliver(self, model: Path) -> Evaluation | None:
-        """Replace the run's exported model by the kept one, wholly or not at all. Return its evaluation; None if no model was
-        kept. Raises `EngineError`."""
+        """Replace the run's exported model by the kept model, wholly or not at all. Return the kept model's evaluation; None if
+        no model was kept. Raises `EngineError`."""
         from lightning.engines.files import whole_folder  # safetensors: only where something is trained
 
         kept = self.kept
@@ -503,8 +510,8 @@ def _score(result: Evaluation) -> float:
 
 
 def compared_since(epochs: Sequence[Epoch]) -> int:
-    """The first step whose evaluation is made as the newest ones are: on the same held-out tasks, sampled alike. A resume may
-    change both."""
+    """Return the first step whose evaluation was made as the newest evaluations are: on the same held-out tasks, sampled alike.
+    A resume may change the tasks and their sampling."""
     first = 0
     for before, after in pairwise(epochs):
         if _measure(before) != _measure(after):
@@ -520,9 +527,9 @@ def _measure(epoch: Epoch) -> tuple[Json, ...]:
 
 FRAME: Final = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>.+)$')
 GROUP: Final = re.compile(r"^(?: +\+ (?=Exception Group)|(?: *\| ?)+)")
-"""Before the lines of a group of exceptions."""
+"""The marks before the lines of a group of exceptions."""
 EXCEPTION: Final = re.compile(r"[^\W\d][\w.<>]*(?:: |$)")
-"""How the line of an exception begins."""
+"""The beginning of a line that names an exception."""
 LIBRARIES: Final = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -531,16 +538,16 @@ LIBRARIES: Final = tuple(
 )
 """Folders of code that is not the user's; `site-packages` of other machines as well."""
 LONGEST: Final = 300
-"""Characters of a reason."""
+"""The most characters of a reason's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why an attempt failed; as a text it is a line: `KeyError: 'answer' at my_agent.py:12 in solve`.
 
-    `cause` is one of `runner.outcomes.CAUSES`, empty unless the policy is at fault. `exception` is the class as a
-    traceback names it, `place` the innermost frame in the user's code; both are empty where the error is no traceback. `cure`
-    is what can be done, where that is known.
+    `cause` is one of `runner.outcomes.CAUSES`, empty unless the policy is at fault. `exception` is the class as a traceback
+    names it, `place` the innermost frame in the user's code; both are empty if the error is no traceback. `cure` says how to
+    avoid the failure, empty if no cure is known.
     """
 
     cause: str = ""
@@ -555,7 +562,8 @@ class Reason:
 
 
 def reason(error: str) -> Reason:
-    """What a stored error says: of a traceback the last exception, of any other text the first line."""
+    """Return why an attempt failed, from its stored error: the last exception of a traceback, the first line of any other
+    text."""
     lines = [GROUP.sub("", line) for line in error.strip().splitlines()]
     frames = [(number, found) for number, line in enumerate(lines) if (found := FRAME.match(line))]
     if not frames:
@@ -580,7 +588,8 @@ def is_own(file: str) -> bool:
 
 
 def grouped(errors: Iterable[str]) -> list[tuple[int, Reason]]:
-    """How many failed for each reason, with the first one's words, the commonest first. Numbers make no other reason."""
+    """Return the number of errors for each reason, with the reason in the words of its first error, the commonest reason first.
+    Errors that differ only in numbers have the same reason."""
     found: dict[str, tuple[int, Reason]] = {}
     for error in errors:
         said = reason(error)
@@ -591,7 +600,8 @@ def grouped(errors: Iterable[str]) -> list[tuple[int, Reason]]:
 
 
 def _cure(error: str) -> str:
-    """What helps where the error is vLLM's refusal of a prompt that is too long."""
+    """Return the cure for an error in which vLLM refuses a prompt as too long: the setting that bounds the length. Return ""
+    for any other error, and for an error that names the setting already."""
     if "maximum context length" not in error or "policy_server.max_model_len" in error:
         return ""
     return "here that length is policy_server.max_model_len"

@@ -43,8 +43,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a group of processes is formed. The sender, rank 0, listens at this address. `world` is the number of processes
-    including the sender; `seconds` is how long a process waits for the others."""
+    """The address at which a group of processes is formed. The sender, rank 0, listens at this address. `world` is the number
+    of processes including the sender; `seconds` is the longest time that a process waits for the others."""
 
     address: str
     port: int
@@ -69,11 +69,11 @@ class Link(Protocol):
 
 @runtime_checkable
 class Sender(Protocol):
-    """The process that has the weights, on any machine. Methods block, so call them off the event loop. All raise
+    """The process that has the weights, on any machine. Methods block, so call them off the event loop. All but `check` raise
     `PolicyServerError`."""
 
     def check(self, backend: str) -> None:
-        """Raise `ConfigError` when the process cannot send over this backend."""
+        """Raise `ConfigError` if this process cannot send weights to vLLM over `backend` ("nccl" or "gloo")."""
 
     def hold(self) -> bool:
         """Reserve the process for a transfer until `release`; return False when it is busy. Never blocks. Call it before vLLM
@@ -90,15 +90,15 @@ class Sender(Protocol):
         """Wait until all receivers have joined; the new group has the name `group`."""
 
     def group(self) -> str:
-        """Return the name of the present group; empty without one, as after a restart of the process."""
+        """Return the name of the present group; empty if there is no group, for example after a restart of the process."""
 
     def send(self, files: Sequence[Path]) -> None:
         """Send every tensor of some safetensors files to all receivers, and return when they have been sent. On an error the
         group is left."""
 
     def leave(self) -> None:
-        """Leave the group, if there is one. A `send` that waits for receivers then ends with an error over NCCL; over gloo it
-        ends when they leave."""
+        """Leave the group, if there is one. Over NCCL, a `send` that waits for receivers then ends with an error; over gloo, it
+        ends when the receivers leave."""
 
 
 def entries(files: Sequence[Path]) -> list[TensorEntry]:

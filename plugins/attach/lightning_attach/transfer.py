@@ -50,7 +50,7 @@ class LocalSender:
         self._group = ""
 
     def check(self, backend: str) -> None:
-        """Raise `ConfigError` when this process cannot send over this backend."""
+        """Raise `ConfigError` if this process cannot send weights to vLLM over `backend` ("nccl" or "gloo")."""
         try:
             import torch
         except ImportError as error:

@@ -2,8 +2,8 @@
 
 The invariant: a branch that does not begin as its parent did has no reward and enters no statistic. The branches are a run of
 their own in their parent's store, so that the parent's run does not change. The weights are those that answered the parent;
-where they are others, a warning names them. They are served by a vLLM that is started for the branches, or by the vLLM of the
-parent's run while that run is trained.
+if other weights are used, a warning names them. The weights are served by a vLLM that is started for the branches, or by the
+vLLM of the parent's run while that run is trained.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ SPLIT: Final = "branch"
 @dataclass(frozen=True, slots=True)
 class BranchOutcome:
     """How a branch ended. `calls` counts its own answered calls, without those from the record. `state` is `valid` for a branch
-    with a `reward`, `void` for one that did not begin as its parent did, else `failed`; `why` says why there is no reward."""
+    with a `reward`, `void` for a branch that did not begin as its parent did, else `failed`; `why` is the reason if there is no
+    reward."""
 
     id: str
     calls: int
@@ -143,9 +144,10 @@ class BranchOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BranchReport:
-    """The results of the branches at one call. `mean` is the mean reward of the valid branches, `error` its standard error
-    (None for fewer than two branches). The mean estimates the value of the state before the call, or with an `edit` the value
-    of the edited answer. `warnings` name what differs from the user's options or from the parent's run."""
+    """The results of the branches at one call. `mean` is the mean reward of the valid branches, `error` the standard error of
+    the mean (None for fewer than two valid branches). The mean estimates the value of the state before the call, or with an
+    `edit` the value of the edited answer. `warnings` name everything that differs from the user's options or from the parent's
+    run."""
 
     run: str
     parent: str
@@ -210,14 +212,14 @@ def branch(
 ) -> BranchReport:
     """Run an agent `n` times more from call number `at` of a recorded rollout on; return when all branches have ended.
 
-    Calls before that call are answered from the record. The rest is sampled by a vLLM that is started with the weights that
-    answered the call, or with `weights` (as for `lightning eval`). With `live` no vLLM is started: the policy of the rollout's
-    run answers, as long as its trainer serves the version that answered the call. With `edit`, the call gets that text as its
-    answer. `prompts` are other prompts by component, `sampling` parameters of the new calls (`{"temperature": 0.7}`),
-    `settings` changes of the run's settings by dotted names, or a function that changes them; all else is as in the parent's
-    run. `runs` is the place of the rollout: a folder of runs, a run's folder, a database, a URL. The agent is a function, or
-    `MODULE:FUNCTION`. `run_tools` must be true if tools run again. `out` is a folder for vLLM's log and for weights that are
-    computed again.
+    Calls before that call are answered from the record. The other calls are sampled by a vLLM that is started with the weights
+    that answered the call, or with `weights` (as for `lightning eval`). With `live` no vLLM is started: the policy of the
+    rollout's run answers, as long as its trainer serves the version that answered the call. With `edit`, the call gets that
+    text as its answer. `prompts` are other prompts by component, `sampling` parameters of the new calls
+    (`{"temperature": 0.7}`), `settings` changes of the run's settings by dotted names, or a function that changes them; all
+    else is as in the parent's run. `runs` is the place of the rollout: a folder of runs, a run's folder, a database, a URL. The
+    agent is a function, or `MODULE:FUNCTION`. `run_tools` must be true if tools run again. `out` is a folder for vLLM's log and
+    for weights that are computed again.
 
     Raises `ConfigError` or `DataError` for a rollout that cannot be branched with these options; a branch that fails is in the
     report.
@@ -226,7 +228,8 @@ def branch(
         raise ConfigError(f"n = {n}: give the number of branches, 1 or more")
     if live and weights:
         raise ConfigError(
-            "--weights and --live: the policy that the run's trainer serves has its own weights; give one"
+            "--weights and --live exclude each other: with --live the run's trainer serves the policy, with its own weights. "
+            "Leave one of the two out"
         )
     named = agent if isinstance(agent, str) else name_of(agent)
     function = load_agent(agent) if isinstance(agent, str) else agent
@@ -265,8 +268,8 @@ def _check_tools(parent: Parent, n: int, *, run_tools: bool) -> None:
     if (live := live_tools(parent.found.recorded, parent.prefix)) and not run_tools:
         raise ConfigError(
             f"these tools of the rollout run again in {n} branches: {', '.join(live)}. If that does no harm, say --yes "
-            "(run_tools=True). From the call on all tools run; before it those of frameworks do, while a run of "
-            "@lightning.tool is answered from the record"
+            "(run_tools=True). From the call on all tools run. Before the call, tools of frameworks run, and tools of "
+            "@lightning.tool are answered from the record"
         )
 
 
@@ -424,7 +427,9 @@ async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
     parent, warnings = plan.parent, [*plan.warnings, *_hints(plan, outcomes)]
     if not used:
         names = ", ".join(sorted(plan.prompts))
-        warnings.append(f"no call of a branch has the text that was given for {names}: the agent does not ask for it")
+        warnings.append(
+            f"no call of a branch has the text that was given for {names}: the agent does not read this prompt"
+        )
     return BranchReport(
         run.id,
         parent.rollout.id,
@@ -451,8 +456,8 @@ def _hints(plan: _Plan, outcomes: list[BranchOutcome]) -> Iterator[str]:
         first = next((call for call in calls if component in call.caller.split("/")), None)
         if first is not None and first.number <= last:
             yield (
-                f"a prompt holds from the beginning on, and {component} makes call {first.number} already, which is to be as "
-                f"it is recorded: branch at call {first.number} (--at {first.number})"
+                f"a prompt holds from the beginning on, and {component} makes call {first.number} already, which must stay as "
+                f"it was recorded: branch at call {first.number} (--at {first.number})"
             )
 
 

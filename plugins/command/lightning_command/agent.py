@@ -1,7 +1,7 @@
 """`lightning.command`: a program as an agent.
 
 The invariant: each rollout has its own folder, home and environment, all deleted when it ends. The program's exit code, its
-file or the grader gives the reward; a program that fails in another way has none.
+file or the grader gives the reward; a program that fails in another way has no reward.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Command:
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
     async def _in_place(self, task: Task, llm: LLM, place: Place) -> Reward:
-        """Run the program on a task in Harbor's format, then the task's tests, and return their reward."""
+        """Run the program on a task in Harbor's format in a sandbox, then the task's tests in another sandbox, and return the
+        reward that the tests give. `place` has the folders of the rollout. Raises `RunnerError` if the program fails,
+        `ConfigError` for options that the task does not permit."""
         if self.grader is not None or self.reward_file or self.files:
             raise ConfigError(
                 f"the task {place.task.folder.name} brings its own files and tests: leave out grader, reward_file and files"
@@ -192,17 +194,17 @@ def command(
     """Make a program an agent: each rollout runs it in a new, empty folder.
 
     `command` is a line as you would type it, or a list of arguments. The fields `{task.input}`, `{task.id}`,
-    `{task.metadata.KEY}`, `{llm.model}`, `{llm.base_url}`, `{llm.api_key}`, `{folder}` (the rollout's) and `{project}` (the one
-    that you start in) are filled after the line was divided into arguments; no shell is involved. They are also filled in
-    `stdin`, in the values of `env` (variables in addition to those that lead to the policy) and in `files`, a folder that is
-    copied to each rollout's.
+    `{task.metadata.KEY}`, `{llm.model}`, `{llm.base_url}`, `{llm.api_key}`, `{folder}` (the rollout's folder) and `{project}`
+    (the folder that you start in) are filled after the line was divided into arguments; no shell is involved. They are also
+    filled in `stdin`, in the values of `env` (variables in addition to those that lead to the policy) and in `files`, a folder
+    that is copied to each rollout's folder.
 
     The reward is what `grader(task, result)` returns (a number, or a mapping of named ones; it may be async), or what the
-    program wrote into `reward_file` below its folder, or else 1.0 for the exit code 0 and 0.0 for 1. With `reward_file` any
-    exit code other than 0, and without a grader any above 1, fails the rollout.
+    program wrote into `reward_file` below its folder, or else 1.0 for the exit code 0 and 0.0 for 1. With `reward_file` an exit
+    code other than 0 fails the rollout; with neither a grader nor `reward_file`, an exit code above 1 does.
 
-    Its model calls belong to the agent `name`, by default the program's name. Raises `ConfigError` for a command that cannot be
-    run: an unknown field, a shell operator, a program that is not installed.
+    The program's model calls belong to the agent `name`, by default the program's name. Raises `ConfigError` for a command that
+    cannot be run: an unknown field, a shell operator, a program that is not installed.
     """
     if grader is not None and reward_file:
         raise ConfigError("a command has a grader or a reward_file, not both: let the grader read the file")

@@ -28,7 +28,7 @@ class Weighted:
     """The advantages of `credit` (a registered name or an object), times a weight of the whole group.
 
     The success s of a rollout is the place of its return in the range from `worst` to `best`, as a number from 0 to 1; a return
-    outside widens the range for its group. With p the mean of s over the group, the weight is, by
+    outside of the range widens it for the group. With p the mean of s over the group, the weight is, by
 
     - `difficulty`: 2 (1 - p). Hard tasks count more, up to twice. GRPO-LEAD (arXiv 2504.09696) weights by difficulty, too,
       but on a logistic curve, which differs for good and bad answers.
@@ -55,7 +55,8 @@ class Weighted:
             raise ConfigError(f"by={self.by!r} is no weight: use one of {', '.join(get_args(WeightBy))}")
         if not (isfinite(self.worst) and isfinite(self.best) and self.worst < self.best):
             raise ConfigError(
-                f"worst={self.worst} and best={self.best} are no range of rewards: give the lower one as worst"
+                f"worst={self.worst} must be lower than best={self.best}, and both must be finite: give the lowest reward as "
+                "worst and the highest reward as best"
             )
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:

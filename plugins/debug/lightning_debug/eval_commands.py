@@ -111,7 +111,7 @@ def read_all(file: Path) -> list[Task]:
 
 
 def read_bounds(text: str) -> tuple[float, float]:
-    """Read `LOW,HIGH` as two finite numbers. Raises `ConfigError` for any other text, and unless LOW is below HIGH."""
+    """Read `LOW,HIGH` as two finite numbers. Raises `ConfigError` for any other text, and if LOW is not below HIGH."""
     parts = text.split(",")
     try:
         low, high = (float(part) for part in parts)
@@ -143,7 +143,9 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
         ],
     )
     if any(each.scored and each.scored.tasks < report.tasks for each in report.measures):
-        say("a figure with a number of tasks leaves out those with fewer rewards than it needs (avg@n one, pass@k k)")
+        say(
+            "a figure with a number of tasks leaves out tasks with too few rewards: avg@n needs one, and pass@k needs k"
+        )
     say(f"pass@k: a reward of at least {report.success:g} is a success; intervals are over tasks")
     if failed:
         said = ", ".join(f"{fault} {count}" for fault, count in report.faults.items())
@@ -156,7 +158,7 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
 
 
 def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
-    """Return the texts of a figure and its interval; the figure names its number of tasks if these are not all."""
+    """Return the texts of a figure and its interval. The figure names its number of tasks if some tasks are left out."""
     if found is None:
         return "-", "-"
     over = f" ({found.tasks} tasks)" if found.tasks < tasks else ""
@@ -165,6 +167,10 @@ def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
 
 EXIT_CODES: Final = {"B": 0, "A": 4, "": 3}
 """Exit codes of `lightning ab` by the better variant; empty if neither was shown to be better."""
+NOT_PROMOTED: Final = (
+    "--promote works only for prompts and models, and A and B differ only in temperature: leave --promote out, and set "
+    "trainer.eval_temperature to the better temperature"
+)
 EXAMPLE: Final = "give one of --prompt NAME=a.txt,b.txt, --model A,B and --temperature 0.2,1.0 two values"
 
 
@@ -218,7 +224,7 @@ def ab(
     folder = out or Path("runs") / f"ab-{timestamp()}"
     a, b = variants(folder, model, prompt, temperature, settings, runs)
     if promote_to and a.prompt is None and a.model.folder == b.model.folder:
-        raise ConfigError("--promote: a temperature is no resource. Set trainer.eval_temperature to the better one")
+        raise ConfigError(NOT_PROMOTED)
     setup = Setup(function, agent, shuffled(listed, settings.trainer.seed), n, runner, folder, resume)
     with stoppable(f"the same command with --out {folder} --resume"), Reporter() as reporter:
         found = run_to_end(
@@ -255,7 +261,7 @@ def variants(
     pairs = [len(models) == 2, len(texts) == 2, len(temperatures) == 2]
     if sum(pairs) != 1 or len(models) > 2 or len(temperatures) > 2:
         raise ConfigError(
-            f"an A/B compares two variants that differ in one thing, and here are {sum(pairs)}: {EXAMPLE}"
+            f"an A/B compares two variants that differ in one thing, and these differ in {sum(pairs)}: {EXAMPLE}"
         )
     base = folder.resolve().name
     found = [find_model(each.strip(), runs, folder / "models", settings) for each in dict.fromkeys(models)]
@@ -275,7 +281,7 @@ def variants(
         if len(temperatures) == 2:
             made[place] = replace(made[place], label=f"temperature {value:g}")
     if len(temperatures) == 2 and made[0].config == made[1].config:
-        raise ConfigError(f"--temperature {temperature}: both are the same")
+        raise ConfigError(f"--temperature {temperature}: both temperatures are the same")
     if texts:
         warn_of_name(name, "the first batch will tell")
         both = [read_prompt(Path(file)) for file in texts]
@@ -332,5 +338,5 @@ def show_comparison(found: Comparison, folder: Path, a: Variant, b: Variant) -> 
 def _failed(found: Comparison, side: str) -> str:
     faults = found.failed[side]
     said = ", ".join(f"{fault} {count}" for fault, count in faults.items())
-    lowest = f"[red]; {sum(faults.values())} failed (by fault of: {said}), which is {found.bounds[0]:g}"
-    return f"{lowest} unless it was the infrastructure's[/red]" if faults else ""
+    lowest = f"[red]; {sum(faults.values())} failed (by fault of: {said}) and count as {found.bounds[0]:g}"
+    return f"{lowest}, but those by fault of the infrastructure are left out[/red]" if faults else ""

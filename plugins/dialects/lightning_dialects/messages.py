@@ -306,8 +306,8 @@ class Messages(Translated):
         return {**body, "tools": [tool for tool in body["tools"] if not _is_hosted(tool)]}
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """Translate a request to a chat request, and return that with the translator of its answer. Raises `RefusalError`
-        (422)."""
+        """Translate a request of the Messages API to a chat request. Return the chat request and the translator of its answer.
+        Raises `RefusalError` (422) for a request that cannot be translated."""
         body = self.runnable(body)
         most = body.get("max_tokens")
         if not isinstance(most, int) or most < 1:

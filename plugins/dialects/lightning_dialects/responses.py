@@ -59,8 +59,9 @@ class Responses(Translated):
         return None if previous is None else str(previous)
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """Translate a request to a chat request after the messages `before` it, and return that with the translator of its
-        answer. Raises `RefusalError` (422)."""
+        """Translate a request of the Responses API to a chat request that begins with the earlier messages (`before`). Return
+        the chat request and the translator of its answer. Raises `RefusalError` (422) for a request that cannot be
+        translated."""
         body = self.runnable(body)
         if not body.get("input") and not (before and body.get("input") is None):
             raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
@@ -86,7 +87,7 @@ class Responses(Translated):
 
 class ToolNames(NamedTuple):
     """The tools of a request that are not plain functions, by the name that the model sees: `spaces` has (namespace, name) of
-    those in a namespace, `others` the client tools."""
+    the tools in a namespace, `others` has the client tools."""
 
     spaces: Mapping[str, tuple[str, str]]
     others: Mapping[str, ClientTool]
@@ -128,7 +129,7 @@ class ResponseTranslator(Translator):
             self._logprobs += self._piece_logprobs
 
     def answer(self) -> Body:
-        """Return the Response for the whole answer, also for one that was read as a stream."""
+        """Return the Response for the whole answer, also for an answer that was read as a stream."""
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def _response(self, status: str) -> Body:
@@ -182,7 +183,8 @@ class ResponseTranslator(Translator):
         return f"{PREFIXES[part.kind]}_{self._id.removeprefix('resp_')}_{part.index}"
 
     def _text(self, part: Part) -> Body:
-        """Return a text part. The last one has all logprobs so far, also those of tokens that are not text, as in vLLM."""
+        """Return a text part. The last text part has all logprobs so far, also the logprobs of tokens that are not text, as in
+        vLLM."""
         texts = [item for item in self._parts.all if item.kind is Kind.TEXT]
         said = [logprob_of(entry) for entry in self._logprobs] if texts[-1] is part else []
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": said}
@@ -219,7 +221,8 @@ class ResponseTranslator(Translator):
             yield {"type": "response.output_item.done", **place, "item": self._item(part, self._ended(part))}
 
     def _events_of_the_client(self, step: Step, part: Part) -> Iterator[Body]:
-        """Yield all events of a client tool's call when it has ended: only then is it known whether its arguments fit."""
+        """Yield all events of a client tool's call when the call has ended: only then is it known whether the call's arguments
+        fit."""
         if step is not Step.CLOSE:
             return
         place, item = {"output_index": part.index}, self._item(part, self._ended(part))

@@ -1,5 +1,5 @@
 """What a pod's status means, in words; and the health of the clients in a cluster: which problems to log, when to wait before
-more are created, and when none can run.
+more clients are created, and when no client can run.
 
 The invariant: pure functions read a pod from the API's JSON, where an absent field means that nothing is known. A pod's end
 counts once, and only if the client itself ended; a problem is logged once for all pods that have it.
@@ -44,8 +44,8 @@ _ELSEWHERE = {"Evicted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """The state of a pod. `problem` is empty while nothing is wrong. `crashed` says that the client itself ended, or could not
-    start."""
+    """The state of a pod. `problem` is empty while nothing is wrong; `hopeless` says that waiting cannot cure the problem.
+    `crashed` says that the client itself ended, or could not start."""
 
     name: str
     running: bool = False
@@ -157,8 +157,8 @@ class Pace:
 
 
 class Health:
-    """Judges the health of the clients from all pods, at each look. `ever_ran` says whether a client ever ran; `not_before` is
-    when more may be created."""
+    """Judges the health of the clients from all pods, at each look. `ever_ran` says whether a client ever ran; before
+    `not_before` no more clients may be created."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -213,7 +213,7 @@ class Health:
         self._rounds += 1
         self.pause(min(self._pace.longest, self._pace.pause * 2**self._rounds), now)
         if self._rounds >= self._pace.crashes and not others_run:
-            raise RunnerError(f"the runner pods end as soon as they start; the last one: {self.last_problem}")
+            raise RunnerError(f"the runner pods end as soon as they start; the last problem: {self.last_problem}")
 
 
 def _what(pod: PodView) -> str:

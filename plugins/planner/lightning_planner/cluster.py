@@ -90,8 +90,8 @@ class Assumptions:
 
 
 def assume(given: Sequence[str]) -> Assumptions:
-    """Return the assumptions with some replaced (`train_mfu=0.4`). Raises `ConfigError` for an unknown name or a number that is
-    not above 0."""
+    """Return the assumptions, with those in `given` replaced (`train_mfu=0.4`). Raises `ConfigError` for an unknown name or a
+    number that is not above 0."""
     names = [one.name for one in dataclasses.fields(Assumptions)]
     values: dict[str, float] = {}
     for text in given:
@@ -99,22 +99,23 @@ def assume(given: Sequence[str]) -> Assumptions:
         if name not in names:
             near = get_close_matches(name, names, 1)
             meant = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}"
-            raise ConfigError(f"nothing called {name!r} is assumed{meant}")
+            raise ConfigError(f"there is no assumption {name!r}{meant}")
         try:
             values[name] = float(number)
         except ValueError:
             raise ConfigError(f"--assume {text}: {number!r} is not a number") from None
         if not values[name] > 0:
-            raise ConfigError(f"--assume {text}: it has to be above 0")
+            raise ConfigError(f"--assume {text}: the number has to be above 0")
     return Assumptions(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster of `gpus` GPUs of one kind. `serving` of them only serve; with 0 all train, and some also serve.
+    """A cluster of `gpus` GPUs of one kind. `serving` of them only serve; if `serving` is 0, all GPUs train, and some of them
+    also serve.
 
-    A run has one policy server. It takes `tensor_parallel` GPUs; 0: all that serve. Raises `ConfigError` for a division that
-    leaves no GPU for training, and for one that needs another number of policy servers.
+    A run has one policy server, which takes `tensor_parallel` GPUs (0: all GPUs that serve). Raises `ConfigError` for a
+    division that leaves no GPU for training, and for a division that needs another number of policy servers.
     """
 
     gpu: Gpu
@@ -125,13 +126,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
-            raise ConfigError(f"--gpus {self.gpus}: a cluster has at least one")
+            raise ConfigError(f"--gpus {self.gpus}: a cluster has at least one GPU: give 1 or more")
         if not 0 <= self.serving < self.gpus:
-            raise ConfigError(f"--serve-on {self.serving} of {self.gpus} GPUs: at least one has to train")
+            raise ConfigError(f"--serve-on {self.serving} of {self.gpus} GPUs: at least one GPU has to train")
         if not 0 <= self.tensor_parallel <= self.gpus:
             raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel}: the cluster has {self.gpus} GPUs; leave it out to take all that "
-                "serve"
+                f"--tensor-parallel {self.tensor_parallel}: the cluster has {self.gpus} GPUs; leave --tensor-parallel out to "
+                "take all GPUs that serve"
             )
         if self.serving and self.tensor_parallel not in (0, self.serving):
             raise ConfigError(

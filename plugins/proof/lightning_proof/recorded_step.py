@@ -56,7 +56,7 @@ async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Gr
 
 
 OWN_LOOP: Final = "own_loop"
-"""The key in a step's context that says it was taken by a loop of somebody's own (`lightning.trainer.session`), and how."""
+"""The key in a step's context that says it was taken by a loop of somebody's own (`lightning_session.session`), and how."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The sampler that goes on sampling while the engine trains.
 
 The invariant: a group begins with the policy server's current weights, and the number of the next step is recorded as
-`Rollout.step` before an agent runs; that step takes it, or one at most `trainer.max_staleness` later
+`Rollout.step` before an agent runs; that step takes the group, or a step at most `trainer.max_staleness` later
 (`lightning_samplers.pacing`); no group is thrown away. The store has the whole state: which groups have begun, and, in
 `StepRecord.groups`, which were taken.
 
@@ -43,8 +43,8 @@ RESYNC_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Members:
-    """The ended rollouts of an open group, and the number of those that are `missing`. `number` counts groups by their start,
-    `task` is the task's id.
+    """The rollouts of an open group that have ended, and the number of its rollouts that have not (`missing`). `number` counts
+    groups in the order in which they began; `task` is the task's id.
 
     `hopeless` says that the group had failed as a whole before this process started; `teaches` becomes true once the algorithm
     has said that the group has something to learn from.
@@ -96,8 +96,8 @@ class Pipeline(Sampler):
             await cancel(self._worker)
 
     async def step(self, step: int) -> Sampled:
-        """Wait until the pacer has a pick, and return its groups and those that were dropped. The reported time of sampling is
-        that since the last pick."""
+        """Wait until the pacer picks the groups of the step. Return them together with the groups that were dropped since the
+        last pick. The reported time of sampling is the time since the last pick."""
         what = f"rollouts for step {step}"
         self.reporter.phase(what, self.schedule.at(step).group_size * self.config.tasks_per_step)
         while (picked := await self._pick(what)) is None:
@@ -122,13 +122,15 @@ class Pipeline(Sampler):
             self._news.clear()
 
     async def served(self, version: int) -> None:
-        """Note the new version of the policy server: new groups begin with it, and the groups of one more step may begin."""
+        """Note the new version of the policy server: groups that begin now have its weights, and the groups of one more step
+        may begin."""
         self._pacer.advance(version)
         self.changed.set()
 
     # what the worker asks ---------------------------------------------------------------------------------------
     async def refill(self) -> bool:
-        """Begin the group of the next task if the bound on staleness has room for it; return whether it had."""
+        """Begin the group of the next task if the bound on staleness has room for the group; return whether a group has
+        begun."""
         if not self._pacer.room:
             return False
         run, step = self.stack.run.id, self._pacer.step
@@ -154,7 +156,7 @@ class Pipeline(Sampler):
         return Pacer(config.tasks_per_step, config.max_staleness, config.steps, step=step, open_groups=open_groups)
 
     async def _recall(self) -> None:
-        """Restore the state from the store: the groups that began before this process, and those that were taken."""
+        """Restore the state from the store: the groups that began before this process, and the groups that steps have taken."""
         store, run = self.stack.store, self.stack.run.id
         records = await store.steps(run)
         taken, following = {group for record in records for group in record.groups}, len(records) + 1
@@ -180,9 +182,11 @@ class Pipeline(Sampler):
             waiting.hopeless = waiting.failed
 
     async def _find_place(self, step: int) -> None:
-        """Find where the passes over the tasks begin in the present config epoch. Groups begin ahead of the steps, so that the
-        number of groups at each epoch's start is kept in the store. Its key names the epoch, because an epoch without a step
-        may be replaced by another."""
+        """Find the place at which the passes over the tasks begin in the present config epoch.
+
+        Groups begin ahead of the steps. Therefore the store keeps the number of groups that had begun at each epoch's start.
+        The key of this number names the epoch, because an epoch without a step may be replaced by another epoch.
+        """
         store, run = self.stack.store, self.stack.run.id
         until = self.epochs[: epoch_at(self.epochs, step).number + 1]
         begun = [0]
@@ -217,8 +221,12 @@ class Pipeline(Sampler):
                 self._pacer.finish(rollout.group)
 
     async def _pick(self, what: str) -> list[_Members] | None:
-        """Return the groups that count for the present step; None while it must wait. Raises if too many groups failed
-        (`Sampler.check`)."""
+        """Return the groups that the present step trains on; None while the step must wait for more groups.
+
+        Raises `RunnerError` if all rollouts of these groups and of the dropped groups failed, and none of them by the policy's
+        own fault (`Sampler.check`). A step that waits raises it once it has dropped as many groups as a step trains on. Groups
+        that had failed before this process started do not count.
+        """
         self._news.clear()
         await self._drop_useless()
         picked = self._pacer.pick()
@@ -229,8 +237,9 @@ class Pipeline(Sampler):
         return None if picked is None else taken
 
     async def _drop_useless(self) -> None:
-        """Move finished groups that teach nothing to `_dropped`, where they do not count for the step, as far as
-        `trainer.max_waves` allows. Groups that failed before this process are always dropped."""
+        """Move finished groups that teach nothing to `_dropped`, at most as many as `trainer.max_waves` allows. These do not
+        count towards the `tasks_per_step` groups of the step. Groups that had failed before this process started are always
+        moved."""
         dynamic = samples_dynamically(self.schedule.at(self._pacer.step))
         left = (self.config.max_waves - 1) * self.config.tasks_per_step if dynamic else 0
         left -= sum(not members.hopeless for members in self._dropped)
@@ -246,10 +255,13 @@ class Pipeline(Sampler):
             self.changed.set()
 
     def _unasked(self, left: int) -> str | None:
-        """Return a finished group that the algorithm was not asked about yet, while `left` more groups may be dropped; None if
-        there is none.
+        """Return the id of a finished group that `_drop_useless` must still keep or drop; None if there is none.
 
-        The search starts anew each time, because other groups end while the algorithm is asked about one.
+        A group that had failed before this process started is always returned. Any other group is returned only while `left`,
+        the number of groups that may still be dropped, is above 0, and only until the algorithm has said that the group teaches
+        something.
+
+        The search starts at the first group each time, because more groups finish while the algorithm is asked about one.
         """
         for group in self._pacer.open_groups:
             members = self._members[group.id]
@@ -264,7 +276,8 @@ class Pipeline(Sampler):
         return algorithm.teaches(group)
 
     async def _wait(self) -> None:
-        """Wait until a rollout ends, or read the store after `RESYNC_SECONDS`. Raises the worker's error if it ended."""
+        """Wait until a rollout ends, or read the store after `RESYNC_SECONDS`. Raises the worker's error if the worker has
+        ended."""
         assert self._worker is not None
         news = asyncio.create_task(self._news.wait())
         waiting = {self._worker, news}

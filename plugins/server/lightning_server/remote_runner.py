@@ -28,7 +28,7 @@ class RemoteRunner:
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Raise `RunnerError`, because agents run elsewhere."""
         raise RunnerError(
-            "runner='remote' runs no agents in this process: start `lightning runner` where they are to run"
+            "runner='remote' runs no agents in this process: start `lightning runner` where the agents are to run"
         )
 
     async def close(self) -> None:
@@ -36,18 +36,18 @@ class RemoteRunner:
 
 
 def remote_runner(agent: Agent, config: Config) -> RemoteRunner:
-    """Make the runner, and warn of settings that only the clients can meet."""
+    """Make the runner, and warn of settings that have an effect in the clients only."""
     sandboxed = SandboxConfig.of(config)
     if sandboxed.tool_limits:
         logger.warning(
-            "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "
-            "clients of a machine together; start them with `lightning runner --set runner.tool_limits='%s'`",
+            "runner.tool_limits has no effect in this process: with runner='remote' the tools run in the clients. Start the "
+            "clients with `lightning runner --set runner.tool_limits='%s'`. All clients on one machine share each limit",
             toml_value(sandboxed.tool_limits),
         )
     if sandboxed.sandbox != "none":
         logger.warning(
-            "runner.sandbox is %r here and keeps no agent in: with runner='remote' it is a setting of each client; start "
-            "them with `lightning runner --set runner.sandbox=%s`",
+            "runner.sandbox=%r has no effect in this process: with runner='remote' the agents run in the clients. Start the "
+            "clients with `lightning runner --set runner.sandbox=%s`",
             sandboxed.sandbox,
             sandboxed.sandbox,
         )

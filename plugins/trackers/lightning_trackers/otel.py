@@ -196,9 +196,11 @@ class TraceMaker:
 
 
 def _trace_id(record: AttemptRecord, told: Sequence[Span]) -> str:
-    """Return the id of the trace that services continued from the attempt; if none did, an id made from the attempt's name.
+    """Return the id of an attempt's trace.
 
-    If all spans are of one trace, its id is also taken when the agent's own span, their parent, was not sent here.
+    If a service continued the attempt's trace (a span's parent is the attempt's root span), return the id of that trace.
+    Otherwise, if all spans belong to one trace, return its id: the agent's own span, their parent, was then not sent to
+    lightning. Otherwise return an id made from the rollout's id and the attempt's number.
     """
     for span in told:
         if span.parent_id == root_span_id(span.trace_id):

@@ -20,7 +20,8 @@ from torch import nn
 from lightning_verl import api
 
 Wanted = Literal["none", "also", "only"]
-"""Whether a pass computes values of hidden states: not, beside the tokens' logprobs, or without logprobs."""
+"""Whether a pass computes values of hidden states: no values ("none"), values beside the tokens' logprobs ("also"), or values
+without logprobs ("only")."""
 WANTED = "values_wanted"
 
 
@@ -44,7 +45,8 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         return module
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prepare a micro-batch as verl does. Where only values are wanted, the output layer computes just one token."""
+        """Prepare a micro-batch as verl does. If only values are wanted, the output layer computes just one token, where the
+        model permits it."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         self._wanted = api.get_non_tensor_data(micro_batch, WANTED, "none")
         if self._wanted == "only" and self._keeps_logits:
@@ -54,7 +56,8 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """Prepare the outputs as verl does, and add `values`: those of each token's hidden state, (tokens,) for each row."""
+        """Return the outputs that verl prepares, and the head's value of each token as `values`, of shape (tokens,) for each
+        row. Verl's outputs are left out if only values are wanted, and `values` if none are wanted or no head is attached."""
         hidden, self._hidden = self._hidden, None
         found: dict[str, torch.Tensor] = {}
         if self._wanted != "only":
@@ -67,7 +70,7 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         return found
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """A forward hook of the model without its output layer: keep the hidden states where values are wanted."""
+        """A forward hook of the model without its output layer: keep the hidden states if values are wanted."""
         if self._wanted != "none":
             self._hidden = output.last_hidden_state
 
@@ -123,7 +126,7 @@ class Learner:
             self._optimizer.state[own] = {"step": taken, **moments}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the head in a training state, by their names there. They share memory with the head."""
+        """Return the tensors of the head in a training state, by their names in the state. They share memory with the head."""
         found: dict[str, torch.Tensor] = {}
         for name, own in self.made.parameters().items():
             found[f"weight.{name}"] = own.data.view(-1)

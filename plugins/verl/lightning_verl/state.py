@@ -42,15 +42,15 @@ def write_state(
 
 
 def read_state(folder: Path, head: Head | None, layout: Mapping[str, object]) -> Taken:
-    """Read how many steps a state was saved after. Raises `EngineError` for a state of another engine, with another head, or
-    in parts that these workers cannot read."""
+    """Read the numbers of steps after which a training state was saved. Raises `EngineError` for a state of another engine,
+    with another head, or of a model that was divided in a way that these workers cannot read."""
     try:
         state: Mapping[str, Any] = json.loads((folder / _FILE).read_text())
     except (OSError, ValueError) as error:
         raise EngineError(f"{folder} holds no training state: {error}") from error
     if state.get("engine") != "verl":
         raise EngineError(
-            f"{folder} holds a training state of another engine: go on with the one that wrote it, or start anew from the "
+            f"{folder} holds a training state of another engine: go on with the engine that wrote it, or start anew from the "
             "`model` folder of a finished run"
         )
     if state.get("format") != FORMAT:
@@ -72,16 +72,16 @@ def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[s
             for name, value in others.items()
         )
     raise EngineError(
-        f"{folder} was saved by workers that had the model in other parts, and Megatron's are read by such alone: {cure}, or "
-        "start anew from the `model` folder of a finished run"
+        f"{folder} was saved by workers that had the model in other parts, and a state of Megatron can be read only by workers "
+        f"that have the model in the same parts: {cure}, or start anew from the `model` folder of a finished run"
     )
 
 
 def check_seen(host: str, files: Sequence[Path], target: Path) -> None:
-    """Raise `EngineError` when a worker's files cannot be seen from this machine."""
+    """Raise `EngineError` if a worker wrote no files, or if this machine does not see all of them."""
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
         raise EngineError(
-            f"{host} wrote {', '.join(missing) or 'nothing'} where the trainer's machine does not see it: every machine of the "
-            f"cluster must see {target.resolve()} under this path, on a disk that all share"
+            f"the trainer's machine does not see {', '.join(missing) or 'any file'} that {host} wrote to {target.resolve()}: "
+            "put this folder on a disk that every machine of the cluster sees under the same path"
         )

@@ -70,7 +70,9 @@ def test_no_more_spans_are_read_than_were_asked_for() -> None:
     ):
         found = len(read(data))
         assert len(read(data, found)) == found > 2
-        with pytest.raises(DataError, match=f"it has {found} spans or more, and 2 are read of one request: send fewer"):
+        with pytest.raises(
+            DataError, match=f"has at least {found} spans, and a request may have at most 2: send fewer"
+        ):
             read(data, 2)
 
 

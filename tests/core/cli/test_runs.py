@@ -283,8 +283,25 @@ def test_runs_are_compared_by_what_they_differ_in(lightning, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [(["one", "three"], "there is no run 'three' in"), (["one"], "1 run in"), ([], "")]
+    ("names", "said"),
+    [
+        (["one", "three"], "there is no run 'three' in"),
+        (
+            ["one"],
+            "a comparison needs two or more runs, and only one was named: name another run, or no run to compare all",
+        ),
+        ([], ""),
+    ],
 )
 def test_what_cannot_be_compared_is_named(lightning, tmp_path: Path, names: list[str], said: str) -> None:
     ran = lightning("runs", "compare", *names, "--runs", str(two_runs(tmp_path / "both")))
     assert (ran.code, said in ran.err) == ((2, True) if said else (0, True))
+
+
+def test_a_place_with_too_few_runs_is_named(lightning, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for place, count in ((runs, "only 1"), (tmp_path / "empty", "none")):
+        ran = lightning("runs", "compare", "--runs", str(place))
+        assert ran.code == 2
+        said = f"a comparison needs two or more runs, and there is {count} in {place}: give another place with --runs"
+        assert said in ran.err

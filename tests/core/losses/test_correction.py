@@ -256,8 +256,8 @@ def test_a_record_makes_it_again() -> None:
     [
         ({"kind": "maks"}, "unknown kind 'maks'"),
         ({"level": "call"}, "unknown level 'call'"),
-        ({"low": 1.0}, "1, where both agree, must lie between"),
-        ({"high": 0.9}, "1, where both agree, must lie between"),
+        ({"low": 1.0}, "1, the ratio where trainer and sampler agree, must lie between"),
+        ({"high": 0.9}, "1, the ratio where trainer and sampler agree, must lie between"),
         ({"kind": "tis", "high": 0.0}, "high=0.0 must be positive"),
         ({"kind": "tis", "low": 0.5}, "low=0.5 does nothing"),
         ({"kind": "none", "high": 2.0}, "high=2.0 does nothing"),

@@ -177,7 +177,7 @@ def test_rows_of_a_file_of_tasks_are_tasks() -> None:
         (Path("train.jsonl"), r"train is \w+Path\('train.jsonl'\), not a list"),
         (
             {"input": "q", "expected": "a"},
-            r"a mapping with the keys \['expected', 'input'\], not a list .* give train=\[\.\.\.\]",
+            r"train must be a list of tasks, not a mapping .* \['expected', 'input'\]\): give train=\[lightning\.Task",
         ),
     ],
 )

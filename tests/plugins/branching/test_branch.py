@@ -331,7 +331,7 @@ def test_another_prompt_from_the_call_on(runs: ScriptedVLLM, capsys: Any) -> Non
     shown = words(capsys.readouterr().out)
     assert "recorded: 'Criticise said 1'" in shown
     assert "sent now: 'Praise said 1'" in shown
-    assert "critic makes call 2 already, which is to be as it is recorded: branch at call 2 (--at 2)" in shown
+    assert "critic makes call 2 already, which must stay as it was recorded: branch at call 2 (--at 2)" in shown
     assert said([*command, "--at", "2", "--prompt", "judge=kind.txt"]) == 0
     shown = capsys.readouterr()
     # Other tests of the process may have named components, too, of which some stand before it.

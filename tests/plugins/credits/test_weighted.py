@@ -79,8 +79,8 @@ def test_no_group_that_could_teach_is_silenced(rewards: list[int], by: str) -> N
     ("given", "says"),
     [
         ({"by": "luck"}, "by='luck' is no weight: use one of difficulty, variance"),
-        ({"worst": 1.0}, "worst=1.0 and best=1.0 are no range"),
-        ({"best": float("nan")}, "no range"),
+        ({"worst": 1.0}, "worst=1.0 must be lower than best=1.0"),
+        ({"best": float("nan")}, "both must be finite"),
         ({"credit": 3}, "credit=3: give a registered name"),
         ({"credit": Decayed}, "give a registered name"),
     ],

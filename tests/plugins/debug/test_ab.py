@@ -181,12 +181,12 @@ def test_a_prompt_that_breaks_the_agent_loses_and_what_the_infrastructure_lost_i
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "one"], "differ in one thing, and here are 0"),
-        (["--model", "one,other", "--temperature", "0,1"], "differ in one thing, and here are 2"),
+        (["--model", "one"], "differ in one thing, and these differ in 0"),
+        (["--model", "one,other", "--temperature", "0,1"], "differ in one thing, and these differ in 2"),
         (["--model", "one,one"], "both are the same model"),
-        (["--model", "one", "--temperature", "1,1.0"], "both are the same"),
+        (["--model", "one", "--temperature", "1,1.0"], "both temperatures are the same"),
         (["--model", "one", "--temperature", "1,hot"], "give numbers from 0 up"),
-        (["--model", "one", "--temperature", "0,1", "--promote", "x"], "a temperature is no resource"),
+        (["--model", "one", "--temperature", "0,1", "--promote", "x"], "A and B differ only in temperature"),
         (["--model", "one", "--prompt", "a.txt,b.txt"], "write NAME=A.txt,B.txt"),
         (["--model", "one", "--prompt", "writer=a.txt,a.txt"], "are the same"),
         (["--model", "one", "--prompt", "writer=a.txt,none.txt"], "cannot read the prompt"),

@@ -71,7 +71,7 @@ def test_failures_are_told_apart_and_never_a_silent_zero(vllm: ScriptedVLLM, cap
     assert "avg@2 0.500" in shown
     assert "0.417" in shown, "20 of 24 times 0.5"
     assert "1.000 (10 tasks)" in shown, "two tasks have no reward"
-    assert "leaves out those with fewer rewards than it needs" in shown
+    assert "leaves out tasks with too few rewards" in shown
     assert "4 rollouts failed, by fault of: agent 4" in shown
     assert "2 x ValueError: could not convert string to float: 'nothing'" in shown
 

@@ -116,7 +116,7 @@ def test_what_people_see(plan: Callable[..., str]) -> None:
         (("--set", "trainer.stpes=3"), "did you mean 'trainer.steps'"),
         (("--max-staleness", "-1"), "--max-staleness -1"),
         (("--recorded-servers", "2"), "No such option"),
-        (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "8"), "at least one has to train"),
+        (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "8"), "at least one GPU has to train"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "4", "--tensor-parallel", "2"), "one policy server"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--set", "engine.verl.strategy=megatron"), "strategy=fsdp2"),
     ],

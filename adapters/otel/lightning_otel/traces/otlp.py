@@ -54,8 +54,8 @@ def well_identified(span: Span) -> bool:
 def read_protobuf(payload: bytes, most: int = sys.maxsize) -> list[Span]:
     """Read the spans of an `ExportTraceServiceRequest` in protobuf; they have no rollout yet.
 
-    Raises `MissingExtraError` without opentelemetry-proto, `DataError` for an invalid message or one with more than `most`
-    spans.
+    Raises `MissingExtraError` without opentelemetry-proto, `DataError` for an invalid request or a request with more than
+    `most` spans.
     """
     try:
         from google.protobuf.message import DecodeError
@@ -112,8 +112,8 @@ def _proto_value(value: AnyValue) -> Json:
 
 
 def read_json(payload: bytes, most: int = sys.maxsize) -> list[Span]:
-    """Read the spans of an `ExportTraceServiceRequest` in OTLP's JSON (ids in hexadecimal). Raises `DataError` for an invalid
-    request or one with more than `most` spans. Needs no extra."""
+    """Read the spans of an `ExportTraceServiceRequest` in OTLP's JSON (ids in hexadecimal). Needs no extra. Raises `DataError`
+    for an invalid request or a request with more than `most` spans."""
     try:
         request = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
@@ -241,9 +241,11 @@ def _number(holder: _Object, key: str) -> int:
 
 
 def _check_number(spans: int, most: int) -> None:
-    """Raise `DataError` for more spans than one request may have: even an empty span, of two bytes, counts."""
+    """Raise `DataError` if a request has more spans than `most`. An empty span, of two bytes, counts too."""
     if spans > most:
-        raise DataError(f"it has {spans} spans or more, and {most} are read of one request: send fewer at a time")
+        raise DataError(
+            f"the request has at least {spans} spans, and a request may have at most {most}: send fewer spans in each request"
+        )
 
 
 def _service(pairs: Iterable[tuple[str, Json]]) -> str:
@@ -285,7 +287,7 @@ def _span(
 
 
 def _bounded(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
-    """Return the attributes within the limits; of several with one key the first stays."""
+    """Return the attributes within the limits; of several attributes with one key the first stays."""
     kept: dict[str, Json] = {}
     for key, value in pairs:
         if len(kept) == MAX_ATTRIBUTES:
@@ -321,7 +323,7 @@ def _exception(events: Iterable[Iterable[tuple[str, Json]]]) -> str:
 
 
 def accepted(content_type: str, rejected: int, message: str) -> bytes:
-    """Return the body of a success; it says how many spans were not kept, and why, if there were some."""
+    """Return the body of a success. If spans were not kept, the body says how many (`rejected`), and why (`message`)."""
     if content_type == JSON:
         partial = {"rejectedSpans": str(rejected), "errorMessage": message}
         return orjson.dumps({"partialSuccess": partial} if rejected else {})

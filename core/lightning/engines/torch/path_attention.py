@@ -230,8 +230,9 @@ class _Packing:
         return self._packs(roots, self._budget, behind)
 
     def _packs(self, roots: Sequence[int], limit: int, behind: dict[int, tuple[Pack, ...]]) -> tuple[Pack, ...]:
-        """Return packs for the parts of the tree with these roots, heaviest first, which all continue from one token. Parts
-        without further packs below share a pack if they fit (first fit)."""
+        """Return packs, of at most `limit` tokens each, for the parts of the tree that begin with the pieces `roots`, heaviest
+        first. All these parts continue from one token. Parts that no further pack continues share a pack if they fit (first
+        fit)."""
         bins: list[list[int]] = []
         room: list[int] = []
         for root in roots:
@@ -246,7 +247,8 @@ class _Packing:
         return tuple(self._pack(own, behind) for own in bins)
 
     def _pack(self, roots: Sequence[int], behind: dict[int, tuple[Pack, ...]]) -> Pack:
-        """Return one pack of the trees of connected pieces with these roots, in preorder."""
+        """Return one pack of the pieces `roots` and their descendants up to the next cut, in preorder: each piece before its
+        children."""
         order: list[int] = []
         todo = list(reversed(roots))
         while todo:
@@ -294,7 +296,7 @@ class _Packing:
         return tuple(chains), tuple(crossings)
 
     def _path(self, index: int, starts: dict[int, int]) -> Ints:
-        """Return the indices of the pack's tokens from the root of a piece to the end of the piece."""
+        """Return the indices of the pack's tokens on the way from the root above a piece to the end of the piece."""
         parts = []
         while index in starts:
             parts.append(np.arange(starts[index], starts[index] + len(self._pieces[index])))
@@ -382,7 +384,8 @@ def _registered(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that `transformers` calls in each layer. As in its own SDPA, further arguments have no effect."""
+    """The attention function that `transformers` calls in each layer. As in the SDPA function of `transformers`, further
+    arguments have no effect."""
     if torch.is_autocast_enabled(query.device.type):
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(kind), key.to(kind), value.to(kind)
@@ -431,16 +434,16 @@ class PartsAttention:
 
 
 def with_path(key: torch.Tensor, value: torch.Tensor, path: PathLayer, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values with the first `count` of the path put before them. In the backward pass the path's part of the
-    gradient is added to the path's gradients."""
+    """Return keys and values with the first `count` keys and values of the path put before them. In the backward pass the
+    path's part of the gradient is added to the path's gradients."""
     keys: torch.Tensor = _Behind.apply(key, path.keys[:, :, :count], path.key_gradients[:, :, :count])  # type: ignore[no-untyped-call]
     values: torch.Tensor = _Behind.apply(value, path.values[:, :, :count], path.value_gradients[:, :, :count])  # type: ignore[no-untyped-call]
     return keys, values
 
 
 class _Behind(torch.autograd.Function):
-    """Concatenation of earlier tokens and own ones. The gradient of the earlier ones is added to the tensor `gradient`, since
-    they have no graph."""
+    """Concatenation of earlier tokens and the pack's own tokens. The gradient of the earlier tokens is added to the tensor
+    `gradient`, since they have no graph."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -90,8 +90,9 @@ class HttpStore(Operations):
     """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
 
     `token` may be a path of a file with the token, which is read again when servers refuse the token: tokens may expire and be
-    renewed there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with
-    growing pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for impossible settings.
+    renewed there. Without `token` the environment's `LIGHTNING_TOKEN` is used. When no server answers, requests are repeated
+    with growing pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for text that is no URL of a
+    server, for a `patience` in the URL that is no number of seconds, and without a token.
 
     `create_rollouts`, `append` and a plugin's operations on lists send more than `BODY_BYTES` in several requests, each of
     which is done wholly or not at all. State that is a secret of the servers can neither be read nor written.
@@ -191,8 +192,8 @@ class HttpStore(Operations):
             raise StoreError(str(error)) from error
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Do an operation at a server. Raises `StoreError` that names the missing plugin where the server does not know a
-        plugin's operation."""
+        """Do an operation at a server. Raises `StoreError` with the name of the missing plugin if the operation is a plugin's
+        and the server does not know it."""
         try:
             return await self._called(over_http(operation), arguments)
         except UnknownRouteError as error:
@@ -261,13 +262,16 @@ class HttpStore(Operations):
     async def _in_parts(
         self, operation: HttpOperation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]
     ) -> list[Any]:
-        """Return the results for all items `asked` for, from answers that have those of the first items only."""
+        """Return the results for all items `asked` for. A server may answer for the first items only; the rest is then asked
+        for again."""
         found: list[Any] = []
         while len(found) < len(asked):
             body = _body(operation, {operation.body[0].name: tuple(asked[len(found) : len(found) + PAGE])})
             some = await self._told(operation, path, json_codec.to_bytes(body), how)
             if not some:
-                raise StoreError(f"the server at {self._urls[0]} gave nothing of {asked[len(found)]}: update it")
+                raise StoreError(
+                    f"the server at {self._urls[0]} sent no result for {asked[len(found)]}: update the server"
+                )
             found += some
         return found
 
@@ -302,7 +306,7 @@ class HttpStore(Operations):
         found = await self._lease(run, worker, limit, ttl, "")
         if any(one.llm is None for one in found.leases):
             raise StoreError(
-                f"the server at {self._urls[0]} has no gateway: lease from one that `lightning serve` started"
+                f"the server at {self._urls[0]} has no gateway: lease from a server that `lightning serve` started"
             )
         return [(one.lease, cast("LLM", one.llm)) for one in found.leases], found.over
 
@@ -335,7 +339,7 @@ class HttpStore(Operations):
         return replace(lease, expires_at=found.expires_at)
 
     async def release(self, worker: str, *, once: str = "") -> int:
-        """Give back everything that a worker holds; return how many leases that were."""
+        """Give back every lease that a worker holds; return the number of these leases."""
         found = await super().release(worker, once=once)
         self._unanswered.forget(worker)
         return found
@@ -453,8 +457,7 @@ class HttpWatch:
                 return False
 
     def _heard(self, changed: Changed) -> bool:
-        """Take in an answer, and return whether it has news. An answer that another server gave in the same words before has
-        none."""
+        """Take in an answer, and return whether it has news. An answer that repeats the last `since` of its server has none."""
         watch = changed.since.rpartition(".")[0]
         if watch == self._since.rpartition(".")[0]:
             self._pause = 0.0
@@ -521,8 +524,9 @@ def _checked(url: str) -> str:
 
 
 def token_or_complain(given: str | Path | None) -> str:
-    """Return the token: the one given, the one in a given file, or the environment's. Raises `ConfigError` where there is none;
-    no error shows a part of it."""
+    """Return the token: `given` itself, the text of the file `given`, or, if `given` is None, the environment's
+    `LIGHTNING_TOKEN`. Raises `ConfigError` if there is no token, the file cannot be read, or the text is not one word. No error
+    shows a part of the token."""
     where = str(given) if isinstance(given, Path) else TOKEN_VARIABLE
     try:
         text = given.read_text(encoding="utf-8") if isinstance(given, Path) else given
@@ -530,13 +534,14 @@ def token_or_complain(given: str | Path | None) -> str:
         raise ConfigError(f"the token in {where} cannot be read: {error}") from error
     token = (os.environ.get(TOKEN_VARIABLE, "") if text is None else text).strip()
     if not token and isinstance(given, Path):
-        raise ConfigError(f"there is no token in {where}: write one there that `lightning token create` made")
+        raise ConfigError(f"there is no token in {where}: write the token there that `lightning token create` printed")
     if not token:
         raise ConfigError(
-            f"a server asks for a token: set the variable {TOKEN_VARIABLE} to one that `lightning token create` made"
+            f"a server asks for a token: set the variable {TOKEN_VARIABLE} to the token that `lightning token create` printed"
         )
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"the token (in {where}) is none: it is one word, lt_..., as `lightning token create` printed it"
+            f"the text in {where} is not a token: a token is one word that begins with lt_. Copy the word that `lightning "
+            "token create` printed"
         )
     return token
