@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import pytest
 from lightning import hooks
-from lightning.config.sections import Config
 from lightning.plugins import plugins
 
 from tests.house.size import is_docstring
+from tests.house.test_extras import added_keys
 
 ROOT = Path(__file__).parents[2]
 OTHER_MEANINGS = {
@@ -28,6 +28,8 @@ OTHER_MEANINGS = {
     "cli/app.py": {"debug": "a level of the log"},
     "cli/runs.py": {"record": "what a step has, in `--json`"},
     "cli/train.py": {"prompts": "a folder in the run's own"},
+    "gateway/stages.py": {"session": "a kind of key"},
+    "instrument/context.py": {"lightning_session": "the name of a context variable"},
     "gateway/gateway.py": {"server": "a field of `/health`"},
     "gateway/upstream.py": {"lightning_attach": "a method of vLLM's workers"},
     "instrument/marking.py": dict.fromkeys(("crewai", "dspy", "llama_index", "smolagents"), "a framework's package"),
@@ -50,7 +52,7 @@ LEFT = {
             "lightning_finetuning.distill",
             "lightning_finetuning.dpo",
         ),
-        *("lightning_finetuning.sft", "lightning_prompts.apo"),
+        *("lightning_finetuning.sft", "lightning_prompts.apo", "lightning_session.session"),
     },  # public names such as `lightning.APO`, of which type checkers must know, too
     "cli/demo.py": {"console", "lightning_console"},  # its pages and `--console`: no place adds options to a command
     "instrument/components.py": {"raw"},  # the adapter whose answer is no framework's
@@ -66,10 +68,8 @@ def settings_of_plugins() -> set[str]:
     found = set()
     for name in plugins().names("settings"):
         kind = cast("Any", plugins().get("settings", name))()
-        if kind.place in Config.model_fields:
-            found |= {*kind.model_fields, *(f"{kind.place}.{key}" for key in kind.model_fields)}
-        else:
-            found.add(kind.place)
+        keys = added_keys(kind)
+        found |= {*keys, *(key.removeprefix(f"{kind.place}.") for key in keys)}
     return found
 
 

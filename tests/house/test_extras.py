@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from lightning.config import Config
+from lightning.config import Config, PluginSettings
 from lightning.plugins import plugins
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -103,7 +104,12 @@ def settings_of_plugins() -> Iterator[tuple[str, str]]:
     """The keys that plugins add to the settings, a table as a whole, with the plugins."""
     for name in plugins().names("settings"):
         kind, owner = plugins().get("settings", name)(), plugins().owner("settings", name).name  # type: ignore[operator]
-        keys = (
-            [f"{kind.place}.{key}" for key in kind.model_fields] if kind.place in Config.model_fields else [kind.place]
-        )
-        yield from ((key, owner) for key in keys)
+        yield from ((key, owner) for key in added_keys(kind))
+
+
+def added_keys(kind: Any) -> list[str]:
+    """The keys that a class of settings adds: those of its own in a section or in a table of the core's, else its table."""
+    extended = {key for base in kind.__bases__ if base is not PluginSettings for key in base.model_fields}
+    if not extended and kind.place not in Config.model_fields:
+        return [kind.place]
+    return [f"{kind.place}.{key}" for key in kind.model_fields if key not in extended]
