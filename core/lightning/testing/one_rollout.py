@@ -20,7 +20,7 @@ from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script, ToolCall
-from lightning.types import LLM, Json, Outcome, Rollout, StepReward, StepState, Task, ToolEvent, Transition
+from lightning.types import LLM, Json, Outcome, Rollout, StepReward, StepState, Task, ToolEvent, Transition, as_texts
 
 _loop, _free = asyncio.Runner(loop_factory=asyncio.new_event_loop), threading.Lock()
 atexit.register(_loop.close)
@@ -66,7 +66,7 @@ def rollout(
         house.start()
         closing.callback(house.close)
         lease, llm = house.lease(asked)
-        config = RunnerConfig(adapters=adapters)
+        config = RunnerConfig(adapters=None if adapters is None else as_texts(adapters, "adapters"))
         outcome = outside_of_loops(lambda: _run(agent, asked, llm, config))
         ended, calls, attempt = house.end(lease, outcome)
     return RolloutRecord(
