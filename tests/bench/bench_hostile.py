@@ -456,14 +456,14 @@ def recording(names: list[str]) -> None:
 async def control_routes() -> None:
     """A real vLLM, without our middleware and with it: a stranger pauses it."""
     from lightning.config.sections import PolicyServerConfig
-    from lightning.policy_server import profiles
+    from lightning.policy_server import vllm_arguments
     from lightning.policy_server.vllm_server import OwnedVLLM
     from lightning.testing.tiny_models import make_tiny_model
 
     folder = Path(tempfile.mkdtemp())
-    model, ours = make_tiny_model(folder / "model", seed=0), profiles.GUARDED
-    for guard in (profiles.PACKED, ours):
-        profiles.GUARDED = guard  # the other middleware twice is as good as none
+    model, ours = make_tiny_model(folder / "model", seed=0), vllm_arguments.GUARDED
+    for guard in (vllm_arguments.PACKED, ours):
+        vllm_arguments.GUARDED = guard  # the other middleware twice is as good as none
         owned = OwnedVLLM(model, PolicyServerConfig(device="cpu"), log=folder / "vllm.log")
         await owned.start()
         try:

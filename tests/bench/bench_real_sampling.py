@@ -28,9 +28,10 @@ import aiohttp
 from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.plugins import plugins
+from lightning.policy_server.auto_settings import choose, this_machine
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.model_folder import read_facts
-from lightning.policy_server.profiles import choose, server_env, this_machine
+from lightning.policy_server.vllm_arguments import server_env
 from lightning.policy_server.vllm_server import OwnedVLLM, ServerProcess, reserved_port
 from lightning.store.protocol import Store
 from lightning.trainer.stack import open_gateway

@@ -30,7 +30,7 @@ def used() -> float:
 async def measure(folder: Path) -> dict[str, object]:
     """The figures. Raises `AssertionError` where it does not do what it should."""
     from lightning.config.sections import PolicyServerConfig
-    from lightning.policy_server.profiles import Demand
+    from lightning.policy_server.auto_settings import Demand
     from lightning.policy_server.vllm_server import OwnedVLLM
     from lightning.testing.tiny_models import make_tiny_model
 

@@ -37,7 +37,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
         f"{SERVER}/security/test_exposure.py::test_every_default_address_is_loopback",
         f"{SERVER}/security/test_exposure.py::test_a_public_bind_is_refused_without_a_token",
         f"{SERVER}/security/test_exposure.py::test_a_server_asks_before_it_listens",
-        "tests/core/policy_server/test_profiles.py",
+        "tests/core/policy_server/test_vllm_arguments.py",
     ),
     "vLLM's control routes answer their owner alone.": (
         "tests/core/policy_server/test_owner_secret.py::test_control_routes_answer_nobody_without_the_secret",

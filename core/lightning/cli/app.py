@@ -111,8 +111,8 @@ def _add_from_plugins(app: typer.Typer, typed: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Make torch's threads sleep while they wait (profiles.py in policy_server says why). torch reads this once, when it is
-    # loaded.
+    # Make torch's threads sleep while they wait (vllm_arguments.py in policy_server says why). torch reads this once, when it
+    # is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]

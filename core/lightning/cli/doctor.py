@@ -25,8 +25,8 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
 from lightning.installation import OWN, conflicts, install_command, version_of
 from lightning.plugins import plugins
+from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_folder import CURE_OF_TEMPLATE, read_facts
-from lightning.policy_server.profiles import free_memory
 from lightning.runner.stages import attempt_line
 from lightning.trainer.run_stages import run_line
 from lightning.trainer.stack import check_gateway

@@ -163,7 +163,8 @@ async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bo
 
 
 def databases(where: str) -> list[str]:
-    """Return the URLs of the stores at a place. Raises `ConfigError` if the place cannot have one."""
+    """Return the URLs of the stores at a place. Raises `ConfigError` if the place is neither a URL, a file nor a folder; the
+    folder `runs` may be missing."""
     if "://" in where:
         return [where]
     path = Path(where)

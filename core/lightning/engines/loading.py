@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning.errors import EngineError, MissingExtraError
 from lightning.policy_server.model_folder import growing_positions, quantisation
-from lightning.policy_server.profiles import argument
+from lightning.policy_server.vllm_arguments import argument
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -72,14 +72,14 @@ class Adapters:
         """A new installation with no adapter attached yet."""
         installation = Installation(functools.partial(self._pass_on, emit), names)
         self._installations.append(installation)
-        self._find_identifiers()
+        self.find_identifiers()
         return installation
 
     def attach_everywhere(self, name: str) -> None:
         """Attach a loaded adapter to every installation that wants it."""
         for installation in self._installations:
             self.attach(installation, name)
-        self._find_identifiers()
+        self.find_identifiers()
 
     def attach(self, installation: Installation, name: str) -> None:
         """Call the `lightning_install` of one loaded plugin for this installation, unless the installation does not want the
@@ -91,7 +91,7 @@ class Adapters:
         for implementation in self._manager.hook.lightning_install.get_hookimpls():
             if implementation.plugin is plugin:
                 self._attach_one(installation, name, implementation)
-        self._find_identifiers()
+        self.find_identifiers()
 
     def _attach_one(self, installation: Installation, name: str, implementation: pluggy.HookImpl) -> None:
         try:
@@ -119,7 +119,7 @@ class Adapters:
             self._installations.remove(installation)
         while installation.undos:
             installation.undos.pop()()
-        self._find_identifiers()
+        self.find_identifiers()
 
     def attached(self) -> set[str]:
         """The adapters that any installation has attached."""
@@ -155,7 +155,7 @@ class Adapters:
                 failed = (name, *failed)
         return around or (_marked(UNNAMED, failed) if failed else None)
 
-    def _find_identifiers(self) -> None:
+    def find_identifiers(self) -> None:
         """Find the adapters to ask, in order, and those that cannot be asked, because their installation failed."""
         implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
         self._identifiers = tuple(

@@ -398,6 +398,7 @@ class Plugins:
         self._names.drop(name)
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
+            self._adapters.find_identifiers()
         message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         self._infos[name] = self._infos[name].broken(message)
 

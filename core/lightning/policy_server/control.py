@@ -28,8 +28,8 @@ import aiohttp
 from lightning.errors import PolicyServerError
 from lightning.memory_budget import bounded
 from lightning.policy_server.owner_secret import HEADER
-from lightning.policy_server.profiles import check_settings
 from lightning.policy_server.protocol import Usage
+from lightning.policy_server.vllm_arguments import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class VLLMControl:
             return "silent"
 
     async def check_settings(self, *extensions: str, updates: bool) -> None:
-        """Raise `PolicyServerError` if the vLLM's own settings make its records wrong (`profiles.check_settings`)."""
+        """Raise `PolicyServerError` if the vLLM's own settings make its records wrong (`vllm_arguments.check_settings`)."""
         try:
             info = await self.call("GET", "/server_info", params={"config_format": "json"})
         except NoRoutesError:

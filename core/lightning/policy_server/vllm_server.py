@@ -33,23 +33,12 @@ from lightning.asyncio_utils import to_its_end
 from lightning.config.sections import Config, PolicyServerConfig
 from lightning.errors import DataError, PluginError, PolicyServerError
 from lightning.plugins import plugins
+from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, pick_device, this_machine, why_slow
 from lightning.policy_server.control import CONTROL_SECONDS, NoAnswerError, NotOursError, VLLMControl
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files, read_facts
 from lightning.policy_server.owner_secret import SECRET
-from lightning.policy_server.profiles import (
-    DEFAULT_DEMAND,
-    Demand,
-    check_args,
-    check_host,
-    choose,
-    pick_device,
-    require_vllm,
-    server_args,
-    server_env,
-    this_machine,
-    why_slow,
-)
 from lightning.policy_server.protocol import PolicyServer, Probe, Update, Usage
+from lightning.policy_server.vllm_arguments import check_args, check_host, require_vllm, server_args, server_env
 from lightning.policy_server.weights import FromDisk, WeightTransfer
 from lightning.processes import kill_group
 from lightning.store.url import redacted

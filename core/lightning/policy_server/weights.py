@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lightning.config.sections import PolicyServerConfig
+from lightning.policy_server.auto_settings import Device, free_memory
 from lightning.policy_server.model_folder import folder_tensors
-from lightning.policy_server.profiles import EXTENSION, Device, free_memory
+from lightning.policy_server.vllm_arguments import EXTENSION
 
 if TYPE_CHECKING:
     from lightning.policy_server.control import VLLMControl

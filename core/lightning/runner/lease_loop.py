@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, cast
 
-from lightning.asyncio_utils import cancel
+from lightning.asyncio_utils import cancel, to_its_end
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
@@ -106,7 +106,8 @@ async def deliver(
 ) -> None:
     """Run the attempts that `delivery` hands out until it has no more.
 
-    Setting `news` (cleared here) makes it ask again at once. Cancelling, `on_finished` and errors are as in `work`.
+    When `news` is set, the loop clears it and asks for attempts again at once. Cancelling, `on_finished` and errors are as in
+    `work`.
     """
     await _Worker(delivery, runner, config, on_finished, news or asyncio.Event()).execute()
 
@@ -197,7 +198,7 @@ class _Worker:
                 raise
             else:
                 await cancel(*beside)
-                await self._delivery.release()
+                await to_its_end(self._delivery.release())
             finally:
                 if self._stale:
                     logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)

@@ -302,10 +302,10 @@ class Loop:
         *,
         taught: bool,
     ) -> None:
-        """From here on the step is history. The last one is saved before, and so is one that nothing could take again; others
-        beside what comes next."""
+        """From here on the step is history. The last one is saved before, and so is one that nothing could take again, such as
+        one with a `digest` of its own; others are saved beside what comes next."""
         last = step == self.stack.config.trainer.steps and (taught or self.writer.unsaved)
-        if last or (taught and self.bring_forward is None):
+        if last or (taught and (digest or self.bring_forward is None)):
             await self.writer.write(step)
         checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
         record = record_step(

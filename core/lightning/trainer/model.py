@@ -19,8 +19,8 @@ from lightning.config.load import with_settings
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
 from lightning.plugins import plugins
+from lightning.policy_server.auto_settings import choose_dtype, pick_device, this_machine
 from lightning.policy_server.model_folder import folder_tensors, read_facts
-from lightning.policy_server.profiles import choose_dtype, pick_device, this_machine
 from lightning.types import Json
 
 DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}

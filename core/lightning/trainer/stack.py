@@ -24,7 +24,7 @@ from lightning.gateway.connections import bind
 from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN, owner_of
 from lightning.gateway.stages import Line
-from lightning.policy_server.profiles import Demand, shares_gpu
+from lightning.policy_server.auto_settings import Demand, shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
 from lightning.policy_server.weights import WeightsFolder

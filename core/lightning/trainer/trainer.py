@@ -24,7 +24,7 @@ from lightning.engines.protocol import ChecksModel, Engine, Head, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.plugins.named import name_of
-from lightning.policy_server.profiles import shares_gpu
+from lightning.policy_server.auto_settings import shares_gpu
 from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import DATABASE, run_id_of

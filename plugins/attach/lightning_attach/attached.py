@@ -19,8 +19,8 @@ from lightning.errors import PolicyServerError
 from lightning.policy_server.control import HEALTH_SECONDS, NoRoutesError, NotOursError, VLLMControl
 from lightning.policy_server.model_folder import check_model_folder, read_facts
 from lightning.policy_server.owner_secret import SECRET
-from lightning.policy_server.profiles import EXTENSION as CORE_EXTENSION
-from lightning.policy_server.profiles import parsers_for
+from lightning.policy_server.parsers import parsers_for
+from lightning.policy_server.vllm_arguments import EXTENSION as CORE_EXTENSION
 from lightning.policy_server.vllm_server import LOOK_SECONDS, VLLMServer
 from lightning.policy_server.weights import FromDisk, WeightTransfer
 

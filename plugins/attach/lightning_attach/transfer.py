@@ -36,8 +36,8 @@ from lightning_attach.sending import (
 )
 
 if TYPE_CHECKING:
+    from lightning.policy_server.auto_settings import Device
     from lightning.policy_server.control import VLLMControl
-    from lightning.policy_server.profiles import Device
 
 
 class LocalSender:

@@ -26,7 +26,7 @@ from lightning.errors import ConfigError
 from lightning.gateway.gateway import Gateway
 from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
-from lightning.policy_server.profiles import shares_gpu
+from lightning.policy_server.auto_settings import shares_gpu
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import store_in
 from lightning.store.protocol import Store

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def branch_rollouts(points: Sequence[tuple[Trajectory, Transition]], first: int) -> list[Rollout]:
-    """A branch of each of these trajectories, all of one group, at the call; numbered in the group from `first` on."""
+    """Return one branch for each of these calls, which are of trajectories of one group. The branches are numbered in the group
+    from `first` on."""
     return [
         Rollout(
             id=f"{trunk.rollout.group}/{index}",

@@ -19,7 +19,7 @@ from lightning.errors import DataError
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
 from lightning.runner.worker import seed_process
-from lightning.types import Fault, Json, Outcome, ToolEvent
+from lightning.types import Fault, Json, Outcome, ToolEvent, as_texts
 
 from lightning_branching.divergence import Divergence
 from lightning_branching.recorded import RecordedRollout
@@ -96,7 +96,10 @@ def replay_agent(
         server = closing.enter_context(
             served(ReplayServer(recorded, until, prompts=prompts or {}, seed=seed, longer=longer))
         )
-        tools, config = RecordedRuns(recorded.tool_events), RunnerConfig(adapters=adapters, reroute=reroute)
+        tools = RecordedRuns(recorded.tool_events)
+        config = RunnerConfig(
+            adapters=None if adapters is None else as_texts(adapters, "adapters"), reroute=as_texts(reroute, "reroute")
+        )
 
         def take(name: str, arguments: Json, function: object) -> ToolEvent | None:
             found = tools.take(name, arguments, function)

@@ -27,7 +27,7 @@ from lightning.gateway.gateway import Gateway
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
-from lightning.policy_server.profiles import Demand
+from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store

@@ -108,9 +108,6 @@ class Session:
         async with AsyncExitStack() as opened:
             sampler = loop.sampling()
             await loop.restore()
-            loop.bring_forward = (
-                None  # from here on only the user's code can take a step again: each has its checkpoint
-            )
             await opened.enter_async_context(loop.writer)
             await opened.enter_async_context(loop.stages)
             await opened.enter_async_context(sampler)

@@ -28,8 +28,8 @@ from watch import run_watched
 ROOT = Path(__file__).parents[3]
 ENGINES = {
     "torch": ("--engine", "torch"),
-    "verl-1": ("--engine", "verl", "--world-size", "1"),
-    "verl-2": ("--engine", "verl", "--world-size", "2"),
+    "verl-1": ("--engine", "verl", "--set", "engine.verl.world_size=1"),
+    "verl-2": ("--engine", "verl", "--set", "engine.verl.world_size=2"),
 }
 
 

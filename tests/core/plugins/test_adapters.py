@@ -208,6 +208,20 @@ def test_a_call_that_a_fault_left_without_its_name_is_marked(install, body: str,
     assert failed_adapter(caller) == "bad"
 
 
+def test_an_adapter_that_breaks_when_it_registers_is_no_longer_asked(install) -> None:
+    body = (
+        "from lightning import Caller, hookimpl\n@hookimpl(tryfirst=True)\ndef lightning_identify(): return Caller('bad')\n"
+        "@hookimpl\ndef register_trackers(register): 1 / 0\n"
+    )
+    install("bad", {"bad": "bad_plugin"}, {"bad_plugin": body})
+    install("last", {"last": "last_plugin"}, {"last_plugin": FALLBACK})
+    plugins = Plugins()
+    assert plugins.identify() == Caller("bad")
+    plugins.names("trackers")
+    assert {info.name: info.state for info in plugins.plugins()}["bad"] == "broken"
+    assert plugins.identify() == Caller("main")
+
+
 def test_an_adapter_that_was_not_installed_marks_nothing_once_it_is_gone(install) -> None:
     install("bad", {"bad": "bad_plugin"}, {"bad_plugin": FAILING["install"]})
     install("last", {"last": "last_plugin"}, {"last_plugin": FALLBACK})

@@ -12,9 +12,8 @@ import pytest
 from lightning.config import Config
 from lightning.config.load import with_settings
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server import profiles
-from lightning.policy_server.model_folder import ModelFacts, growing_positions, read_facts
-from lightning.policy_server.profiles import (
+from lightning.policy_server import auto_settings
+from lightning.policy_server.auto_settings import (
     GIBI,
     LEAST_KV_BYTES,
     Chosen,
@@ -26,6 +25,7 @@ from lightning.policy_server.profiles import (
     this_machine,
     why_slow,
 )
+from lightning.policy_server.model_folder import ModelFacts, growing_positions, read_facts
 from lightning.trainer import model as trainer_model
 from lightning.trainer.model import with_dtypes
 
@@ -52,7 +52,7 @@ def chosen(
     facts: ModelFacts = SMOLLM2,
     machine: Machine = FAST,
     env: dict[str, str] | None = None,
-    demand: Demand = profiles.DEFAULT_DEMAND,
+    demand: Demand = auto_settings.DEFAULT_DEMAND,
     **settings: Any,
 ) -> Chosen:
     return choose(PolicyServerConfig(**settings), facts, "cpu", machine, demand=demand, env=env or {})
@@ -195,7 +195,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/memory.max": ["1000000"],
         "/sys/fs/cgroup/memory.current": ["400000"],
     }
-    monkeypatch.setattr(profiles, "_lines", lambda file: files.get(file, []))
+    monkeypatch.setattr(auto_settings, "_lines", lambda file: files.get(file, []))
     assert this_machine() == Machine(1, 600_000, frozenset({"fpu", "avx512_bf16"}))
     files["/sys/fs/cgroup/memory.stat"] = ["anon 100000", "file 300000", "inactive_file 200000", "active_file 50000"]
     assert this_machine().memory == 850_000, "what was read of files makes room for others"

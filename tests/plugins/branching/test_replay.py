@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import lightning
 import pytest
+from lightning.errors import ConfigError
 from lightning.instrument import emit
 from lightning.plugins import Plugins
 from lightning.testing import Reply, ToolCall, rollout
@@ -65,6 +66,12 @@ def test_the_same_agent_is_answered_from_the_record() -> None:
     assert result.outcome is not None
     assert result.outcome.reward == 6.0
     assert "0 calls of a model" in str(result)
+
+
+@pytest.mark.parametrize("name", ["adapters", "reroute"])
+def test_a_text_in_the_place_of_several_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        replay_agent(record(two_turns), two_turns, **{name: "raw"})
 
 
 def test_a_replay_that_compared_nothing_says_neither_yes_nor_no() -> None:

@@ -146,7 +146,8 @@ class Client:
         seconds = self.config.runner.drain
         logger.info("stopping: %d agents get %g s to end (runner.drain)", delivery.running, seconds)
         await asyncio.sleep(seconds)
-        logger.warning("%d agents were ended after %g s (runner.drain)", delivery.running, seconds)
+        if running := delivery.running:
+            logger.warning("%d agents were ended after %g s (runner.drain)", running, seconds)
 
     async def _open(self, stop: asyncio.Event) -> bool:
         """Connect to a server, and wait until one answers. Returns False when `stop` was set before."""

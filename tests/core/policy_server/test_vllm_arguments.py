@@ -11,17 +11,9 @@ from typing import Any
 import pytest
 from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.policy_server.auto_settings import Chosen, pick_device, shares_gpu
 from lightning.policy_server.launch import FORKED
-from lightning.policy_server.profiles import (
-    Chosen,
-    check_args,
-    check_host,
-    pick_device,
-    require_vllm,
-    server_args,
-    server_env,
-    shares_gpu,
-)
+from lightning.policy_server.vllm_arguments import check_args, check_host, require_vllm, server_args, server_env
 
 CHOSEN = Chosen("float32", 300.0, block_size=32, threads=2, kv_cache_bytes=4096, tool_call_parser="hermes")
 

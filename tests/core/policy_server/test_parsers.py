@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from lightning.policy_server.model_folder import ModelFacts, read_facts
-from lightning.policy_server.profiles import FAMILIES, parsers_for
+from lightning.policy_server.parsers import FAMILIES, parsers_for
 
 
 def facts(kind: str, template: str, *, name: str = "", vocabulary: str = '"<think>"') -> ModelFacts:
