@@ -85,7 +85,7 @@ async def serve(defended: bool, attack: str, records: bool = True) -> None:
     """A gateway over a store in memory; prints its URL, its keys and its pid."""
     import resource
 
-    from lightning.config import GatewayConfig
+    from lightning.config.plugin_settings import GatewayConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.store.memory import MemoryStore
     from lightning.types import Rollout, Run, Task
