@@ -122,6 +122,7 @@ def test_a_run_killed_at_random_moments_leaves_the_record_of_an_undisturbed_one(
     process.join()
     assert process.exitcode == 0
     undisturbed = asyncio.run(record_of(tmp_path / "undisturbed"))
+    assert len({step[4] for step in undisturbed[:STEPS]}) > STEPS // 2, "most steps changed the weights"
     killed = sorted(tmp_path.glob("killed-*"))
     assert killed
     for folder in killed:
