@@ -111,7 +111,7 @@ ablate: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py $(or $(ARGS),--publish)
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --clean
 
 # The wheel, for a machine without this checkout: pip install --find-links dist 'lightning[torch]<1'
 dist: $(BIN)/uv
