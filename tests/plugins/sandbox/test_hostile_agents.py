@@ -1,6 +1,6 @@
 """What agents do to the machine and to one another, two at once: each attack succeeds without the sandbox, and fails in it.
 
-SECURITY.md has the table; a test holds it to what happens here.
+docs/security.md has the table; a test holds it to what happens here.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _daemons(before: set[int]) -> list[psutil.Process]:
 
 
 def test_the_table_is_in_the_promises() -> None:
-    rows = re.findall(r"^\| (.+?) \| yes \| no \|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| yes \| no \|$", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
     assert rows == list(ATTACKS.values())
 
 
