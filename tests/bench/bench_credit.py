@@ -130,7 +130,7 @@ def summary(scores: Sequence[CreditScore]) -> dict[str, tuple[float, float] | No
 
 
 def show(metric: str, results: Mapping[str, Mapping[str, Mapping[str, tuple[float, float] | None]]]) -> None:
-    """One metric, a row for each credit and a column for each task, as the tables stand in docs/credit.md."""
+    """One metric, a row for each credit and a column for each task: the numbers of docs/data/credit.csv."""
     tasks = list(results)
     sys.stdout.write(f"\n{metric}\n\n| | {' | '.join(tasks)} |\n|{'---|' * (1 + len(tasks))}\n")
     for row in results[tasks[0]]:
