@@ -145,15 +145,15 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def module_lines() -> Iterator[str]:
-    """A table for each room: its files, and the first line of what each says of itself."""
+    """A list for each room but the examples: its files, and what each says of itself up to its first full stop or colon."""
     found: dict[str, list[str]] = {}
     for room, file in rooms(ROOT):
-        said = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0]
-        if said:
-            line = " ".join(said.split()).replace("|", "\\|")
-            found.setdefault(room, []).append(f"| `{file.relative_to(ROOT)}` | {line} |")
+        said = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].split())
+        if said and room != "examples":
+            line = re.split(r"[.:](?= )|\.$", said)[0]
+            found.setdefault(room, []).append(f"- `{file.relative_to(ROOT)}`: {line}")
     for room, lines in sorted(found.items()):
-        yield f"### {room.removesuffix('/.')}\n\n| file | says |\n|---|---|"
+        yield f"### {room.removesuffix('/.')}\n"
         yield from lines
         yield ""
 
