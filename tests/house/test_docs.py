@@ -16,10 +16,13 @@ import pytest
 import typer
 from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, build
-from lightning.config import settings
+from lightning.config import EngineConfig, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.config.plugin_settings import config_model
 from lightning.testing.public_imports import PUBLIC
+from lightning_planner.cluster import Cluster, Gpu
+from lightning_planner.memory import kv_tokens, training_items
+from lightning_planner.shape import KNOWN, Shape, read_shape
 from lightning_server import json_codec
 from lightning_server.api.app import description, routes
 from lightning_server.api.openapi import scopes_of
@@ -158,6 +161,27 @@ def module_lines() -> Iterator[str]:
         yield ""
 
 
+def models_that_fit() -> Iterator[str]:
+    """For each model, the tokens that one GPU's KV cache holds while vLLM serves beside what the torch engine keeps."""
+    sizes = (24, 48, 80, 141)
+    yield "| model | | " + " | ".join(f"{size} GB" for size in sizes) + " |\n|---|---|" + "---|" * len(sizes)
+    for name in KNOWN:
+        shape = read_shape(name)
+        for kind, lora in (("full", None), ("LoRA", {"rank": 16})):
+            engine = EngineConfig.model_validate({"dtype": "bfloat16", "gradient_checkpointing": True, "lora": lora})
+            cells = " | ".join(_context(shape, engine, size * 1e9) for size in sizes)
+            yield f"| {name.partition('/')[2] if kind == 'full' else ''} | {kind} | {cells} |"
+
+
+def _context(shape: Shape, engine: EngineConfig, bytes_: float) -> str:
+    cluster = Cluster(Gpu("", bytes_, 1, 1), 1)
+    items, other = training_items(shape, 1, engine), cluster.assumptions.overhead
+    kept = sum(item.bytes for item in items if item.name in ("weights", "AdamW's moments")) + other
+    tokens = kv_tokens(shape, cluster, 1 - kept / bytes_)
+    fits = sum(item.bytes for item in items) + other <= bytes_ and tokens >= engine.tokens_per_microbatch
+    return f"{round(tokens, -3):,.0f}" if fits else "none"
+
+
 def public_modules() -> Iterator[str]:
     yield "| for | modules |\n|---|---|"
     yield from (f"| {group} | {' '.join(f'`{module}`' for module in found)} |" for group, found in PUBLIC.items())
@@ -176,6 +200,7 @@ SECTIONS = {
     "cli.md": commands,
     "errors.md": error_list,
     "server-api.md": server_routes,
+    "which-model.md": models_that_fit,
     "writing-a-plugin.md": public_modules,
 }
 

@@ -16,19 +16,24 @@ from typing import Any
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.safe_text import read_text
 
+_QWEN3 = {
+    # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, tie_word_embeddings
+    "Qwen/Qwen3-0.6B": (1024, 28, 16, 3072, True),
+    "Qwen/Qwen3-1.7B": (2048, 28, 16, 6144, True),
+    "Qwen/Qwen3-4B": (2560, 36, 32, 9728, True),
+    "Qwen/Qwen3-8B": (4096, 36, 32, 12288, False),
+    "Qwen/Qwen3-14B": (5120, 40, 40, 17408, False),
+    "Qwen/Qwen3-32B": (5120, 64, 64, 25600, False),
+}
 KNOWN: Mapping[str, Mapping[str, object]] = {
-    "Qwen/Qwen3-4B": {
-        "model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3-8B": {
-        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
+    name: {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": intermediate, "vocab_size": 151936,
+        "tie_word_embeddings": tied,
+    }
+    for name, (hidden, layers, heads, intermediate, tied) in _QWEN3.items()
 }  # fmt: skip
-"""The models of the recipes, with the values of their `config.json` on the hub, so that planning for them needs no network."""
+"""Models with the values of their `config.json` on the hub, so that planning for them needs no network."""
 COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose parameters the formulas count."""
 OTHER = (
