@@ -20,6 +20,7 @@ from lightning.config import settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.config.plugin_settings import config_model
 from lightning.testing.public_imports import PUBLIC
+from lightning_console.glossary import lines as glossary
 from lightning_server import json_codec
 from lightning_server.api.app import description, routes
 from lightning_server.api.openapi import scopes_of
@@ -175,6 +176,7 @@ SECTIONS = {
     "configuration.md": settings_tables,
     "cli.md": commands,
     "errors.md": error_list,
+    "glossary.md": glossary,
     "server-api.md": server_routes,
     "writing-a-plugin.md": public_modules,
 }

@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 import orjson
 from lightning.types import Json
 
+from lightning_console.glossary import explained, with_hints
+
 HALF: Final = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair. Texts of agents may have such a character, but JSON in UTF-8 cannot."""
 
@@ -50,10 +52,18 @@ class Block:
     note: str = field(default="", kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON for the block's component: its name (the class's), `title`, `note`, and other fields as `value`."""
+        """Return the JSON for the block's component: its name (the class's), `title` with its `hint`, `note`, and other fields
+        as `value`. Names that the glossary has get its explanation as hint."""
         value = asdict(self)
         title, note = value.pop("title"), value.pop("note")
-        return {"component": type(self).__name__, "title": title, "note": note, "value": value}
+        with_hints(value)
+        return {
+            "component": type(self).__name__,
+            "title": title,
+            "hint": explained(title),
+            "note": note,
+            "value": value,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +300,7 @@ class Measure:
     unit: str = ""
     missing: str = ""
     """Why no token has a value; empty if some have one."""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +312,7 @@ class Reason:
     source: str = ""
     proved: bool | None = None
     """Whether an audit derives the same number again; None for a number that it does not derive."""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

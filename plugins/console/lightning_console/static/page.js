@@ -116,7 +116,7 @@ window.lightning = window.lightning || {components: {}};
     section.style.minHeight = `${section.offsetHeight}px`; // the page's length stays while it is drawn, and so where one reads
     const body = lightning.make("div", {class: "body"});
     section.replaceChildren(...[
-      block.title && lightning.make("h2", {}, block.title), body, block.note && lightning.make("p", {class: "note"}, block.note),
+      block.title && lightning.make("h2", {}, lightning.hint(lightning.make("span", {}, block.title), block.hint)), body, block.note && lightning.make("p", {class: "note"}, block.note),
     ].filter(Boolean));
     const draw = lightning.components[block.component];
     try {
