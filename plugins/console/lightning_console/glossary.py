@@ -68,6 +68,8 @@ group that taught nothing = groups with equal rewards; in groups that taught not
 held-out = held-out tasks; held-out reward
     Tasks that are never trained on. Only the reward on them shows whether the agent got better at the work and not
     only at the training tasks.
+how it ended
+    Whether a rollout ended with an error or without one. How good its result was is said by the reward alone.
 interval = ± (95 %)
     The range that the true mean lies in, 95 times of 100. The more tasks, the narrower. Two results whose intervals
     overlap widely may be equally good.
@@ -85,7 +87,7 @@ mask = masked
     Leaving tokens out of a step, because the sampler and the trainer disagree about them too much.
 policy
     The model that is trained: what decides the agent's next words. Its weights change in every step.
-policy version = version
+policy version
     The state of the weights after so many steps: version 3 was made by step 3, version 0 is the model as it began.
 proved
     The console computed the step's training rows again from the stored rollouts and got exactly what was recorded.
@@ -98,7 +100,7 @@ rank correlation
 ratio = sampler/trainer ratio; ratio − 1
     How much more likely the model being trained would write a token than the model that sampled it. 1: equally
     likely.
-return = mean return; value
+return = mean return
     What a rollout is compared by: its reward, with the rewards given at single calls and the rules of the
     algorithm. Of a state: the mean over the rollouts that came through it.
 reward = rewards; mean reward; last reward; reward of the last step
@@ -113,8 +115,6 @@ sampling
     differently each time.
 staleness = age of the trained tokens
     By how many steps the policy has changed since the tokens that it learns from were sampled. 0: they are its own.
-status = how it ended
-    How a rollout ended: with an error or without one. How good its result was is said by the reward alone.
 step = steps
     One update of the weights, from a batch of groups. Steps are counted from 1.
 task

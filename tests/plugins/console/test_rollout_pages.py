@@ -95,11 +95,11 @@ async def test_siblings_are_one_tree_of_calls(places: Places) -> None:
 
 async def test_a_split_shows_how_the_best_and_the_worst_went_on(places: Places) -> None:
     diff = (await shown(places, to("group", "run", "run/1/0", split=0)))["Diff"]
-    assert diff["before"] == "[solver]\nword10 word11\n\n[critic]\nword20 word30"
-    assert diff["after"] == "[solver]\nword12 word13\n\n[critic]\nword22 word30"
-    assert diff["to_right"] == to("rollout", "run", "run/1/0/2", call=1)
+    assert diff["after"] == "[solver]\nword10 word11\n\n[critic]\nword20 word30"
+    assert diff["before"] == "[solver]\nword12 word13\n\n[critic]\nword22 word30"
+    assert diff["to_left"] == to("rollout", "run", "run/1/0/2", call=1)
     later = (await shown(places, to("group", "run", "run/1/0", split=1)))["Diff"]
-    assert (later["before"], later["after"]) == ("[critic]\nword20 word30", "[critic]\nword21 word30")
+    assert (later["before"], later["after"]) == ("[critic]\nword21 word30", "[critic]\nword20 word30")
     for bad in ("2", "77", "-1", "x"):
         assert "This cannot be shown" in await text_of(places, to("group", "run", "run/1/0", split=bad))
 
@@ -217,13 +217,23 @@ async def test_messages_are_those_that_were_sent(tmp_path: Path) -> None:
     places = Places(stores={"memory://": store})
     blocks = await shown(places, to("rollout", "run", record.rollout.id))
     messages = blocks["Messages"]["messages"]
-    assert [each["role"] for each in messages] == ["state", "system", "user", "assistant", "tool", "assistant"]
+    assert [(each["role"], each["made"]) for each in messages] == [
+        ("state", False),
+        ("system", False),
+        ("user", False),
+        ("assistant", True),
+        ("reward", False),
+        ("tool", False),
+        ("assistant", True),
+        ("reward", False),
+    ]
     assert messages[0]["data"] == [["left", "2"]]
     assert messages[2]["text"] == MARKUP
     ((name, arguments),) = messages[3]["data"]
     assert (name, json.loads(arguments)) == ("search", {"query": "cats"})
-    assert (json.loads(messages[4]["text"]), messages[4]["tag"]) == ({"found": "CATS"}, "search")
-    assert (messages[5]["text"], messages[5]["to"]) == ("CATS", to("rollout", "run", record.rollout.id, call=2))
+    assert (messages[4]["text"], messages[4]["to"]) == ("+0.25: form", to("rollout", "run", record.rollout.id, call=1))
+    assert (json.loads(messages[5]["text"]), messages[5]["tag"]) == ({"found": "CATS"}, "search")
+    assert (messages[6]["text"], messages[6]["to"]) == ("CATS", to("rollout", "run", record.rollout.id, call=2))
     kinds = [each["kind"] for each in blocks["Timeline"]["spans"]]
     assert sorted(kinds) == ["call", "call", "reward", "reward", "state", "tool"]
     assert any(name.endswith("· tools") for name in blocks["Timeline"]["lanes"])

@@ -91,8 +91,8 @@ class BranchLine:
 @dataclass(frozen=True, slots=True)
 class RolloutView:
     """One attempt of a rollout. `chosen` is the number of the call whose `tokens` are given, 0 if there is no call, and then
-    `empty` says why. `texts` says why messages are not as recorded. `siblings` are the ids of the group's rollouts that are not
-    branches. `beginning` is where a branch starts (None for any other rollout), `branches` are the branches of this rollout,
+    `empty` says why. `texts` says why messages are not as recorded. `siblings` are the group's rollouts that are not branches.
+    `beginning` is where a branch starts (None for any other rollout), `branches` are the branches of this rollout,
     and `fork` says whether one can begin at the chosen call. `agent` is the run's agent as MODULE:FUNCTION; empty if not
     known."""
 
@@ -106,7 +106,7 @@ class RolloutView:
     lanes: Lanes
     ended: Attempt
     proof: StepProof
-    siblings: tuple[str, ...]
+    siblings: tuple[Rollout, ...]
     live: bool = False
     empty: str = ""
     texts: str = ""
@@ -157,7 +157,7 @@ async def rollout_view(
     vocabulary = vocabulary_of(located)
     (parent,) = await parents_of(store, [own])
     said = said_by(transitions, vocabulary, parent)
-    lines, left_out = conversation(transitions, said, ended.step_states, vocabulary)
+    lines, left_out = conversation(transitions, said, ended.step_states, vocabulary, ended.step_rewards)
     reward = found.reward if own.attempt == newest else None
     group = await group_of(located, found.group, found)
     branches, grows = await _branches(located, own, transitions, group, patience)
@@ -172,7 +172,7 @@ async def rollout_view(
         lanes_of(transitions, ended.tool_events, ended.step_rewards, ended.step_states, reward),
         ended,
         proof,
-        tuple(each.id for each in group if each.parent is None),
+        tuple(each for each in group if each.parent is None),
         grows or await may_change(store, [found]),
         "" if calls else await why_no_calls(store, own),
         next((each.missing for each in said if each.missing and not each.reply), ""),
