@@ -100,7 +100,7 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_timeline(address, view))
     numbers = {line.at: _call(address, line.at) for line in view.branches}
     blocks += [*_messages(address, view), _rewards(view), *_calls(address, view), *branches_table(view, numbers)]
-    blocks += [*_tokens(address, view), _commands(found, view), *branch_it(found, view)]
+    blocks += [*_tokens(address, view), *_commands(found, view), *branch_it(found, view)]
     group = Link(f"group {inside(found, view.rollout.group)}", to("group", found.key, view.rollout.group))
     return Page(
         str(address),
@@ -396,6 +396,7 @@ def _messages(address: Address, view: RolloutView) -> list[Block]:
         )
         for line in view.lines
     ]
+    messages += _judge(view)
     if view.rollout.reward is not None and view.rollout.attempt == view.attempts:
         parts = "".join(
             f"\n{name}: {number(value)}" for name, value in view.rollout.rewards.items() if name != "reward"
@@ -405,7 +406,25 @@ def _messages(address: Address, view: RolloutView) -> list[Block]:
     return [Messages(messages, title="What was said", note=note)]
 
 
-def _commands(found: Located, view: RolloutView) -> Notices:
+def _judge(view: RolloutView) -> list[Message]:
+    """Return what the judge said: the score, and the text about the group, in which the rollout has a number."""
+    judged = view.judged
+    if judged.missing:
+        return [Message("judge", judged.missing, judged.model, tone="warn")]
+    return [
+        Message(
+            "judge",
+            each.text or "only the score was kept",
+            f"{judged.model}: score {number(each.score, 2)} of 1, with weight {judged.weight:g}; in this text the rollout is "
+            f"number {each.number} of {each.count}",
+        )
+        for each in judged.opinions
+    ]
+
+
+def _commands(found: Located, view: RolloutView) -> list[Block]:
+    if not view.calls:
+        return []
     command = f"lightning replay {shlex.quote(view.rollout.id)} {named(view.agent)} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
@@ -413,7 +432,7 @@ def _commands(found: Located, view: RolloutView) -> Notices:
     if view.chosen:
         commands.append(f"{command} --until {view.before}")
     text = "Run the agent again from the record, without a model, or up to the chosen call."
-    return Notices([Notice(text, commands=commands if view.calls else ())], title="Replay this rollout")
+    return [Notices([Notice(text, commands=commands)], title="Replay this rollout")]
 
 
 SAMPLES: Final = 8

@@ -171,14 +171,12 @@ def ending_of(rollout: Rollout) -> tuple[str, Tone]:
     return ("no error" if rollout.status is Status.SUCCEEDED else str(rollout.status)), ""
 
 
-SHARED: Final = 28
-"""Beginnings shared by texts are shortened from this many characters on."""
-HEAD: Final = 12
-"""Characters that stay of a shared beginning, and about as many before the place where the texts part."""
+SHARED: Final = 16
+"""Beginnings shared by texts are left out from this many characters on, up to the word in which the texts part."""
 
 
 def differing(texts: Sequence[str], longest: int) -> list[str]:
-    """Shorten each text to `longest` characters so that the part in which it differs from the others is seen: most of the
+    """Shorten each text to `longest` characters so that the part in which it differs from the others stands in front: the
     beginning that it shares with another text is left out."""
     ordered = sorted(set(texts))
     shared = dict.fromkeys(ordered, 0)
@@ -192,8 +190,8 @@ def differing(texts: Sequence[str], longest: int) -> list[str]:
 def _without_start(text: str, shared: int) -> str:
     if shared < SHARED:
         return text
-    begin = text.rfind(" ", HEAD, shared - HEAD) + 1 or shared - HEAD
-    return f"{text[:HEAD].rstrip()} … {text[begin:]}"
+    begin = text.rfind(" ", shared - SHARED, shared) + 1 or shared
+    return f"… {text[begin:]}"
 
 
 def written(value: Json, longest: int = 160) -> str:

@@ -193,7 +193,7 @@ def conversation(
             lines.append(Line("reward", f"{reward.value:+g}: {reward.name}", number))
             given_rewards.remove(reward)
         told[name] = [*told.get(name, ()), answer]
-    lines += [replace(_state(state, len(calls)), tag="after the last call") for state in waiting]
+    lines += [_note(state) for state in waiting]
     lines += [Line("reward", f"{reward.value:+g}: {reward.name}", 0, tag="of no call") for reward in given_rewards]
     return lines[:MOST], max(0, len(lines) - MOST)
 
@@ -299,6 +299,14 @@ def _state(state: StepState, number: int) -> Line:
     if isinstance(values, Mapping):
         data = tuple((str(name), cut(written(value))) for name, value in values.items())
     return Line("state", "" if data else cut(written(values)), number, state.name, data=data)
+
+
+def _note(state: StepState) -> Line:
+    """Return a state that no call followed: what the agent, or its grader, noted at the end."""
+    values = state.values
+    named = values.items() if isinstance(values, Mapping) else [("", values)]
+    text = "\n".join(f"{name}: {written(value)}" if name else written(value) for name, value in named)
+    return Line("note", cut(text), 0, state.name if state.name != "state" else "", "after the last call")
 
 
 def written(value: Json) -> str:

@@ -5,7 +5,7 @@ window.lightning = window.lightning || {components: {}};
   const LONG = 1600; // characters shown of a long text before it is opened
   const LINES = 24;
   const PROMPT = 7; // messages of a prompt from which on those between its first and its last are folded
-  const ROLES = ["system", "user", "assistant", "tool", "state", "reward", "judge"];
+  const ROLES = ["system", "user", "assistant", "tool", "state", "reward", "judge", "note"];
   const DEEP = 24; // below it JSON is not broken into lines
 
   lightning.components.Messages = (element, value, context) => {
