@@ -20,6 +20,7 @@ from lightning.config import EngineConfig, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.config.plugin_settings import config_model
 from lightning.testing.public_imports import PUBLIC
+from lightning_console.glossary import lines as glossary
 from lightning_planner.cluster import Cluster, Gpu
 from lightning_planner.memory import kv_tokens, training_items
 from lightning_planner.shape import KNOWN, Shape, read_shape
@@ -199,6 +200,7 @@ SECTIONS = {
     "configuration.md": settings_tables,
     "cli.md": commands,
     "errors.md": error_list,
+    "glossary.md": glossary,
     "server-api.md": server_routes,
     "which-model.md": models_that_fit,
     "writing-a-plugin.md": public_modules,

@@ -109,4 +109,4 @@ def fault_of(error: Exception) -> str:
 def cannot_show(address: str, why: str) -> Page:
     """Return a page that says why an address cannot be shown. It is marked as live, because the cause may soon be gone."""
     notices = Notices([Notice(why, "bad", links=(Link("all runs", "runs"),))])
-    return Page(address, CANNOT, [notices], (Link("Runs", "runs"),), live=True)
+    return Page(address, CANNOT, [notices], (Link("Runs", "runs"),), live=True, waits=True)

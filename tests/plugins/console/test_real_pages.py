@@ -149,7 +149,7 @@ def test_branches_appear_in_their_parents_group_while_one_looks(page: Page, plac
         await store.complete("again/0", 1, Outcome(reward=0.625))
 
     page.goto(opened + "&page=group%2Fon%2Fon%252F1%252F0")
-    page.wait_for_selector("h1:has-text('on/1/0')")
+    page.wait_for_selector(".id:has-text('on/1/0')")
     assert page.locator("h2:has-text('Branches')").count() == 0
     in_thread(lambda: in_store(place / "on", begin))
     page.wait_for_selector("tr:has-text('edit: look again'):has-text('pending')")
@@ -260,6 +260,6 @@ def test_somebody_forks_in_the_browser(runs: ScriptedVLLM, page: Page) -> None:
         form.get_by_role("button").first.click()
         page.get_by_text("8 branches have begun").wait_for(timeout=60_000)
         page.wait_for_function(
-            "() => [...document.querySelectorAll('td')].filter(td => td.textContent === 'succeeded').length === 8",
+            "() => [...document.querySelectorAll('td')].filter(td => td.textContent === 'no error').length === 8",
             timeout=60_000,
         )

@@ -162,7 +162,7 @@ async def test_a_prompt_shows_its_versions_and_what_they_earned(prompts: MemoryS
     rows = [[cell["text"] for cell in row] for row in blocks["Versions"]["rows"]]
     assert [row[:2] for row in rows] == [["3", "latest"], ["2", "production"], ["1", "–"]]
     assert [row[3:5] for row in rows] == [["0", "–"], ["1", "0.750"], ["0", "–"]]
-    assert [row[0]["text"] for row in blocks["What each earned"]["rows"]] == ["2"]
+    assert [row[0]["text"] for row in blocks["Reward of each version"]["rows"]] == ["2"]
     diff = blocks["What is different"]
     assert (diff["before"], diff["after"]) == ("Answer briefly.", MARKUP)
     first = (await shown(prompts, "resources/writer?from=1&to=2"))["What is different"]

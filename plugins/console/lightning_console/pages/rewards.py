@@ -286,7 +286,7 @@ def _warnings(rewards: Rewards) -> list[Block]:
         Notice(
             f"the reward follows {each.name}: rank correlation {each.value:+.2f}",
             "warn" if "length" in each.name else "",
-            detail="is this what the task asks for? Look at the rollouts that earned most and least",
+            detail="Does the task ask for this? Look at the rollouts with the highest and the lowest reward.",
         )
         for each in rewards.correlations
         if not each.part and each.value is not None and abs(each.value) >= STRONG
@@ -302,26 +302,33 @@ def _facts(rewards: Rewards) -> Facts:
     first, last = rewards.measures[0].steps[0], rewards.measures[0].steps[-1]
     main = max(rewards.explained, key=lambda name: rewards.explained[name], default="")
     facts = [
-        Fact("mean reward", change(first.mean, last.mean), f"steps {first.step} and {last.step}, those that succeeded"),
+        Fact(
+            "mean reward", change(first.mean, last.mean), f"steps {first.step} and {last.step}, without failed rollouts"
+        ),
         Fact("rollouts", count(rewards.rollouts), f"{count(rewards.failed)} failed and have no reward"),
         Fact(
             "groups with equal rewards",
             share(rewards.equal_groups),
-            "most algorithms learn nothing from those",
+            "most algorithms learn nothing from them",
             "warn" if (rewards.equal_groups or 0.0) > 0.7 else "",
         ),
     ]
     if main:
         facts.append(
             Fact(
-                "the reward varies most with",
+                "the reward follows most",
                 main,
-                f"{share(rewards.explained[main])} of its variance is covariance with this part",
-                hint="beyond 100 % where other parts work against it",
+                _correlation_with(rewards, main),
+                hint="the part whose differences explain most of the reward's differences",
             )
         )
     looked = f"{len(rewards.steps)} of {rewards.of_steps} steps were looked at"
     return Facts(facts, note=looked if len(rewards.steps) < rewards.of_steps else "")
+
+
+def _correlation_with(rewards: Rewards, part: str) -> str:
+    value = next((each.value for each in rewards.correlations if each.part and each.name == part), None)
+    return "" if value is None else f"rank correlation {value:+.2f}"
 
 
 def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
@@ -344,7 +351,7 @@ def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
         "reward",
         whole=True,
         title="Over the steps",
-        note=f"the means, that of {chosen.name} with the middle half of the rollouts",
+        note=f"Means over the rollouts of each step. The band around {chosen.name} holds the middle half of the rollouts.",
     )
 
 
@@ -374,25 +381,26 @@ def _correlations(rewards: Rewards) -> Table:
                 "does not vary" if each.value is None else f"{each.value:+.2f}",
                 tone="warn" if strong and not each.part else "",
             ),
-            Cell(share(explained) if explained is not None else NONE),
+            Cell(number(explained, 2)),
             Cell(count(each.rollouts)),
         ]
 
     return Table(
         [
-            Column("the reward and"),
-            Column("rank correlation", "number", "Spearman's rho; from ±0.5 on it is worth a look"),
+            Column("quantity"),
+            Column("rank correlation", "number", "from ±0.5 on it is worth a look"),
             Column(
-                "share of covariance",
+                "explains",
                 "number",
-                "the part's covariance with the reward, of the reward's variance: parts that add up to the reward have shares "
-                "that add up to 100 %; one of them is beyond 100 % where others work against it, and those are below 0 %",
+                "how much of the reward's differences come from this part (covariance with the reward, divided by the reward's "
+                "variance): parts that add up to the reward have values that add up to 1; a part with more than 1 has others "
+                "that work against it, and these are below 0",
             ),
             Column("rollouts", "number"),
         ],
         [row(each) for each in rewards.correlations],
         title="What the reward follows",
-        note="a reward should follow its parts, and not how long answers are",
+        note="A reward should follow its parts, and not how long answers are.",
         empty="the reward has no named parts, and no calls are in the store",
     )
 
@@ -400,16 +408,17 @@ def _correlations(rewards: Rewards) -> Table:
 def _trials(found: Located, trials: list[Trial]) -> list[Block]:
     folder = folder_of(found)
     if not folder:
-        text = "another grader can be tried on these rollouts where the run's folder is: lightning reward try"
+        text = "On the machine with the run's folder, lightning reward try grades these rollouts with another grader."
         return [Notices([Notice(text, "muted")], title="Try another reward")]
     place = shlex.quote(folder)
     command = f"lightning reward try MODULE:FUNCTION {place}"
     notices = [
         Notice(
-            "grade these rollouts again with another function; nothing runs and nothing is changed", commands=[command]
+            "Grade these rollouts again with another function. No agent runs, and nothing is changed.",
+            commands=[command],
         ),
         Notice(
-            "keep what it says in the run's folder, as reward-NAME.json, and it stands here beside the others",
+            "Keep the result in the run's folder as reward-NAME.json: this page then shows it beside the others.",
             commands=[f"{command} --json > {place}/reward-NAME.json"],
         ),
     ]

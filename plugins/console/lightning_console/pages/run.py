@@ -197,7 +197,7 @@ def _unread(found: Located, line: RunLine, address: Address, why: str) -> Page:
 
 async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
     """Return the notices at the top of the page: the run's state, missing data, and where it started from."""
-    tones = {"running": "good", "stopped": "warn", "failed": "bad"}
+    tones = {"stopped": "warn", "failed": "bad"}
     notices = [Notice(f"{line.state.name}: {line.state.why}", tones.get(line.state.name, ""))]  # type: ignore[arg-type]
     pruned = await found.store.get_state(found.run.id, PRUNED)
     if isinstance(pruned, dict):

@@ -42,7 +42,7 @@ COLUMNS: Final = (
     ("started", "text", "started", "when the run began"),
 )
 TONES: Final[dict[Name, Tone]] = {
-    "running": "good",
+    "running": "",
     "finished": "",
     "stopped": "warn",
     "failed": "bad",
