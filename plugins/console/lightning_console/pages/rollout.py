@@ -35,6 +35,7 @@ from lightning_console.blocks import (
     TokenStrip,
     Tone,
 )
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     NONE,
     count,
@@ -90,7 +91,8 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_timeline(address, view))
     numbers = {line.at: _call(address, line.at) for line in view.branches}
     blocks += [_rewards(view), *_calls(address, view), *branches_table(view, numbers)]
-    blocks += [*_tokens(address, view), *_messages(address, view), _commands(found, view), *branch_it(found, view)]
+    blocks += [*_tokens(address, view), *_messages(address, view), more_links(found, rollout=view.rollout.id)]
+    blocks += [_commands(found, view), *branch_it(found, view)]
     group = Link(f"group {view.rollout.group}", to("group", found.key, view.rollout.group))
     return Page(
         str(address),
