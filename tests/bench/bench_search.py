@@ -32,6 +32,8 @@ from lightning_record import exchanges
 from lightning_record.exchanges import NOBODY, TEXTS, Said
 
 GROUP = 8
+POLL = 5.0
+"""Seconds between two looks at a page that completes itself: a browser asks about as often."""
 SYSTEM = "You are a careful assistant with a calculator and a door. Answer in one line. " * 12
 WORDS = (
     *("the", "of", "and", "answer", "tool", "result", "water", "river", "stone", "bridge", "number", "seven", "eight"),
@@ -108,7 +110,7 @@ async def measure(path: Path, rollouts: int, calls: int) -> dict[str, float]:
     page = await show(places, ask[TEXTS_SOUGHT[0]])
     found = {"first page": time.perf_counter() - began}
     while page.live:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(POLL)
         page = await show(places, ask[TEXTS_SOUGHT[0]])
     found["all of it read"] = time.perf_counter() - began
     took = []

@@ -79,6 +79,19 @@ async def test_where_a_text_is_found_is_a_filter(store: MemoryStore, where: str,
     assert all(row["found in"].startswith(where) for row in rows(blocks) if row["found"])
 
 
+async def test_a_text_that_stands_in_several_kinds_is_found_in_each(store: MemoryStore) -> None:
+    task, answer = {"role": "user", "content": "one"}, {"role": "assistant", "content": "the answer"}
+    await one(
+        store,
+        "run",
+        [([task], answer, None), ([task, answer, task], {"content": "finished"}, None)],
+        error="the answer",
+    )
+    assert [row["found in"] for row in rows(await found(store, q="one"))] == ["task", "prompt of call 1"]
+    assert [row["found in"] for row in rows(await found(store, q="the answer"))] == ["error", "answer of call 1"]
+    assert not rows(await found(store, q="the answer", where="prompt")), "an answer that comes back is no prompt"
+
+
 async def test_rollouts_are_found_by_reward_step_and_failure_with_and_without_a_text(store: MemoryStore) -> None:
     await write(store)
     await one(store, "bad", [([USER], {"content": "x"}, None)], error="Traceback: it broke")

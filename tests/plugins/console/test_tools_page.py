@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.store.memory import MemoryStore
-from lightning.types import Json, Run, Status, ToolEvent
+from lightning.store.sqlite import SqliteStore
+from lightning.types import Json, Rollout, Run, Status, Task, ToolEvent
+from lightning_console.places import Places
 from lightning_console.queries import scan
 from lightning_console.queries.scan import Scanned, ToolRun
 from lightning_console.queries.tool_stats import (
@@ -56,7 +60,7 @@ async def test_a_run_says_which_tool_failed_most_by_whom_and_with_which_argument
     assert first["most frequent error"].startswith("ZeroDivisionError: division by zero")
     assert (second["tool"], second["failed"], second["arguments that fail"]) == ("look", "0", "")
     assert facts(blocks)["failed most"] == ("divide", "called by solver: 16 of 32; by is 0: 16 of 16 failed")
-    assert facts(blocks)["reward with a failed tool"][0] == "-0.750"
+    assert facts(blocks)["reward with a failed tool minus without"][0] == "-0.750"
     of_all = texts(blocks["Reward with and without a failed tool"])[0]
     assert (of_all["reward with it"], of_all["reward without"], of_all["rollouts with it"]) == ("0.250", "1.000", "16")
     assert of_all["how sure"].endswith("(95 %, over 8 tasks with both): not told apart from chance")
@@ -163,6 +167,39 @@ async def test_a_run_that_is_being_written_is_read_again(store: MemoryStore, mon
     assert facts(await shown(places, "tools/run"))["tool runs"][0] == "4"
     await write(store, "run", groups=3, size=2, over=False)
     assert facts(await shown(places, "tools/run"))["tool runs"][0] == "12"
+
+
+async def test_rollouts_that_wait_or_run_are_counted_with_the_calls_that_they_have(store: MemoryStore) -> None:
+    await one(store, "run", [([USER], {"content": "", "tool_calls": [asked("divide", {}, "x")]}, OFFERED)], ended=False)
+    await store.create_rollouts([Rollout("run/1/0/1", "run", Task("two"), "run/1/0", step=1, index=1)])
+    blocks = await shown(places_of(store), "tools/run")
+    assert "tools were offered to the model" in notices(blocks), "a call whose tool may still run is no odd one"
+    assert "2 rollouts with 1 calls were read" in notices(blocks)
+
+
+async def test_hostile_names_and_values_stay_short(store: MemoryStore) -> None:
+    long = "x" * 100_000 + MARKUP
+    event = ToolEvent(
+        long, "error", arguments={f"{long}{n}": long for n in range(40)}, error=f"{long}\nValueError: {long}"
+    )
+    await one(
+        store, "run", [([USER], {"content": long, "tool_calls": [asked(long, {long: long}, "a")]}, OFFERED)], [event]
+    )
+    for address in ("tools/run", to("search", "run", q="x<img")):
+        assert len(json.dumps((await shown(places_of(store), address))["page"].to_json())) < 40_000
+
+
+async def test_a_database_of_another_schema_says_so(tmp_path: Path) -> None:
+    made = SqliteStore(tmp_path / "lightning.db")
+    await made.open()
+    await write(made, groups=1, size=2)
+    await made.close()
+    with sqlite3.connect(tmp_path / "lightning.db") as database:
+        database.execute("UPDATE schema_version SET version = 6")
+    places = Places(str(tmp_path / "lightning.db"))
+    for address in ("tools/run", "search/run?q=x"):
+        assert "schema 6" in notices(await shown(places, address))
+    await places.close()
 
 
 async def test_bad_addresses_name_the_culprit(store: MemoryStore) -> None:

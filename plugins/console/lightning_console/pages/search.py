@@ -26,6 +26,7 @@ from lightning_console.blocks import (
 from lightning_console.pages.tools import difference_text, scan_notices
 from lightning_console.pages.words import NONE, count, inside, located, number, page_links, to, trail, written
 from lightning_console.places import Located, Places
+from lightning_console.queries.runs import line_of
 from lightning_console.queries.scan import KINDS, Scan, scan_of
 from lightning_console.queries.search import Match, Query, Results, search
 from lightning_console.router import Address
@@ -46,6 +47,7 @@ async def page(places: Places, address: Address) -> Page:
     first = max(0, address.number("cursor", 0))
     blocks: list[Block] = [_controls(address, query, scan), *scan_notices(scan)]
     following = ""
+    goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
     if query == Query():
         blocks.append(_beginning(scan))
     else:
@@ -57,7 +59,7 @@ async def page(places: Places, address: Address) -> Page:
         f"Search for {written(query.text, 60)}" if query.text else "Search",
         blocks,
         trail(found),
-        live=not scan.whole,
+        live=not scan.whole or goes_on,
         previous=str(address.having(cursor=max(0, first - EACH) or None)) if first else "",
         next=following,
     )
@@ -106,7 +108,10 @@ def _controls(address: Address, query: Query, scan: Scan) -> Controls:
             Control("failed", "failed", address.option("failed"), [("", "any"), ("yes", "yes"), ("no", "no")]),
             Control("step", "step", address.option("step")),
             Control(
-                "split", "of", query.split, [("", "all rollouts"), *((each, named.get(each, each)) for each in splits)]
+                "split",
+                "rollouts",
+                query.split,
+                [("", "all rollouts"), *((each, named.get(each, each)) for each in splits)],
             ),
         ],
     )
@@ -166,7 +171,11 @@ def _table(found: Located, address: Address, results: Results) -> Table:
     title = f"Rollouts {results.first + 1} to {last} of {count(results.matched)}" if results.matches else "Rollouts"
     pages = page_links(address, results.matched, EACH)[:MOST_PAGES]
     following = [Link("next", str(address.having(cursor=last)))] if last < results.matched else []
-    empty = "no text that was searched has it" if results.beside is not None else "no rollout is as the filters say"
+    empty = (
+        "it stands in none of the texts that were searched"
+        if results.beside is not None
+        else "no rollout is as the filters say"
+    )
     return Table(columns, rows, title=title, empty=empty, pages=[*following, *pages])
 
 

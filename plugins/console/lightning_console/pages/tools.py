@@ -38,6 +38,7 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
+from lightning_console.queries.runs import line_of
 from lightning_console.queries.scan import LONGEST, MOST_BYTES, OddCall, Scan, Scanned, scan_of
 from lightning_console.queries.tool_stats import (
     Arguments,
@@ -78,7 +79,8 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_controls(address))
     blocks += await asyncio.to_thread(_blocks, found, address, rollouts)
     more = _trail(found, address)
-    return Page(str(address), _title(found, address), blocks, trail(found, *more), live=not scan.whole)
+    goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
+    return Page(str(address), _title(found, address), blocks, trail(found, *more), live=not scan.whole or goes_on)
 
 
 def scan_notices(scan: Scan) -> list[Block]:
@@ -129,7 +131,7 @@ def _controls(address: Address) -> Controls:
     return Controls(
         str(address.having(cursor=None)),
         [
-            Control("split", "of", address.option("split"), SPLITS),
+            Control("split", "rollouts", address.option("split"), SPLITS),
             Control("step", "of the step", address.option("step")),
         ],
     )
@@ -194,7 +196,8 @@ def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block
 def _facts(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Arguments], beside: RewardBeside) -> Facts:
     runs, failed, known = (sum(getattr(line, name) for line in lines) for name in ("runs", "failed", "known"))
     worst = next(iter(lines), None)
-    facts = [Fact("tool runs", count(runs), f"of {count(len(lines))} tools by agent")]
+    tools, agents = len({line.tool for line in lines}), len({line.agent for line in lines})
+    facts = [Fact("tool runs", count(runs), f"of {_several(tools, 'tool')} by {_several(agents, 'agent')}")]
     facts.append(
         Fact(
             "failed",
@@ -218,8 +221,12 @@ def _facts(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Argu
     return Facts(facts)
 
 
+def _several(number: int, noun: str) -> str:
+    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
+
+
 def _reward_fact(beside: RewardBeside) -> Fact:
-    name = "reward with a failed tool"
+    name = "reward with a failed tool minus without"
     if not beside.with_:
         return Fact(name, NONE, "no rollout with a reward has a failed tool", "muted")
     value = NONE if beside.difference is None else f"{beside.difference:+.3f}"

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, get_args
 
 from lightning.store.pages import batched
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.summary import reason
 from lightning.types import UNNAMED, Fault, Json, Rollout, Status, ToolEvent, Transition
 from lightning_debug.transcript import ToolCall, said_in
 from lightning_record.exchanges import parents_of
@@ -236,11 +237,13 @@ def _scanned(
     vocabulary: Vocabulary,
 ) -> Scanned:
     runs, odd = _tools(rollout, calls, said, events)
-    marks, seen = array("i"), set[int]()
+    marks, seen = array("i"), set[tuple[int, str]]()
     for kind, text, call in _texts(rollout, calls, said, events, vocabulary):
         number = scan.number_of(text) if text else None
-        if number is not None and number not in seen:
-            seen.add(number)
+        # An earlier answer comes back in later requests, where it is no prompt.
+        mark = None if number is None else (number, kind if kind in ("task", "error") else "")
+        if number is not None and mark is not None and mark not in seen:
+            seen.add(mark)
             marks.extend((number, KINDS.index(kind), call))
         elif text and number is None:
             scan.left_out += 1
@@ -399,26 +402,39 @@ def _tools(
         if behind:
             ran.add(id(behind))
         elif event.kind == "unknown_tool":
-            odd.append(OddCall("tool", event.name, _agent(event, calls, number), number, "the agent reported it"))
+            odd.append(
+                OddCall(
+                    "tool", one_line(event.name, SHORT), _agent(event, calls, number), number, "the agent reported it"
+                )
+            )
         arguments = event.arguments if event.arguments is not None or behind is None else behind.made.arguments
         text = said[number - 1].text if number else ""
         runs.append(
             ToolRun(
-                event.name,
+                one_line(event.name, SHORT),
                 _agent(event, calls, number),
                 event.status,
                 number,
                 _short(arguments),
-                one_line(event.error, SHORT),
+                one_line(str(reason(event.error)), SHORT) if event.error else "",
                 one_line(text, SHORT),
             )
         )
-    results = dict(result for one in said[1:] for result in results_in(one.request))
-    for each in asked:
-        if id(each) not in ran and each.id in results:
-            runs.append(ToolRun(each.made.name, each.agent, "unreported", each.call, _short(each.made.arguments)))
-        elif id(each) not in ran and rollout.status.ended:
-            odd.append(OddCall("never run", each.made.name, each.agent, each.call, one_line(str(each.made), SHORT)))
+    waiting = [each for each in asked if id(each) not in ran]
+    results = dict(result for one in said[1:] for result in results_in(one.request)) if waiting else {}
+    for each in waiting:
+        if each.id in results:
+            runs.append(
+                ToolRun(
+                    one_line(each.made.name, SHORT), each.agent, "unreported", each.call, _short(each.made.arguments)
+                )
+            )
+        elif rollout.status.ended:
+            odd.append(
+                OddCall(
+                    "never run", one_line(each.made.name, SHORT), each.agent, each.call, one_line(str(each.made), SHORT)
+                )
+            )
     return runs, odd
 
 
@@ -431,12 +447,13 @@ def _asked(calls: Sequence[Transition], said: Sequence[Said]) -> tuple[list[_Ask
         ids = call.tool_calls if len(call.tool_calls) == len(one.tool_calls) else ("",) * len(one.tool_calls)
         for name, made in zip(ids, one.tool_calls, strict=True):
             asked.append(_Asked(name, made, number, agent, call.id))
+            called = one_line(made.name, SHORT)
             if one.request and made.name not in (offered or {}):
-                odd.append(OddCall("tool", made.name, agent, number, one_line(str(made), SHORT)))
+                odd.append(OddCall("tool", called, agent, number, one_line(str(made), SHORT)))
             takes = (offered or {}).get(made.name)
             if takes is not None and isinstance(made.arguments, Mapping):
                 unknown = [each for each in made.arguments if each not in takes]
-                odd += [OddCall("argument", made.name, agent, number, one_line(each, SHORT)) for each in unknown]
+                odd += [OddCall("argument", called, agent, number, one_line(each, SHORT)) for each in unknown]
         if not one.tool_calls and any(mark in one.text for mark in WRITTEN_AS_TEXT):
             odd.append(OddCall("as text", "", agent, number, one_line(one.text, SHORT)))
     return asked, odd
