@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_console.queries import scan, search
 from lightning_console.queries.search import around, folded_of
 from lightning_record.exchanges import Flag
 
+from tests.plugins.console.made_rollouts import tokenizer, train
 from tests.plugins.console.made_tools import MARKUP, one, write
 from tests.plugins.console.reading import places_of, shown, texts, to
 
@@ -154,6 +156,17 @@ async def test_a_redacted_run_says_so(store: MemoryStore) -> None:
     blocks = await found(store, q="sk-secret")
     assert "8 calls are not searched whole: a credential was left out of its texts" in notices(blocks)
     assert rows(await found(store, q="km lang")), "the rest of these texts is there"
+
+
+async def test_answers_are_found_by_their_tokens_where_requests_are_not_recorded(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    await train(store, str(tokenizer(tmp_path / "model")))
+    await train(store, "gone", run="bare")
+    blocks = await found(store, q="word20 word30")
+    assert [row["found in"] for row in rows(blocks)] == ["answer of call 2", "answer of call 2"]
+    assert "12 calls are not searched whole: its requests and answers are not recorded" in notices(blocks)
+    assert not rows(await found(store, "bare", q="20")), "ids of tokens are no texts"
 
 
 async def test_memory_is_bounded_and_the_page_says_so(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,47 @@ async def test_rollouts_that_wait_or_run_are_counted_with_the_calls_that_they_ha
     assert "2 rollouts with 1 calls were read" in notices(blocks)
 
 
+@pytest.mark.parametrize("named", [{"response_id": "run/1/0/0-0"}, {}])
+async def test_two_runs_of_one_answer_belong_to_its_two_tool_calls(store: MemoryStore, named: dict[str, str]) -> None:
+    both = [asked("divide", {"a": n, "by": 1}, f"id{n}") for n in range(2)]
+    results = [{"role": "tool", "tool_call_id": f"id{n}", "content": str(n)} for n in range(2)]
+    events = [ToolEvent("divide", "ok", output=str(n), **named) for n in range(2)]
+    calls = [([USER], {"content": "", "tool_calls": both}, OFFERED), ([USER, *results], {"content": "ok"}, OFFERED)]
+    await one(store, "run", calls, events)
+    blocks = await shown(places_of(store), "tools/run")
+    assert [(row["runs"], row["failed"]) for row in texts(blocks[TOOLS])] == [("2", "0")]
+    assert not texts(blocks[ODD])
+    assert "not reported" not in notices(blocks)
+
+
+async def test_a_step_is_read_alone_until_the_run_is_read(store: MemoryStore) -> None:
+    scan._scans.clear()
+    await write(store)
+    places = places_of(store)
+    await shown(places, to("tools", "run", step=1))
+    assert [(each.part, len(each.rollouts), len(each.texts)) for each in own_scans(store)] == [(True, 16, 0)]
+    await shown(places, "tools/run")
+    assert facts(await shown(places, to("tools", "run", step=2)))["tool runs"][0] == "32"
+    assert [each.part for each in own_scans(store)] == [True, False], "the run's own scan has the step, too"
+    forgotten = own_scans(store)[-1]
+    scan._scans.remove(forgotten)
+    assert forgotten.number_of("a text that is new") is None, "it keeps nothing that is not counted"
+
+
+def own_scans(store: MemoryStore) -> list[scan.Scan]:
+    return [each for each in scan._scans if each.store() is store]
+
+
+async def test_looks_at_single_rollouts_do_not_push_out_what_was_read_of_a_run(store: MemoryStore) -> None:
+    scan._scans.clear()
+    await write(store, "first", groups=1)
+    await write(store, "second", groups=4)
+    await shown(places_of(store), "tools/first")
+    for rollout in range(2 * scan.MOST_SCANS):
+        await shown(places_of(store), to("tools", "second", rollout=f"second/1/{rollout // 4}/{rollout % 4}"))
+    assert [each.part for each in own_scans(store)] == [False] + [True] * (scan.MOST_SCANS - 1)
+
+
 async def test_hostile_names_and_values_stay_short(store: MemoryStore) -> None:
     long = "x" * 100_000 + MARKUP
     event = ToolEvent(

@@ -73,7 +73,11 @@ async def page(places: Places, address: Address) -> Page:
     step = address.number("step", 0) if address.option("step") else None
     scan = await scan_of(found, step=step, rollout=address.option("rollout"), patience=places.patience)
     split = address.option("split")
-    rollouts = [each for each in list(scan.rollouts.values()) if split in ("", each.split)]
+    rollouts = [
+        each
+        for each in list(scan.rollouts.values())
+        if split in ("", each.split) and step in (None, each.step) and address.option("rollout") in ("", each.id)
+    ]
     blocks: list[Block] = scan_notices(scan)
     if not address.option("rollout"):
         blocks.append(_controls(address))

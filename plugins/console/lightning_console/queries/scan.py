@@ -31,7 +31,7 @@ from lightning_console.queries.memo import Memo, apart, stamp_of
 
 MOST_BYTES: Final = 256 << 20
 """Most bytes of texts that all scans of this process keep together."""
-MOST_SCANS: Final = 4
+MOST_SCANS: Final = 6
 LONGEST: Final = 1_000_000
 """Most characters of a text that are searched: the first ones."""
 AT_ONCE: Final = 8
@@ -121,9 +121,10 @@ _serials = itertools.count()
 class Scan:
     """The rollouts of a run that were read so far, and their texts by number. `whole` says that all are read; `left_out`
     counts texts for which there was no room (`MOST_BYTES`), `cut` those of which only the beginning is kept. `serial` tells the
-    scan from every other."""
+    scan from every other; a `part` is of some rollouts of the run, and keeps no texts."""
 
-    def __init__(self, store: Store, about: Hashable) -> None:
+    def __init__(self, store: Store, about: Hashable, *, part: bool = False) -> None:
+        self.part = part
         self.store, self.about, self.serial = weakref.ref(store), about, next(_serials)
         self.rollouts: dict[str, Scanned] = {}
         self.texts: list[str] = []
@@ -196,29 +197,39 @@ _extended: Memo[None] = Memo()
 def _has_room(scan: Scan, size: int) -> bool:
     """Return whether a scan may keep `size` more bytes; scans that were not used for longer are forgotten for it."""
     with _lock:
+        if scan not in _scans:  # it was forgotten while it was read
+            return False
         while sum(each.bytes for each in _scans) + size > MOST_BYTES:
-            if not _scans or _scans[0] is scan:
+            if _scans[0] is scan:
                 return False
             _scans.pop(0)
     return True
 
 
 async def scan_of(located: Located, *, step: int | None = None, rollout: str = "", patience: float | None) -> Scan:
-    """Return the scan of a run, or only of the rollouts sampled for a `step`, or of one rollout, as far as it got within
-    `patience` seconds (None: all of it). The rest is read in the background. Raises `StoreError` if the store cannot be read,
-    `DataError` if there is no such rollout."""
+    """Return the scan of a run as far as it got within `patience` seconds (None: all of it); the rest is read in the
+    background. With a `step` or the id of a `rollout` it has at least those rollouts, and perhaps no texts. Raises `StoreError`
+    if the store cannot be read, `DataError` if there is no such rollout."""
     store, run = located.store, located.run
     pruned = json.dumps(await store.get_state(run.id, PRUNED), default=str)
-    about = (run.id, run.created_at, pruned, step, rollout)
+    about: tuple[Hashable, ...] = (run.id, run.created_at, pruned)
     with _lock:
-        found = next((each for each in _scans if each.store() is store and each.about == about), None)
-        if found is None:
-            found = Scan(store, about)
+        _scans[:] = [each for each in _scans if each.store() is not None]
+        known = next((each for each in _scans if each.store() is store and each.about == about), None)
+        part = (step is not None or bool(rollout)) and (known is None or not known.whole)
+        if part:
+            about = (*about, step, rollout)
+            known = next((each for each in _scans if each.store() is store and each.about == about), None)
         else:
-            _scans.remove(found)
-        _scans.append(found)
-        del _scans[:-MOST_SCANS]
-    made = found
+            step, rollout = None, ""
+        if known is None:
+            known = Scan(store, about, part=part)
+        else:
+            _scans.remove(known)
+        _scans.append(known)
+        if len(_scans) > MOST_SCANS:
+            _scans.remove(next((each for each in _scans[:-1] if each.part), _scans[0]))
+    made = known
 
     async def extend() -> None:
         await made.extend(located, step, rollout)
@@ -238,7 +249,7 @@ def _scanned(
 ) -> Scanned:
     runs, odd = _tools(rollout, calls, said, events)
     marks, seen = array("i"), set[tuple[int, str]]()
-    for kind, text, call in _texts(rollout, calls, said, events, vocabulary):
+    for kind, text, call in () if scan.part else _texts(rollout, calls, said, events, vocabulary):
         number = scan.number_of(text) if text else None
         # An earlier answer comes back in later requests, where it is no prompt.
         mark = None if number is None else (number, kind if kind in ("task", "error") else "")
@@ -396,7 +407,14 @@ def _tools(
     runs, ran = [], set[int]()
     for event in events:
         behind = by_id.get(event.call_id) or next(
-            (each for each in asked if (each.response, each.made.name) == (event.response_id, event.name)), None
+            (
+                each
+                for each in asked
+                if id(each) not in ran
+                and each.made.name == event.name
+                and (each.response == event.response_id or not (event.response_id or event.call_id))
+            ),
+            None,
         )
         number = behind.call if behind else by_response.get(event.response_id, 0)
         if behind:
