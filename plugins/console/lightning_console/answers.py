@@ -231,6 +231,27 @@ class Tools:
         """The distribution and correlation of a run's named rewards, and what other reward functions gave."""
         return await self._show(Address("rewards", (run,)))
 
+    async def tools(self, run: str, tool: str = "", step: int = 0) -> dict[str, Any]:
+        """The tools of a run by agent: runs, failures, errors, the arguments that fail, the reward beside them, and calls of
+        tools that were not offered; of one `tool`, or of the rollouts of one `step`."""
+        options = {name: value for name, value in (("tool", tool), ("step", str(step) if step else "")) if value}
+        return await self._show(Address("tools", (run,), options))
+
+    async def search(
+        self,
+        run: str,
+        text: str,
+        where: str = "",
+        cursor: int = 0,
+        above: float | None = None,
+        below: float | None = None,
+    ) -> dict[str, Any]:
+        """Find the rollouts of a run in which a text stands, without regard to case. `where`: task, prompt, answer, tool or
+        error (empty: anywhere); `above` and `below` bound the reward; `cursor`: how many rollouts to pass over."""
+        given = {"q": text, "where": where, "cursor": cursor or "", "above": above, "below": below}
+        options = {name: str(value) for name, value in given.items() if value not in ("", None)}
+        return await self._show(Address("search", (run,), options))
+
     async def resources(self, name: str = "") -> dict[str, Any]:
         """Versions of prompts and weights, their aliases and what each earned; with a name, that resource alone and the
         difference of two versions."""
@@ -282,7 +303,7 @@ def make_server(where: str) -> MCPServer[Any]:
         "lightning", version=__version__, instructions=INSTRUCTIONS, lifespan=lifespan, log_level="WARNING"
     )
     tools, reads = Tools(places), ToolAnnotations(read_only_hint=True, open_world_hint=False)
-    of_one_run = (tools.run, tools.step, tools.group, tools.rollout, tools.rewards)
+    of_one_run = (tools.run, tools.step, tools.group, tools.rollout, tools.rewards, tools.tools, tools.search)
     for tool in (tools.runs, *of_one_run, tools.compare, tools.resources, tools.page):
         server.tool(annotations=reads)(tool)
     return server

@@ -36,6 +36,7 @@ from lightning_console.blocks import (
     Tone,
 )
 from lightning_console.glossary import explained
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     LONGEST_TITLE,
     NONE,
@@ -100,7 +101,8 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_timeline(address, view))
     numbers = {line.at: _call(address, line.at) for line in view.branches}
     blocks += [*_messages(address, view), _rewards(view), *_calls(address, view), *branches_table(view, numbers)]
-    blocks += [*_tokens(address, view), *_commands(found, view), *branch_it(found, view)]
+    blocks += [*_tokens(address, view), more_links(found, rollout=view.rollout.id)]
+    blocks += [*_commands(found, view), *branch_it(found, view)]
     group = Link(f"group {inside(found, view.rollout.group)}", to("group", found.key, view.rollout.group))
     return Page(
         str(address),

@@ -19,6 +19,7 @@ from lightning_debug.run_commands import override
 from lightning_debug.run_commands import written as setting_written
 
 from lightning_console.blocks import Block, Cell, Chart, Column, Fact, Facts, Link, Notice, Notices, Page, Series, Table
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     NONE,
     change,
@@ -169,7 +170,7 @@ async def page(places: Places, address: Address) -> Page:
         advised = await advice_of(places, found)
         blocks += advice_blocks(found, advised)
         waiting = advised is None
-    blocks.append(_facts(found, line, curves))
+    blocks += [_facts(found, line, curves), more_links(found)]
     blocks += _charts(found, curves)
     if curves.steps:
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")

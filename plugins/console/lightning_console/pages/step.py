@@ -34,6 +34,7 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     count,
     inside,
@@ -195,6 +196,7 @@ async def page(places: Places, address: Address) -> Page:
             _scatter(found, step, axis),
             *_untaught(found, step),
             *_failures(found, step),
+            more_links(found, step=step.number),
         ],
         trail(found),
         live=step.record is None and goes_on,
