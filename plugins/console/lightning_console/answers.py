@@ -206,7 +206,8 @@ class Tools:
         return await self._show(Address("run", (run,)))
 
     async def step(self, run: str, step: int) -> dict[str, Any]:
-        """One optimizer step, from 1: its groups, the spread of their rewards, and which groups taught nothing and why."""
+        """One optimizer step, from 1: why its reward moved since the step before (chance, harder tasks, failures, groups), its
+        groups, the spread of their rewards, and which groups taught nothing and why."""
         return await self._show(Address("step", (run, str(step))))
 
     async def group(self, run: str, group: str) -> dict[str, Any]:

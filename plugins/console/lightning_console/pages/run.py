@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from lightning.errors import LightningError, UnavailableError
@@ -330,10 +331,17 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
     held_out = held_out_points(curves)
     blocks: list[Block] = [
         Chart(
-            rewards, "step", "reward", marks=marks, whole=True, title="Reward", note="a click on a point opens its step"
+            rewards,
+            "step",
+            "reward",
+            marks=marks,
+            whole=True,
+            title="Reward",
+            note="a click on a point opens its step, which says why the reward moved there",
         )
         if curves.steps
         else Notices([]),
+        _moves(found, curves),
         Chart(
             [Series("held-out", held_out)],
             "after so many steps",
@@ -354,6 +362,20 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
             blocks.append(small)
     blocks += _failures(curves, series, marks)
     return [block for block in blocks if not (isinstance(block, Notices) and not block.notices)]
+
+
+def _moves(found: Located, curves: Curves) -> Notices:
+    """Return links to the steps at which the reward fell and rose most; none if it never moved."""
+    values = zip(curves.steps, curves.named("reward_with_failures"), strict=True)
+    known = [(step, value) for step, value in values if value is not None]
+    moves = [(now - before, step) for (_, before), (step, now) in pairwise(known)]
+    links = []
+    if moves and (lowest := min(moves))[0] < 0:
+        links.append(Link(f"why it fell by {number(-lowest[0])} at step {lowest[1]}", to("step", found.key, lowest[1])))
+    if moves and (highest := max(moves))[0] > 0:
+        text = f"why it rose by {number(highest[0])} at step {highest[1]}"
+        links.append(Link(text, to("step", found.key, highest[1])))
+    return Notices([Notice("The steps at which the reward moved most", links=links)] if links else [])
 
 
 def _failures(curves: Curves, series: Callable[..., Series], marks: Sequence[tuple[float, str]]) -> list[Block]:
