@@ -210,6 +210,11 @@ class Tools:
         groups, the spread of their rewards, and which groups taught nothing and why."""
         return await self._show(Address("step", (run, str(step))))
 
+    async def pushed(self, run: str, step: int) -> dict[str, Any]:
+        """What one step taught: the calls (and tokens, where they differ) that it pushed up and down most, with their
+        answers."""
+        return await self._show(Address("pushed", (run, str(step))))
+
     async def group(self, run: str, group: str) -> dict[str, Any]:
         """The rollouts of one task (a group such as RUN/3/0) and their branches as a prefix tree of calls: where they diverge,
         and what each earned."""
@@ -283,7 +288,7 @@ def make_server(where: str) -> MCPServer[Any]:
         "lightning", version=__version__, instructions=INSTRUCTIONS, lifespan=lifespan, log_level="WARNING"
     )
     tools, reads = Tools(places), ToolAnnotations(read_only_hint=True, open_world_hint=False)
-    of_one_run = (tools.run, tools.step, tools.group, tools.rollout, tools.rewards)
+    of_one_run = (tools.run, tools.step, tools.pushed, tools.group, tools.rollout, tools.rewards)
     for tool in (tools.runs, *of_one_run, tools.compare, tools.resources, tools.page):
         server.tool(annotations=reads)(tool)
     return server

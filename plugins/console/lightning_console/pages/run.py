@@ -365,7 +365,7 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
 
 
 def _moves(found: Located, curves: Curves) -> Notices:
-    """Return links to the steps at which the reward fell and rose most; none if it never moved."""
+    """Return links to the steps at which the reward fell and rose most, and to what the last step pushed most."""
     values = zip(curves.steps, curves.named("reward_with_failures"), strict=True)
     known = [(step, value) for step, value in values if value is not None]
     moves = [(now - before, step) for (_, before), (step, now) in pairwise(known)]
@@ -375,7 +375,12 @@ def _moves(found: Located, curves: Curves) -> Notices:
     if moves and (highest := max(moves))[0] > 0:
         text = f"why it rose by {number(highest[0])} at step {highest[1]}"
         links.append(Link(text, to("step", found.key, highest[1])))
-    return Notices([Notice("The steps at which the reward moved most", links=links)] if links else [])
+    notices = [Notice("The steps at which the reward moved most", links=links)] if links else []
+    if curves.steps:
+        last = curves.steps[-1]
+        link = Link(f"calls and tokens that step {last} pushed most", to("pushed", found.key, last))
+        notices.append(Notice("What was taught", links=[link]))
+    return Notices(notices)
 
 
 def _failures(curves: Curves, series: Callable[..., Series], marks: Sequence[tuple[float, str]]) -> list[Block]:

@@ -201,6 +201,7 @@ async def page(places: Places, address: Address) -> Page:
             *_notices(step),
             _facts(step),
             *change_blocks(found, change),
+            *_taught(found, step),
             _groups(found, step, address, first),
             Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
             _scatter(found, step, axis),
@@ -256,6 +257,14 @@ def _facts(step: Step) -> Facts:
             Fact("committed", when(record.at), f"config epoch {step.proof.epoch.number}"),
         ]
     )
+
+
+def _taught(found: Located, step: Step) -> list[Block]:
+    """Return the link to what the step pushed most; none for a step that is not committed."""
+    if step.record is None:
+        return []
+    link = Link("calls and tokens that it pushed most", to("pushed", found.key, step.number))
+    return [Notices([Notice("What this step taught", links=[link])])]
 
 
 def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
