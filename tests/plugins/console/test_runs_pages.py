@@ -520,12 +520,14 @@ async def test_a_part_against_which_others_work_has_a_share_beyond_100_percent(c
         )
     places = Places(str(copied))
     rows = {row["the reward and"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
-    assert rows["the part gain"]["share of covariance"]["text"] == "200 %"
-    assert rows["the part cost"]["share of covariance"]["text"] == "-100 %"
+    assert rows["the part gain"]["share of its ups and downs"]["text"] == "200 %"
+    assert rows["the part cost"]["share of its ups and downs"]["text"] == "-100 %"
     found = await fact(places, "rewards/one", "the reward varies most with")
     assert found["value"] == "gain"
-    assert found["detail"] == "200 % of its variance is covariance with this part"
-    assert "beyond 100 %" in found["hint"]
+    assert found["detail"] == (
+        "all of the reward's ups and downs come from this part; other parts take back 50 % of what it moves"
+    )
+    assert "covariance" in found["hint"]
     await places.close()
 
 

@@ -69,8 +69,8 @@ async def test_two_versions_win_lose_and_tie(store: MemoryStore) -> None:
     blocks = await shown(store, of("run@0", "run@4"))
     found = facts(blocks)
     assert (found["wins"], found["losses"], found["ties"]) == ("2", "2", "1")
-    assert found["B less A"] == "+0.100"  # (1 + 1 - 0.5 - 1) / 5: what failed is 0
-    assert detail(blocks, "B less A").endswith("(95 %)")
+    assert found["B minus A"] == "+0.100"  # (1 + 1 - 0.5 - 1) / 5: what failed is 0
+    assert detail(blocks, "B minus A").endswith("(95 %)")
     said = json.dumps(blocks["Notices"])
     assert "not told apart" in said
     assert "0 tasks were given to A alone and 1 to B alone" in said
@@ -96,7 +96,7 @@ async def test_the_variants_of_an_ab_have_an_interval_that_holds_at_any_time(sto
     assert {"text": "ab.a@0 and ab.b@0", "to": of("ab.a@0", "ab.b@0")} in choices["Notices"]["notices"][0]["links"]
     assert choices["Held-out evaluations"]["select"] == "of"
     assert sorted(choices["Held-out evaluations"]["keys"]) == ["ab.a@0", "ab.b@0"]
-    assert "holds at any time" in detail(await shown(store, of("ab.a@0", "ab.b@0")), "B less A")
+    assert "holds at any time" in detail(await shown(store, of("ab.a@0", "ab.b@0")), "B minus A")
 
 
 async def test_two_runs_of_two_stores_are_compared(store: MemoryStore) -> None:
@@ -114,9 +114,9 @@ async def test_rewards_outside_the_bounds_have_no_interval(store: MemoryStore) -
     await evaluated(store, "run", 0, {"t0": 2.0, "t1": 0.0})
     await evaluated(store, "run", 1, {"t0": 3.0, "t1": 1.0})
     blocks = await shown(store, of("run@0", "run@1"))
-    assert detail(blocks, "B less A") == "no interval"
+    assert detail(blocks, "B minus A") == "no interval"
     assert "&bounds=LOW,HIGH" in json.dumps(blocks)
-    assert "95 %" in detail(await shown(store, of("run@0", "run@1", bounds="0,4")), "B less A")
+    assert "95 %" in detail(await shown(store, of("run@0", "run@1", bounds="0,4")), "B minus A")
 
 
 @pytest.mark.parametrize(

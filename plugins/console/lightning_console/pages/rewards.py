@@ -316,12 +316,20 @@ def _facts(rewards: Rewards) -> Facts:
             Fact(
                 "the reward varies most with",
                 main,
-                f"{share(rewards.explained[main])} of its variance is covariance with this part",
-                hint="beyond 100 % where other parts work against it",
+                _moves(rewards.explained[main]),
+                hint="by the covariance of the part and the reward, over the variance of the reward",
             )
         )
     looked = f"{len(rewards.steps)} of {rewards.of_steps} steps were looked at"
     return Facts(facts, note=looked if len(rewards.steps) < rewards.of_steps else "")
+
+
+def _moves(explained: float) -> str:
+    """Say how much of the reward's variance comes from a part, whose share of it is `explained`."""
+    if explained <= 1.0:
+        return f"{share(explained)} of the reward's ups and downs come from this part"
+    taken = share(1.0 - 1.0 / explained)
+    return f"all of the reward's ups and downs come from this part; other parts take back {taken} of what it moves"
 
 
 def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
@@ -383,10 +391,11 @@ def _correlations(rewards: Rewards) -> Table:
             Column("the reward and"),
             Column("rank correlation", "number", "Spearman's rho; from ±0.5 on it is worth a look"),
             Column(
-                "share of covariance",
+                "share of its ups and downs",
                 "number",
-                "the part's covariance with the reward, of the reward's variance: parts that add up to the reward have shares "
-                "that add up to 100 %; one of them is beyond 100 % where others work against it, and those are below 0 %",
+                "how much of the reward's variance comes from the part (their covariance over that variance). Parts that add up "
+                "to the reward have shares that add up to 100 %. A part below 0 % works against the others, which together are "
+                "above 100 % then",
             ),
             Column("rollouts", "number"),
         ],

@@ -293,7 +293,7 @@ def _facts(found: VersionComparison) -> Facts:
     difference = NONE if found.difference is None else f"{found.difference:+.3f}"
     return Facts(
         [
-            Fact("B less A", difference, detail, tone),
+            Fact("B minus A", difference, detail, tone),
             Fact("wins", count(found.wins), "tasks on which B is better", "good" if found.wins else ""),
             Fact("losses", count(found.losses), "tasks on which A is better", "bad" if found.losses else ""),
             Fact("ties", count(found.ties), "tasks on which both are alike"),
@@ -349,7 +349,7 @@ def _regression_table(found: VersionComparison) -> Table:
         Column("task"),
         Column("A", "number"),
         Column("B", "number"),
-        Column("B less A", "number"),
+        Column("B minus A", "number"),
         Column("first call that differs"),
         Column("in A"),
         Column("in B"),
@@ -383,7 +383,7 @@ def _tasks(found: VersionComparison) -> Table:
         ]
         for each in sorted(found.tasks, key=lambda one: one.difference)[:MOST_ROWS]
     ]
-    columns = [Column("task"), Column("A", "number"), Column("B", "number"), Column("B less A", "number")]
+    columns = [Column("task"), Column("A", "number"), Column("B", "number"), Column("B minus A", "number")]
     more = len(found.tasks) - len(rows)
     note = f"the worst {MOST_ROWS} of {count(len(found.tasks))} tasks: on the others B does better" if more > 0 else ""
     return Table(columns, rows, title="Every task, the worst first", note=note)
