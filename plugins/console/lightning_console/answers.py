@@ -202,7 +202,8 @@ class Tools:
         return await self._show(Address("runs", options=options))
 
     async def run(self, run: str) -> dict[str, Any]:
-        """One run: alarms and advice (each with evidence and its --set line), then its curves and figures."""
+        """One run: alarms and advice (each with evidence and its --set line), then its curves and figures. The page
+        `metrics/RUN` has all metrics, `run/RUN?chart=NAME,NAME` the curves of those that you name."""
         return await self._show(Address("run", (run,)))
 
     async def step(self, run: str, step: int) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def _is_followed(link: str, runs: frozenset[str]) -> bool:
         return False
     if address.page not in router.PAGES or set(address.options) - KEPT:
         return False
-    of_a_run = address.page in ("run", "step", "pushed", "group", "rollout", "rewards")
+    of_a_run = address.page in ("run", "metrics", "step", "pushed", "group", "rollout", "rewards")
     return not (runs and of_a_run) or (bool(address.about) and address.about[0] in runs)
 
 

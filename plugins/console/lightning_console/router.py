@@ -69,7 +69,19 @@ CANNOT: Final = "This cannot be shown"
 """The title of the page that is shown in place of a page that failed."""
 logger = logging.getLogger(__name__)
 
-PAGES: Final = ("runs", "compare", "run", "step", "pushed", "group", "rollout", "versions", "rewards", "resources")
+PAGES: Final = (
+    "runs",
+    "compare",
+    "run",
+    "metrics",
+    "step",
+    "pushed",
+    "group",
+    "rollout",
+    "versions",
+    "rewards",
+    "resources",
+)
 """The names of all pages. Each has a module of that name in `pages/`, with a function `page(places, address)`."""
 
 

@@ -20,6 +20,7 @@ from lightning_debug.run_commands import override
 from lightning_debug.run_commands import written as setting_written
 
 from lightning_console.blocks import Block, Cell, Chart, Column, Fact, Facts, Link, Notice, Notices, Page, Series, Table
+from lightning_console.pages.metrics import charts_of, picker
 from lightning_console.pages.words import (
     NONE,
     change,
@@ -155,7 +156,7 @@ CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float 
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `run/KEY`; with `?profile=yes`, a long run is profiled as well."""
+    """Make the page `run/KEY?chart=NAME,NAME`; with `profile=yes`, a long run is profiled as well."""
     found = await located(places, address)
     line = await line_of(found.store, found.run, found.url)
     try:
@@ -172,6 +173,7 @@ async def page(places: Places, address: Address) -> Page:
         waiting = advised is None
     blocks.append(_facts(found, line, curves))
     blocks += _charts(found, curves)
+    blocks += [*picker(address, curves), *charts_of(found, curves, address)]
     if curves.steps:
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
@@ -380,6 +382,9 @@ def _moves(found: Located, curves: Curves) -> Notices:
         last = curves.steps[-1]
         link = Link(f"calls and tokens that step {last} pushed most", to("pushed", found.key, last))
         notices.append(Notice("What was taught", links=[link]))
+        notices.append(
+            Notice("Every metric", links=[Link("all metrics, and charts of them", to("metrics", found.key))])
+        )
     return Notices(notices)
 
 
