@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from lightning.batch import Sample, TokenSpan, Trajectory
 from lightning.store.memory import MemoryStore
-from lightning.types import Rollout, Run, StepRecord, Task
+from lightning.types import Rollout, Run, StepRecord, Task, Transition
 from lightning_console.answers import answer
 from lightning_console.export import links_of
 from lightning_console.queries import steps
 from lightning_console.router import show
+from lightning_record import exchanges
 
+from tests.plugins.console import made_rollouts
 from tests.plugins.console.made_rollouts import call, tokenizer, train
 from tests.plugins.console.reading import places_of, shown, texts
 
@@ -105,3 +107,21 @@ async def test_what_is_not_known_is_said(store: MemoryStore) -> None:
     nothing = await shown(places_of(store), "pushed/lost/1")
     assert nothing["Notices"]["notices"], "a step without a rollout says so"
     assert "Pushed up most" not in nothing
+
+
+async def test_a_redacted_answer_is_shown_as_it_is_stored_and_said_to_be_so(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = b'{"choices": [{"message": {"role": "assistant", "content": "the key is [redacted]"}}]}'
+    packed = exchanges.pack("/chat/completions", 200, b'{"messages":[]}', reply, flags=exchanges.Flag.REDACTED)
+    made = made_rollouts.call
+
+    def redacted(*given: Any) -> Transition:
+        return replace(made(*given), extras={exchanges.TEXTS: packed})
+
+    monkeypatch.setattr(made_rollouts, "call", redacted)
+    await train(store)
+    found = (await show(places_of(store), "pushed/run/1")).to_json()["blocks"]
+    (table,) = [each for each in found if each["title"] == "Pushed up most"]
+    assert table["value"]["rows"][0][2]["text"] == "the key is [redacted]"
+    assert table["note"] == "some answers are not as they were sent: a credential was left out of its texts"

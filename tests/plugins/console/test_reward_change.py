@@ -119,7 +119,7 @@ def test_tasks_that_were_never_seen_elsewhere_have_no_known_difficulty() -> None
     before, now = groups(2, 0.5, 0.1, 0.6), groups(3, 0.3, 0.3, 0.9, first=3)
     none = compare_steps(2, before, 3, now)
     assert none.difficulty is None
-    assert "None of the tasks of both steps was given in another step or an evaluation" in said(none)
+    assert "No task of either step was given in another step or an evaluation" in said(none)
     few = compare_steps(2, before, 3, now, elsewhere({0: 0.1, 1: 0.1, 4: 0.2}), "in x")
     assert few.difficulty is None, "one of the three tasks of step 3 says nothing of the others"
     assert "Only 3 of the tasks" in said(few)

@@ -125,7 +125,7 @@ def _table(address: Address, curves: Curves) -> Table:
         *(Column(name, "number") for name in ("first", "last", "least", "most")),
         Column("course"),
     ]
-    note = f"of {count(len(curves.steps))} steps, those of your own stages, losses and trackers included; a click adds a chart"
+    note = f"of {count(len(curves.steps))} steps, your own stages and losses included; in the console, a click adds a chart"
     return Table(columns, rows, title="All metrics", note=note if rows else "", empty="no step is committed yet")
 
 

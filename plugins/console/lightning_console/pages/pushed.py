@@ -38,7 +38,7 @@ LONGEST: Final = 160
 @dataclass(frozen=True, slots=True)
 class PushedCall:
     """A call that a step trained on, with its credit. `call` is None if it is no longer stored; `number` is its number on the
-    page of its rollout, and `answer` its text on one line."""
+    page of its rollout, and `answer` its text on one line. `missing` says why the text is not as it was sent."""
 
     rollout: Rollout
     attempt: int
@@ -47,6 +47,7 @@ class PushedCall:
     call: Transition | None = None
     number: int = 0
     answer: str = ""
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +140,22 @@ async def _told(
     told = {}
     for each in calls:
         if (known := stored.get(_key(each))) is not None:
-            number_, call, answer = known
-            told[_key(each)] = replace(each, number=number_, call=call, answer=answer)
+            place, call, answer, missing = known
+            told[_key(each)] = replace(each, number=place, call=call, answer=answer, missing=missing)
         else:
             told[_key(each)] = each
     return told
 
 
-async def _said(found: Located, one: PushedCall, vocabulary: Vocabulary) -> Mapping[int, tuple[int, Transition, str]]:
-    """Return number, call and answer of each call of a rollout, by sequence number."""
+async def _said(
+    found: Located, one: PushedCall, vocabulary: Vocabulary
+) -> Mapping[int, tuple[int, Transition, str, str]]:
+    """Return number, call, answer, and why the answer is not as it was sent, of each call of a rollout, by sequence number."""
     calls = await found.store.transitions(one.rollout.id, one.attempt)
     (parent,) = await parents_of(found.store, [one.rollout])
     said = said_by(calls, vocabulary, parent)
     return {
-        call.seq: (place, call, one_line(each.answer, LONGEST))
+        call.seq: (place, call, one_line(each.answer, LONGEST), each.missing)
         for place, (call, each) in enumerate(zip(calls, said, strict=True), 1)
     }
 
@@ -241,7 +244,7 @@ def _names(algorithm: Algorithm | None) -> tuple[str, str]:
     credit = getattr(algorithm, "credit", "")
     return (
         str(getattr(algorithm, "low_level", "") or getattr(algorithm, "name", "The algorithm")).upper(),
-        f"`{credit}`" if isinstance(credit, str) else type(credit).__name__,
+        f"{credit!r}" if isinstance(credit, str) else type(credit).__name__,
     )
 
 
@@ -259,7 +262,7 @@ def _table(found: Located, title: str, calls: Sequence[PushedCall], total: float
         [
             Cell(_name(found, each), here := _opens(found, each)),
             Cell(each.call.caller.name if each.call is not None else NONE),
-            Cell(each.answer or "(its text is not stored)", here),
+            Cell(each.answer or ("(an empty answer)" if each.call is not None else "(it is no longer stored)"), here),
             Cell(number(each.rollout.reward)),
             Cell(f"{each.credit.advantage:+.3f}", tone=tone_of(each.credit.advantage)),
             Cell(count(each.credit.tokens)),
@@ -268,7 +271,9 @@ def _table(found: Located, title: str, calls: Sequence[PushedCall], total: float
         for each in calls
     ]
     way = "up" if title == "Pushed up most" else "down"
-    return Table(columns, rows, title=title, empty=f"no call was pushed {way}")
+    missing = dict.fromkeys(each.missing for each in calls if each.missing)
+    note = f"some answers are not as they were sent: {'; '.join(missing)}" if missing else ""
+    return Table(columns, rows, title=title, note=note, empty=f"no call was pushed {way}")
 
 
 def _name(found: Located, each: PushedCall) -> str:

@@ -54,7 +54,9 @@ def _lead(found: Located, change: Change) -> Notice:
         said = "This may be chance" if change.difficulty is None else "Apart from the tasks, this may be chance"
         return Notice(f"{said}: the reward {text}", "muted", detail=_deals(change), links=links)
     tone: Tone = "warn" if fell else "good"
-    return Notice(f"The reward {text}, and chance alone hardly explains it", tone, detail=_deals(change), links=links)
+    often = f"about {100 * change.p:.0f} of" if change.p >= 0.01 else "less than one of"
+    beware = f"{_deals(change)}. Among 100 steps, {often} them would move so much by chance alone"
+    return Notice(f"The reward {text}, and chance alone hardly explains it", tone, detail=beware, links=links)
 
 
 def _deals(change: Change) -> str:
@@ -68,8 +70,9 @@ def _deals(change: Change) -> str:
     total = len(change.groups) + len(change.others)
     apart = "" if change.difficulty is None else ", each put right by the difficulty of its task,"
     return (
-        f"Rollouts of one task go alike, so groups are counted: {len(change.others)} and {len(change.groups)}. If these "
-        f"{total} groups{apart} were dealt to the two steps at random, the means would differ as much or more in {many} deals"
+        f"Rollouts of one task resemble each other, so the test counts groups: {len(change.others)} and "
+        f"{len(change.groups)}. If these {total} groups{apart} were dealt to the two steps at random, the means would differ "
+        f"as much or more in {many} deals"
     )
 
 
@@ -85,10 +88,10 @@ def _tasks(change: Change) -> Notice:
 
 def _unknown(change: Change) -> str:
     """Say why the difficulty of the tasks is not known, and what the groups of the step say instead."""
-    many = "None" if not change.seen else f"Only {change.seen}"
+    many = f"Only {change.seen} of the tasks of both steps" if change.seen else "No task of either step"
     why = (
-        f"{many} of the tasks of both steps {'were' if change.seen > 1 else 'was'} given in another step or an evaluation of "
-        "this run, and only the rewards of the same task elsewhere would tell. "
+        f"{many} {'were' if change.seen > 1 else 'was'} given in another step or an evaluation of this run, and only the "
+        "rewards of the same task elsewhere would tell. "
     )
     means = sorted(each.mean for each in change.groups)
     if len(means) < 2 or means[-1] - means[0] < SMALL:

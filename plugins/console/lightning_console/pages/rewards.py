@@ -393,9 +393,9 @@ def _correlations(rewards: Rewards) -> Table:
             Column(
                 "share of its ups and downs",
                 "number",
-                "how much of the reward's variance comes from the part (their covariance over that variance). Parts that add up "
-                "to the reward have shares that add up to 100 %. A part below 0 % works against the others, which together are "
-                "above 100 % then",
+                "how much of the reward's variance comes from the part (their covariance over that variance). Parts that add "
+                "up to the reward have shares that add up to 100 %. A part below 0 % works against the others, which together "
+                "are above 100 % then",
             ),
             Column("rollouts", "number"),
         ],
