@@ -184,7 +184,7 @@ def _is_followed(link: str, runs: frozenset[str]) -> bool:
         return False
     if address.page == "tools" and "cursor" in address.options:
         return False
-    of_a_run = address.page in ("run", "step", "group", "rollout", "rewards", "tools")
+    of_a_run = address.page in ("run", "metrics", "step", "pushed", "group", "rollout", "rewards", "tools")
     return not (runs and of_a_run) or (bool(address.about) and address.about[0] in runs)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import NormalDist
 from typing import Final, TypeAlias
 
@@ -183,3 +184,41 @@ def _log_mean(logs: Floats) -> Floats:
     most = logs.max(axis=1)
     found: Floats = most + np.log(np.exp(logs - most[:, None]).mean(axis=1))
     return found
+
+
+ORDERS: Final = 20_000
+"""Most orders of which a permutation test counts all."""
+DRAWN: Final = 4_000
+"""Orders that it draws, with a fixed seed, where there are more."""
+
+
+def p_regrouped(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the p-value of the difference of two means by a permutation test: the share of all ways to deal the values to two
+    sets of these sizes whose means differ at least as much. Values must be independent, such as one for each group of rollouts.
+    Raises `ValueError` for an empty set."""
+    if not one or not other:
+        raise ValueError("a permutation test needs values on both sides")
+    values, size = np.array([*one, *other], dtype=np.float64), len(one)
+    if math.comb(len(values), size) <= ORDERS:
+        chosen = np.array(list(combinations(range(len(values)), size)))
+    else:
+        chosen = np.argsort(np.random.default_rng(0).random((DRAWN, len(values))), axis=1)[:, :size]
+        chosen[0] = np.arange(size)  # the deal that was seen counts, so that p is never 0
+    sums = values[chosen].sum(axis=1)
+    differences = np.abs((values.sum() - sums) / len(other) - sums / size)
+    seen = abs(float(np.mean(values[size:]) - np.mean(values[:size])))
+    return float(np.mean(differences >= seen - 1e-9))
+
+
+def p_flipped(differences: Sequence[float]) -> float:
+    """Return the p-value of a mean of paired differences by a permutation test: the share of all ways to flip their signs whose
+    mean is at least as far from 0. Raises `ValueError` without a difference."""
+    if not differences:
+        raise ValueError("a permutation test needs a difference")
+    values = np.array(differences, dtype=np.float64)
+    if 2 ** len(values) <= ORDERS:
+        signs = 1.0 - 2.0 * ((np.arange(2 ** len(values))[:, None] >> np.arange(len(values))) & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWN, len(values)))
+        signs[0] = 1.0
+    return float(np.mean(np.abs(signs @ values) >= abs(values.sum()) - 1e-9))

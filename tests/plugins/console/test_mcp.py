@@ -25,7 +25,20 @@ from lightning_console.places import Places
 from tests.core.trainer.conftest import open_bench
 from tests.plugins.console import made_pages
 
-TOOLS = {"runs", "run", "step", "group", "rollout", "compare", "rewards", "tools", "search", "resources", "page"}
+TOOLS = {
+    "runs",
+    "run",
+    "step",
+    "pushed",
+    "group",
+    "rollout",
+    "compare",
+    "rewards",
+    "tools",
+    "search",
+    "resources",
+    "page",
+}
 
 
 @pytest.fixture(scope="module")
