@@ -109,7 +109,7 @@ def more_links(found: Located, **of: str | int) -> Notices:
     links = [Link("tools: which failed, and with which arguments", to("tools", found.key, **of))]
     if "rollout" not in of:
         links.append(Link("search in prompts, answers, tools and errors", to("search", found.key, **of)))
-    return Notices([Notice("look further", links=links)])
+    return Notices([Notice("Tool runs and texts of these rollouts:", links=links)], title="Look further")
 
 
 def _title(found: Located, address: Address) -> str:
