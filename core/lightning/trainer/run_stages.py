@@ -27,6 +27,7 @@ from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError, EngineError, LightningError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
+from lightning.store.places import run_id_of, split_reference
 from lightning.store.protocol import Store
 from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
@@ -52,6 +53,16 @@ them that they are computed with: `ids`, `logprobs` (nats, the first is ignored)
 BringForward: TypeAlias = Callable[[Engine, Sequence[StepRecord]], Awaitable[None]]
 """Takes recorded steps again on an engine that is opened with the run's settings and has the state before the first of them.
 Raises `AuditError` for one that cannot be taken again."""
+
+
+def began_with(run: Run, parent: str, folder: Path) -> bool:
+    """Whether a run in `folder` began with the weights of `parent`, a value of `--from`; an empty one stands for the run's own
+    model."""
+    theirs, _, step = str(run.config.get(FORKED) or "").rpartition("@")
+    name, _, asked = split_reference(parent, "@", folder.parent)
+    if not parent or not theirs:
+        return not parent and not theirs
+    return theirs in {run_id_of(Path(name)), run_id_of(folder.parent / name)} and asked in ("", step)
 
 
 @dataclass
