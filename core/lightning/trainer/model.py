@@ -53,6 +53,11 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def local_model(model: str | Path) -> Path | None:
     """The folder of a model on this machine; None for a name on a model hub. Raises `ConfigError` for a path that is no model
     folder. Nothing is fetched."""
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(
+            f"the model is {model!r:.80}, neither a folder nor a name on a hub. A run trains one model; its agent and its "
+            "tasks are given to Trainer(model).fit(agent, train=tasks)"
+        )
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

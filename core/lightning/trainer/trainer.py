@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import one_by_one, run_to_end, together
 from lightning.config import Config, load_config, with_settings
+from lightning.config.other_words import refuses_unknown
 from lightning.engines.protocol import ChecksModel, Engine, Head, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
@@ -85,6 +86,7 @@ class Prepared:
     began: float
 
 
+@refuses_unknown
 class Trainer:
     """Makes the model behind an agent better by reinforcement learning.
 
@@ -94,11 +96,12 @@ class Trainer:
     agents' processes (default: all found), `train_agents` the agents whose calls are trained on, as globs on the caller path
     (default: all). It freezes none: all are answered by the same weights (docs/gateway.md says how to freeze one).
     `model:GLOB` is matched with the model that a call asked for, and a glob after `!` takes out what it matches.
-    `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file;
-    the keyword arguments after it are shortcuts for its commonest fields and win over it. `out` is the run's folder; its name
-    at the first start is the run's id. If `out` holds a run already, `resume` decides. None goes on with a run that is
-    unfinished and has the same settings, and else begins a new run in `out-2` (`out-3`, ...). True goes on with the run, also
-    under other settings. False begins a new run. `fit` says which; the attribute `out` then is the folder of its run.
+    `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config`, a TOML file, or
+    settings by name (`{"trainer.eval_every": 5}`); the keyword arguments after it are shortcuts for its commonest fields and
+    win over it. `out` is the run's folder; its name at the first start is the run's id. If `out` holds a run already, `resume`
+    decides. None goes on with a run that is unfinished and has the same settings, and else begins a new run in `out-2`
+    (`out-3`, ...). True goes on with the run, also under other settings. False begins a new run. `fit` says which; the
+    attribute `out` then is the folder of its run.
     `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by its folder or its name beside `out`,
     or `"RUN"` for its last step. `recorded` is a run's folder, a database or its URL (with `#RUN`: of that run alone) whose
     scored rollouts are trained on in place of new ones; the agent then runs for `val` alone, and `trainer.steps` is one pass
@@ -123,7 +126,7 @@ class Trainer:
         resume: bool | None = None,
         from_run: str | None = None,
         recorded: str | None = None,
-        config: Config | str | Path | None = None,
+        config: Config | Mapping[str, object] | str | Path | None = None,
         steps: int | None = None,
         tasks_per_step: int | None = None,
         lr: float | None = None,
@@ -132,7 +135,7 @@ class Trainer:
         progress: bool = True,
     ) -> None:
         self.train_agents = as_texts(train_agents, "train_agents")
-        base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
+        base = _settings_of(config)
         shortcuts: dict[str, object] = {
             "trainer.steps": steps,
             "trainer.tasks_per_step": tasks_per_step,
@@ -619,6 +622,20 @@ class Trainer:
             about={name: described[name] for name in ("model", "algorithm", "train_agents")},
         )
         return made.resources.enter_context(trackers)
+
+
+def _settings_of(given: object) -> Config:
+    """The configuration that was given, in one of its forms. Raises `ConfigError` for unknown settings and other objects."""
+    if isinstance(given, Config):
+        return given
+    if isinstance(given, Mapping):
+        return with_settings(load_config(), given)
+    if given is not None and not isinstance(given, (str, Path)):
+        raise ConfigError(
+            f"config is {given!r:.80}: give settings by name, such as config={{'trainer.steps': 8}}, a TOML file, or a "
+            "lightning.config.Config"
+        )
+    return load_config(Path(given) if given else None)
 
 
 def _check_settings(config: Config, store: str | None) -> None:
