@@ -161,6 +161,7 @@ class Loop:
 
     async def export(self) -> Evaluation | None:
         """Write the run's model. Returns the evaluation that it is of, where the best one's is kept."""
+        self.reporter.phase("writing the model")
         model, best = self.stack.folder / "model", self.held_out.best
         early = self.done < self.stack.config.trainer.steps
         if best is not None and early and self.held_out.is_over(self.stack.config.trainer.patience):
