@@ -22,6 +22,7 @@ from lightning.plugins import plugins
 from lightning.store.places import RUN_FILE
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
+from lightning.trainer.needs import said_of_disk
 
 logger = logging.getLogger(__name__)
 DEFAULT, WITHOUT_MODEL = "calculator", "tiny"
@@ -166,6 +167,7 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
         console.print(f"What happened, as pages for a browser: {index}", highlight=False, soft_wrap=True)
     if chosen.source is not None:
         console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
+    console.print(said_of_disk(folder), markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
         f"[bold]lightning serve {folder}[/bold] serves the better model; "

@@ -16,6 +16,7 @@ from lightning.plugins import plugins
 from lightning.safe_text import read_text
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
+from lightning.trainer.needs import said_of_disk
 from lightning.types import Task
 
 # Arguments and options that take more than a line.
@@ -162,6 +163,7 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
 
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
+    console.print(said_of_disk(trainer.out), markup=False, highlight=False, soft_wrap=True)
     made = "prompts" if (trainer.out / "prompts").is_dir() else "model"
     console.print(
         f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",

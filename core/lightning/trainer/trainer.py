@@ -35,10 +35,11 @@ from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.trackers import Trackers, names_of
 from lightning.trainer.agents import check_server_settings, hidden_from_agents, project_of
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.checkpoints import Checkpoints, check_disk
+from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch, Teacher, base_digest, is_over, keep_epochs, mark_over, reference_of
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import default_rate, local_model, made_head, optimizer_of, resolve_model, with_dtypes
+from lightning.trainer.needs import Need, check_disk, disk_need, memory_need
 from lightning.trainer.plan import as_tasks, task_ids
 from lightning.trainer.run_stages import FORKED, PROBE, BringForward, Prompts, RunLine, Start, began_with, run_line
 from lightning.trainer.runs import (
@@ -334,6 +335,8 @@ class Trainer:
             train = [*record.tasks] if record else train
             described = self._described(train, val) | ({RECORDED: record.described} if record else {})
             start = await self._start(store, described, reporter, resume=resume)
+            if not isinstance(self.schedule, SearchAlgorithm):
+                say_needs(await self._needs_of_memory(line, start, runner), reporter)
             teacher = await line.teacher(start)
             start, epochs, bring_forward = await prepare(start, line, self.from_run, teacher)
             prompts = await line.prompts(store, start.run, self.config.runner.prompts)
@@ -439,8 +442,10 @@ class Trainer:
         no room on the disk."""
         searches = isinstance(self.schedule, SearchAlgorithm)
         run = await check_run(store, self.run_id, described, resume=resume, project=self._project, searches=searches)
-        if not searches:
-            check_disk(self.out, self.model, self.config)
+        disk = None if searches else disk_need(self.out, self.model, self.config)
+        if disk is not None:
+            check_disk(disk, self.out)
+            reporter.say(f"this run {disk.said}")
         if self._rate_chosen:
             reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
         return Start(
@@ -455,6 +460,12 @@ class Trainer:
             self._store_url or "",
             reporter,
         )
+
+    async def _needs_of_memory(self, line: RunLine, start: Start, runner: Runner) -> list[Need]:
+        """What the run needs of memory, as far as the core and the stages know."""
+        requests = runner.concurrency or self.config.runner.concurrency
+        own = await asyncio.to_thread(memory_need, start.model, start.config, self.engine, requests)
+        return [*([] if own is None else [own]), *await line.needs(start)]
 
     async def _open_loop(self, made: Prepared, val: list[Task]) -> Loop:
         """What samples and what trains, opened, and the loop over them."""
@@ -655,6 +666,14 @@ def _check_settings(config: Config, store: str | None) -> None:
     for tracker in names_of(config):
         plugins().get("trackers", tracker)
     step_line(config)
+
+
+def say_needs(needs: Sequence[Need], reporter: Reporter) -> None:
+    """Say what a run needs, and warn of what is certainly too small."""
+    for need in needs:
+        reporter.say(f"this run {need.said}")
+        if not need.is_met:
+            logger.warning("this run %s, which is too little. %s", need.said, need.cure)
 
 
 async def check_model(engine: Engine, model: Path, reporter: Reporter) -> None:
