@@ -210,6 +210,7 @@ class Trainer:
             )
         sampler = None
         if isinstance(self.algorithm, SearchAlgorithm):
+            refuse_ends(self.config, "a search for prompts")
             self.algorithm.check(self.config, val)
         else:
             check_held_out(self.config, val)
@@ -242,6 +243,7 @@ class Trainer:
         plugin that brings such loops, and what `fit` raises.
         """
         held_out = as_tasks(val, "val")
+        refuse_ends(self.config, "a loop of your own")
         make = cast("MakeSession", plugins().sole("sessions", "Trainer.session"))
         return make(self, held_out, self._opened(agent, held_out))
 
@@ -666,6 +668,15 @@ def _check_settings(config: Config, store: str | None) -> None:
     for tracker in names_of(config):
         plugins().get("trackers", tracker)
     step_line(config)
+
+
+def refuse_ends(config: Config, what: str) -> None:
+    """Raise `ConfigError` for settings of a stage that ends runs between steps, where nobody asks it."""
+    if ending := [each.said for each in step_line(config).at("ends")]:
+        raise ConfigError(
+            f"the stage {ending[0]} ends the training of Trainer.fit between its steps, and nothing asks it in {what}: leave "
+            "its settings out"
+        )
 
 
 def say_needs(needs: Sequence[Need], reporter: Reporter) -> None:

@@ -12,9 +12,8 @@ from lightning.errors import ConfigError
 from lightning.policy_server.auto_settings import shares_gpu
 from lightning.trainer.needs import Need, size
 from lightning.trainer.run_stages import API, RunStage, Start
-from lightning_verl.config import VerlConfig
 
-from lightning_planner.memory import Item, training_items
+from lightning_planner.memory import Item, ranks_of, training_items
 from lightning_planner.shape import read_shape
 
 
@@ -25,11 +24,10 @@ class GpuNeeds(RunStage):
 
     async def needs(self, start: Start) -> Sequence[Need]:
         """Return the need of the memory of the first GPU; nothing for a model that the planner cannot count."""
-        config, ranks = start.config, 1
-        if start.described.get("engine") == "verl":
-            ranks = VerlConfig.of(config.engine).world_size
+        config = start.config
+        ranks = ranks_of(config.engine) if start.described.get("engine") == "verl" else 1
         try:
-            items = training_items(read_shape(str(start.model)), max(ranks, 1), config.engine)
+            items = training_items(read_shape(str(start.model)), ranks, config.engine)
         except ConfigError:
             return []
         free, whole = gpu_memory()
