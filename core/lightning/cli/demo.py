@@ -19,8 +19,10 @@ from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.plugins import plugins
+from lightning.store.places import RUN_FILE
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
+from lightning.trainer.needs import said_of_disk
 
 logger = logging.getLogger(__name__)
 DEFAULT, WITHOUT_MODEL = "calculator", "tiny"
@@ -40,15 +42,22 @@ Name = Annotated[
     str | None,
     typer.Argument(help=f"Which demonstration. Default: {DEFAULT}, or {WITHOUT_MODEL} if its model is not installed."),
 ]
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on with the run in --out, or with the newest run of this demo; or begin a new run beside it. Default: go "
+        "on if --out has an unfinished run with these settings.",
+        show_default=False,
+    ),
+]
 
 
 def demo(
     name: Name = None,
     seed: Annotated[int, typer.Option(help="Seed of tasks, task order and training.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, plot and log.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, or the newest run of this demo.")
-    ] = False,
+    resume: Resume = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps; default: the demo's own.")] = None,
     engine: Annotated[
         str,
@@ -76,7 +85,11 @@ def demo(
         _check_console()
     chosen = plugins().demo(name)() if name else _default()
     name = chosen.name
-    folder = out or _folder(name, resume=resume)
+    folder = out or _folder(name, resume=bool(resume))
+    if watch and not resume and (folder / RUN_FILE).is_file():
+        raise ConfigError(
+            f"{folder} holds a run, and --console needs to know which to show: add --resume, or give another --out"
+        )
     settings = {**chosen.settings, "trainer.seed": seed, **({} if steps is None else {"trainer.steps": steps})}
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
@@ -92,11 +105,11 @@ def demo(
         config=config,
     )
     with (
-        stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"),
+        stoppable(lambda: f"lightning demo {name} --seed {seed} --out {trainer.out} --resume (and the same options)"),
         _console(folder) if watch else contextlib.nullcontext(),
     ):
         summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
-    _report(chosen, summary, trainer, folder, console, pages=pages)
+    _report(chosen, summary, trainer, trainer.out, console, pages=pages)
 
 
 def _default() -> Demo:
@@ -154,6 +167,7 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
         console.print(f"What happened, as pages for a browser: {index}", highlight=False, soft_wrap=True)
     if chosen.source is not None:
         console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
+    console.print(said_of_disk(folder), markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
         f"[bold]lightning serve {folder}[/bold] serves the better model; "

@@ -95,12 +95,13 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def stoppable(how_to_go_on: str) -> Iterator[None]:
-    """Turn Ctrl-C into one line that says how to go on, and exit code 130."""
+def stoppable(how_to_go_on: str | Callable[[], str]) -> Iterator[None]:
+    """Turn Ctrl-C into one line that says how to go on, and exit code 130. A function is asked when that happens."""
     try:
         yield
     except KeyboardInterrupt:
-        fail(f"stopped; nothing that was recorded is lost. Go on with: {how_to_go_on}")
+        how = how_to_go_on if isinstance(how_to_go_on, str) else how_to_go_on()
+        fail(f"stopped; nothing that was recorded is lost. Go on with: {how}")
         raise typer.Exit(130) from None
 
 

@@ -16,6 +16,7 @@ from lightning.plugins import plugins
 from lightning.safe_text import read_text
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
+from lightning.trainer.needs import said_of_disk
 from lightning.types import Task
 
 # Arguments and options that take more than a line.
@@ -78,6 +79,15 @@ Recorded = Annotated[
         "store's URL; add #RUN to use one run. The agent then only runs the tasks of --val.",
     ),
 ]
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on with the run in --out, also under other settings; or begin a new run beside it. Default: go on if the run "
+        "is unfinished and has these settings.",
+        show_default=False,
+    ),
+]
 SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}
 """The settings that have an option of their own, by option."""
 
@@ -93,7 +103,7 @@ def train(
     runner: Runner = "process",
     store: StoreUrl = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    resume: Resume = None,
     from_run: FromRun = None,
     recorded: Recorded = None,
     dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
@@ -111,7 +121,6 @@ def train(
     console = Terminal()
     given = {"--steps": steps, "--tasks-per-step": tasks_per_step, "--lr": lr}
     _refuse_twice({SETTING[name] for name, value in given.items() if value is not None}, set_ or [])
-    function = None if agent is None else load_agent(agent)
     trainer = Trainer(
         model,
         algorithm,
@@ -132,11 +141,13 @@ def train(
         raise ConfigError("give --tasks to train on, or --recorded with what was recorded: one of the two")
     if dev and tasks is None:
         raise ConfigError("--dev runs the agent on a few tasks: give --tasks in place of --recorded")
+    function = None if agent is None else load_agent(agent)
     train_tasks = read_tasks(tasks) if tasks is not None else []
+    held_out = read_tasks(val) if val else []
     if dev:
         raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
-    with stoppable(f"the same command with --out {trainer.out} --resume"):
-        summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
+    with stoppable(lambda: f"the same command with --out {trainer.out} --resume"):
+        summary = trainer.fit(function, train_tasks, held_out)
     _report(summary, trainer, console)
 
 
@@ -152,6 +163,7 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
 
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
+    console.print(said_of_disk(trainer.out), markup=False, highlight=False, soft_wrap=True)
     made = "prompts" if (trainer.out / "prompts").is_dir() else "model"
     console.print(
         f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",

@@ -99,6 +99,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.memory_budget",
             "lightning.redaction",
         ),
+        "a request to a model of others": ("lightning.outside_requests",),
         "a sampler, an order of tasks": (
             "lightning.trainer.algorithm",
             "lightning.trainer.samplers",
@@ -165,6 +166,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a stage at a run's beginning and end": (
             "lightning.trainer.model",
+            "lightning.trainer.needs",
             "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),

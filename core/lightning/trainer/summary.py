@@ -13,6 +13,8 @@ import math
 import re
 import shutil
 import sysconfig
+import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,11 +40,23 @@ from lightning.types import Json, Rollout, Status, StepReward
 logger = logging.getLogger(__name__)
 
 
-class Reporter:
-    """Shows live bars on a terminal, and one line per step anywhere. With `enabled=False` it shows nothing."""
+PULSE_SECONDS: Final = 10.0
+"""The longest time without a line where there are no live bars, as in a pipe or a file."""
 
-    def __init__(self, *, enabled: bool = True, console: Terminal | None = None) -> None:
+
+class Reporter:
+    """Shows live bars on a terminal, and one line per step anywhere. Where there are no bars, a line says how far the present
+    phase is whenever nothing was shown for `PULSE_SECONDS`. With `enabled=False` it shows nothing. `clock` is in seconds."""
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        console: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.console = console or Terminal(stderr=True, quiet=not enabled)
+        live = self.console.is_terminal or self.console.is_jupyter
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -52,8 +66,14 @@ class Reporter:
             TimeElapsedColumn(),
             console=self.console,
             transient=True,
-            disable=not enabled,
+            disable=not (enabled and live),
+            get_time=clock,
         )
+        self._clock, self._shown_at = clock, clock()
+        self._over = threading.Event()
+        self._pulses: threading.Thread | None = None
+        if enabled and not live:
+            self._pulses = threading.Thread(target=self._keep_pulsing, name="lightning-progress", daemon=True)
         self._steps: TaskID | None = None
         self._now = self._bars.add_task("starting", total=None, note="")
         self._failed = 0
@@ -62,12 +82,33 @@ class Reporter:
 
     def __enter__(self) -> Self:
         self._bars.start()
+        if self._pulses is not None:
+            self._pulses.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over.set()
+        if self._pulses is not None:
+            self._pulses.join()
         self._bars.stop()
+
+    def _keep_pulsing(self) -> None:
+        while not self._over.wait(self.pulse()):
+            pass
+
+    def pulse(self) -> float:
+        """Show how far the present phase is, if nothing was shown for `PULSE_SECONDS`; return the seconds until it is due
+        again."""
+        left = self._shown_at + PULSE_SECONDS - self._clock()
+        if left > 0:
+            return left
+        now = next(task for task in self._bars.tasks if task.id == self._now)
+        done = "" if now.total is None else f": {now.completed:.0f} of {now.total:.0f} rollouts"
+        failed = f", {self._failed} failed" if self._failed else ""
+        self.say(f"{now.description}{done}{failed}, for {_clock(now.elapsed or 0.0)} so far")
+        return PULSE_SECONDS
 
     def begin(self, first: int, total: int) -> None:
         """Begin the bar of steps: `first` of `total` steps have been taken."""
@@ -97,7 +138,7 @@ class Reporter:
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {said(metrics.get('max_logprob_gap'), '.1e')}  "
             f"{_pipeline(metrics)}{seconds:.1f} s, {_clock(left)} left"
         )
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.say(line)
         if self._steps is not None:
             self._bars.update(self._steps, completed=step, note=f"{_clock(left)} left")
 
@@ -106,6 +147,7 @@ class Reporter:
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         reward = said_reward(result)
         reward += "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
+        self._shown_at = self._clock()
         self.console.print(
             f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
             highlight=False,
@@ -114,6 +156,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Show a line of plain text."""
+        self._shown_at = self._clock()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
