@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from lightning.cli.output import Overrides, stoppable, timestamp
+from lightning.cli.output import Overrides, next_steps, stoppable, timestamp
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
@@ -91,8 +92,9 @@ def demo(
         resume=resume,
         config=config,
     )
+    again = ["lightning", "demo", name, "--seed", str(seed), "--out", str(folder), "--resume"]
     with (
-        stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"),
+        stoppable(f"{shlex.join(again)} (and the same options)"),
         _console(folder) if watch else contextlib.nullcontext(),
     ):
         summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
@@ -154,12 +156,11 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
         console.print(f"What happened, as pages for a browser: {index}", highlight=False, soft_wrap=True)
     if chosen.source is not None:
         console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
-    console.print(
-        f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
-        f"[bold]lightning serve {folder}[/bold] serves the better model; "
-        "[bold]lightning train --help[/bold] trains your own agent.",
-        highlight=False,
-        soft_wrap=True,
+    next_steps(
+        ("read what the agent did, in a browser", ["console", folder]),
+        ("prove what was trained", ["audit", folder]),
+        ("serve the better model", ["serve", folder]),
+        ("train your own agent", ["train", "--help"]),
     )
 
 

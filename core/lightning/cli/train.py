@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from lightning.cli.output import Overrides, SettingsFile, load_agent, stoppable
+from lightning.cli.output import Overrides, SettingsFile, load_agent, next_steps, stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
@@ -157,6 +157,11 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
         f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",
         highlight=False,
         soft_wrap=True,
+    )
+    next_steps(
+        ("see each step and rollout", ["runs", trainer.out]),
+        ("learn what is wrong, if it gained little", ["advise", trainer.out]),
+        *([("serve the better model", ["serve", trainer.out])] if made == "model" else []),
     )
 
 
