@@ -68,26 +68,50 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
     A word, such as an id, is never cut or broken, so that it can be copied. In a terminal, cells are wrapped between words to
     its width; in a pipe each row is one line.
     """
+    from lightning.terminal import Terminal
+
+    if title:
+        say(title)
+    if Terminal().is_terminal:
+        _print_wrapped(columns, list(rows))
+    else:
+        _print_lines([[f"[bold]{name}[/bold]" for name in columns], *rows])
+
+
+def _print_wrapped(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in which cells are wrapped to the terminal's width."""
     from rich.table import Table
 
     from lightning.terminal import Terminal
 
-    terminal, lines = Terminal(), [list(row) for row in rows]
-    if not terminal.is_terminal:
-        lines = [[" ".join(cell.split("\n")) for cell in row] for row in lines]
-    texts = [[terminal.render_str(cell) for cell in column] for column in zip(columns, *lines, strict=True)]
+    terminal = Terminal()
+    texts = [[terminal.render_str(cell) for cell in column] for column in zip(columns, *rows, strict=True)]
     widths = [max(text.__rich_measure__(terminal, terminal.options).maximum for text in column) for column in texts]
-    if terminal.is_terminal:
-        least = [max(_longest_word(text) for text in column) for column in texts]
-        widths = _narrowed(widths, least, terminal.width - GAP * (len(widths) - 1))
-    if title:
-        say(title)
+    least = [max(_longest_word(text) for text in column) for column in texts]
+    widths = _narrowed(widths, least, terminal.width - GAP * (len(widths) - 1))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     for name, width in zip(columns, widths, strict=True):
         table.add_column(name, width=width, overflow="fold")
-    for row in lines:
+    for row in rows:
         table.add_row(*row)
     Terminal(width=max(sum(widths) + GAP * len(widths), terminal.width)).print(table, crop=False)
+
+
+def _print_lines(rows: Sequence[Sequence[str]]) -> None:
+    """Print each row in one line, in columns."""
+    from rich.text import Text
+
+    from lightning.terminal import Terminal
+
+    terminal = Terminal(soft_wrap=True)
+    texts = [[terminal.render_str(" ".join(cell.split("\n"))) for cell in row] for row in rows]
+    widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
+    for row in texts:
+        for text, width in zip(row, widths, strict=True):
+            text.pad_right(width - text.cell_len)
+        line = Text(" " * GAP).join(row)
+        line.rstrip()
+        terminal.print(line, highlight=False)
 
 
 def _longest_word(text: Text) -> int:
@@ -108,7 +132,7 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[in
     return narrowed
 
 
-def next_steps(*steps: tuple[str, Sequence[str | Path]]) -> None:
+def next_steps(*steps: tuple[str, Sequence[object]]) -> None:
     """Print the commands that are useful next, on standard error: standard output stays what the command was asked for.
 
     Each step is its purpose, such as `see each rollout`, and the words after `lightning`, which are quoted for a shell.
@@ -213,9 +237,10 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
     for folder in (Path(run), runs / run):
         if url := store_in(folder):
             return url, run_id_of(folder)
+    command = shlex.join(["lightning", "runs", *([] if runs == Path("runs") else ["--runs", str(runs)])])
     raise ConfigError(
         f"no run {run!r}: neither {run} nor {runs / run} has a {DATABASE}, or a run.json that names a store. "
-        "`lightning runs` lists what there is"
+        f"`{command}` lists what there is"
     )
 
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 import typer.core
 
@@ -31,6 +30,9 @@ from lightning.trainer.runs import differences
 from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
 from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
+if TYPE_CHECKING:
+    from typer._click.core import Command, Context
+
 Location = Annotated[
     str,
     typer.Option(
@@ -45,9 +47,7 @@ LONGEST_VALUE, MOST_SETTINGS = 24, 20
 class RunOrCommand(typer.core.TyperGroup):
     """The group of commands of `lightning runs`, in which a run's name alone means `show`."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         """Return the command that is typed, or `show` with all arguments."""
         return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
 

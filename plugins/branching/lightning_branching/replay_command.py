@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.cli.output import answers, escape, load_agent, locate, say, with_store
+from lightning.cli.output import answers, escape, load_agent, locate, next_steps, say, with_store
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
+from lightning.store.url import redacted
 from lightning.trainer.agents import HowToCall, of_project
 from lightning.trainer.context import epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN
@@ -128,6 +129,9 @@ def replay(
         recorded_tools = tools is Tools.RECORDED
         result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
     say(escape(str(result)))
+    if agent and redacted(where) == where:  # a command without its password would not run
+        words = ["branch", rollout, agent, "--at", "1", "--runs", where, *(["--yes"] if yes else [])]
+        next_steps(("try other answers from its first call on", words))
     raise typer.Exit(2 if result.same is None else 0 if result.same else 1)
 
 

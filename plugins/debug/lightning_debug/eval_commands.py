@@ -22,6 +22,7 @@ from lightning.cli.output import (
     SettingsFile,
     escape,
     load_agent,
+    next_steps,
     print_json,
     print_table,
     say,
@@ -154,7 +155,7 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
             say(f"  {count} x {escape(why)}")
     for warning in report.warnings:
         say(f"[yellow]{escape(warning)}")
-    say(f"what was recorded: `lightning runs show {escape(report.run)} --runs {escape(str(folder))}`")
+    next_steps(("see each rollout", ["runs", "show", report.run, "--runs", folder]))
 
 
 def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
@@ -332,7 +333,10 @@ def show_comparison(found: Comparison, folder: Path, a: Variant, b: Variant) -> 
             continue
         said = f"call {call.number} ({escape(call.caller)}) is the first that differs, in {escape(call.where)}"
         say(f"{escape(each.task)}: {said}:\n  A: {escape(call.a)}\n  B: {escape(call.b)}")
-    say(f"what was recorded: `lightning runs show {escape(a.run)} --runs {escape(str(folder))}`, and {escape(b.run)}")
+    next_steps(
+        ("see each rollout under A", ["runs", "show", a.run, "--runs", folder]),
+        ("see each rollout under B", ["runs", "show", b.run, "--runs", folder]),
+    )
 
 
 def _failed(found: Comparison, side: str) -> str:

@@ -26,8 +26,10 @@ from lightning.cli.output import (
     fail,
     import_named,
     locate,
+    next_steps,
     print_json,
     print_table,
+    run_words,
     say,
     with_store,
 )
@@ -73,6 +75,11 @@ def advise(
         )
     else:
         show_advice(advice)
+        named = run_words(run, runs)
+        next_steps(
+            ("read the rollouts", ["runs", "show", *named]),
+            ("see where its time went", ["profile", *named]),
+        )
     raise typer.Exit(int(any(alarm.found.serious and alarm.still for alarm in advice.alarms)))
 
 
@@ -186,6 +193,11 @@ def profile(
         print_json(profile_json(found, helps))
     else:
         show_profile(found, helps)
+        named = run_words(run, runs)
+        next_steps(
+            ("simulate the run on other machines", ["plan", *named]),
+            ("learn what is wrong with what it learned", ["advise", *named]),
+        )
 
 
 def _range(steps: str) -> tuple[int | None, int | None]:
@@ -314,6 +326,7 @@ def reward(
         print_json(_trial_json(trial))
     else:
         show_trial(trial, limit)
+        next_steps(("read the rollouts", ["runs", "show", *run_words(run, runs)]))
     raise typer.Exit(0 if trial.same else 1)
 
 

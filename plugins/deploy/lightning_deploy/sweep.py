@@ -36,7 +36,7 @@ from typing import Annotated, Any
 
 import typer
 from lightning.cli.check import ProbeError
-from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
+from lightning.cli.output import AsJson, escape, next_steps, print_json, print_table, say, stoppable
 from lightning.errors import ConfigError
 from lightning.safe_text import read_text
 from lightning.store.places import store_in
@@ -230,7 +230,11 @@ def _show(rows: Sequence[dict[str, object]], folder: Path) -> None:
         assert isinstance(row["failed"], list)
         for text in row["failed"]:
             say(escape(f"not counted: {text}"))
-    say(escape(f"Held-out rewards count a failed rollout as 0. Compare curves: lightning console {folder}"))
+    say("Held-out rewards count a failed rollout as 0.")
+    next_steps(
+        ("compare the runs", ["runs", "compare", "--runs", folder]),
+        ("compare their curves, in a browser", ["console", folder]),
+    )
 
 
 LOOK_SECONDS = 0.2
