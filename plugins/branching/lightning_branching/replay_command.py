@@ -130,8 +130,13 @@ def replay(
         result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
     say(escape(str(result)))
     if agent and redacted(where) == where:  # a command without its password would not run
-        words = ["branch", rollout, agent, "--at", "1", "--runs", where, *(["--yes"] if yes else [])]
-        next_steps(("try other answers from its first call on", words))
+        run_again = ["--yes"] if yes else []
+        next_steps(
+            (
+                "try other answers from its first call on",
+                ["branch", rollout, agent, "--at", "1", "--runs", where, *run_again],
+            )
+        )
     raise typer.Exit(2 if result.same is None else 0 if result.same else 1)
 
 
