@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from lightning.cli.output import Overrides, next_steps, stoppable, timestamp
+from lightning.cli.train import Engine, Runner
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
@@ -51,13 +52,8 @@ def demo(
         bool, typer.Option("--resume", help="Continue the run in --out, or the newest run of this demo.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps; default: the demo's own.")] = None,
-    engine: Annotated[
-        str,
-        typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
-    ] = "torch",
-    runner: Annotated[
-        str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` on other machines).")
-    ] = "process",
+    engine: Engine = "torch",
+    runner: Runner = "process",
     store: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the folder."),

@@ -312,4 +312,4 @@ def _say_cures(checks: Sequence[Check]) -> None:
         if check.cure and check not in usual:
             say(f"{escape(check.name)}: [bold]{escape(check.cure)}")
     if usual:
-        say(f"an optional part: [bold]{escape(install_command('NAME'))}")
+        say(f"an optional part, EXTRA: [bold]{escape(install_command('EXTRA'))}")

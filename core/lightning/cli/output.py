@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import orjson
 import typer
 
+from lightning.cli.core_commands import COMMANDS
 from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
@@ -44,6 +45,14 @@ SettingsFile = Annotated[Path | None, typer.Option(help="A TOML file of settings
 """The `--config` option of every command that has settings."""
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 """The `--set` option of every command that has settings."""
+LocalRunner = Annotated[
+    str,
+    typer.Option(
+        "--runner",
+        help="Where agents run: each in a process of its own (process), in this one (inline), or by a plugin's runner.",
+    ),
+]
+"""The `--runner` option of commands whose agents run on this machine."""
 GAP = 2
 """Spaces between two columns of a table."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -140,7 +149,6 @@ def next_steps(*steps: tuple[str, Sequence[object]]) -> None:
     """
     from rich.text import Text
 
-    from lightning.cli.app import COMMANDS
     from lightning.terminal import Terminal
 
     known = {*COMMANDS, *plugins().names("commands")}

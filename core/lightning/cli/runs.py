@@ -164,7 +164,7 @@ def show(
                 if folder := _folder_of(named, place):
                     next_steps(
                         ("learn what is wrong with it", ["advise", folder]),
-                        ("read what the agent did, in a browser", ["console", folder]),
+                        ("prove what was trained", ["audit", folder]),
                     )
             return
     raise ConfigError(_no_run(run, place))

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from lightning.cli.output import (
     AsJson,
+    LocalRunner,
     SettingsFile,
     escape,
     fail,
@@ -34,10 +35,18 @@ from lightning_branching.prompt_texts import read_prompt, warn_of_name
 from lightning_branching.replay_command import Attempt, Place, RunTools
 
 At = Annotated[
-    int, typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew.")
+    int,
+    typer.Option(
+        "--at",
+        metavar="K",
+        help="Number of the call that is made anew; calls are counted from 1, in the order in which they began.",
+    ),
 ]
 Prompt = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=FILE", help="Replace the prompt of the component NAME by the text in FILE; may be repeated."
+    ),
 ]
 Weights = Annotated[
     str,
@@ -83,7 +92,7 @@ def branch(
     live: Live = False,
     set_: Set = None,
     yes: RunTools = False,
-    runner: Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")] = "process",
+    runner: LocalRunner = "process",
     out: Out = None,
     as_json: AsJson = False,
     config: SettingsFile = None,

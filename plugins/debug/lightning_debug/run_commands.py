@@ -49,9 +49,7 @@ from lightning_debug.regrade import Grader, GroupGrader, RewardTrial, try_grader
 
 def advise(
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
-    runs: Annotated[Path, typer.Option(help="Folder that holds the runs, with which this one is compared.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs with which this run is compared.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Name what is wrong in a run, and settings with which past runs of its tasks fared better."""
@@ -180,7 +178,7 @@ def profile(
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
     runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     steps: Annotated[
-        str, typer.Option(metavar="A:B", help="Steps from A to before B; default: all but the first.")
+        str, typer.Option(metavar="A:B", help="The steps from A up to, but without, B; default: all but the first.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -310,7 +308,8 @@ def reward(
     grader: Annotated[
         str,
         typer.Argument(
-            help="MODULE:FUNCTION, called with a transcript, which returns a reward as an agent does; or MODULE:JUDGE."
+            help="Your reward function as MODULE:FUNCTION: it is called with a transcript and returns a reward. Or a "
+            "judge as MODULE:JUDGE."
         ),
     ],
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],

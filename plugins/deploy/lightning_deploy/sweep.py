@@ -153,9 +153,12 @@ def sweep(
         Path | None, typer.Option(help="The folder of the runs; default: runs/ and the file's name.")
     ] = None,
     at_once: Annotated[
-        int, typer.Option(help="Runs at the same time; 0: as many as --gpus allows, one without GPUs.", min=0)
+        int,
+        typer.Option(help="Number of runs at the same time; 0: as many as --gpus allows, and one without GPUs.", min=0),
     ] = 0,
-    gpus: Annotated[int, typer.Option(help="GPUs of each run, by CUDA_VISIBLE_DEVICES; 0 assigns none.", min=0)] = 0,
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs of each run (CUDA_VISIBLE_DEVICES); 0 assigns none.", min=0)
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, and begin none.")] = False,
     as_json: AsJson = False,
 ) -> None:

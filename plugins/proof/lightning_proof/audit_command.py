@@ -17,7 +17,10 @@ def audit(
     runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check what was trained against the store. Exit code 1: an id, logprob, reward, version or the order differs."""
+    """Check that each step trained on exactly what the store has recorded.
+
+    Exit code 1: a token id, a logprob, a reward, a version or the order differs.
+    """
     url, run_id = locate(run, runs)
     report = asyncio.run(with_store(url, lambda store: audit_run(store, run_id)))
     if as_json:

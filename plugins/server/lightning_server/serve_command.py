@@ -46,7 +46,8 @@ def serve(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the database and logs; with --store, for the first tokens, and of the weights that it gives away."
+            help="Folder for the database and logs; with --store, for the first tokens and for the weights that the "
+            "server sends."
         ),
     ] = None,
     ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
