@@ -25,6 +25,7 @@ from lightning.plugins import plugins
 from tests.house.test_install_commands import PAGES, ROOT, SOURCES, texts
 
 SPAN = re.compile(r"`(lightning [a-z][^`]*)`")
+AFTER_COLON = re.compile(r": (?:[A-Z_]+=\S+ )*(lightning [a-z][^`();|]*)")
 BEGINS = re.compile(r"\s*(?:[A-Z_]+=\S+ )*lightning [a-z]")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(?![a-z])|[{}$*]|\.\.\.|…")
 GLOBAL = ("--debug", "--log-level", "--version", "--help", "-h")
@@ -125,7 +126,8 @@ def in_sources() -> Iterator[tuple[str, str, bool]]:
     for path in SOURCES:
         if path.suffix == ".py" and "lightning " in path.read_text():
             for text in texts(path):
-                for found in SPAN.finditer(" ".join(text.split())):
+                plain = " ".join(text.split())
+                for found in (*SPAN.finditer(plain), *AFTER_COLON.finditer(plain)):
                     yield str(path.relative_to(ROOT)), found[1], False
                 if re.match(r"lightning [a-z]+ [^ ]*[-{/A-Z]", text) and "\n" not in text:
                     yield str(path.relative_to(ROOT)), text, False

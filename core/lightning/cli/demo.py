@@ -177,9 +177,9 @@ def _console(folder: Path) -> Iterator[None]:
         yield
         if (code := process.poll()) is not None:
             logger.warning(
-                "the console ended before the training did, with exit code %d: lightning console %s shows the run",
+                "the console ended before the training did, with exit code %d: `lightning console %s` shows the run",
                 code,
-                folder,
+                shlex.quote(str(folder)),
             )
     finally:
         process.terminate()
@@ -207,7 +207,9 @@ def _write_pages(folder: Path) -> Path | None:
         )
     except subprocess.TimeoutExpired:
         logger.warning(
-            "the pages of the run were not written in %g s: lightning console %s --export DIR", PAGES_SECONDS, folder
+            "the pages of the run were not written in %g s: `lightning console %s --export DIR` writes them",
+            PAGES_SECONDS,
+            shlex.quote(str(folder)),
         )
         return None
     if done.returncode:
