@@ -155,7 +155,7 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
     next_steps(
         ("read what the agent did, in a browser", ["console", folder]),
         ("prove what was trained", ["audit", folder]),
-        ("serve the better model", ["serve", folder]),
+        ("serve the trained model", ["serve", folder]),
         ("train your own agent", ["train", "--help"]),
     )
 

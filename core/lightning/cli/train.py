@@ -179,7 +179,7 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
     next_steps(
         ("see each step and rollout", ["runs", trainer.out]),
         ("learn what is wrong, if it gained little", ["advise", trainer.out]),
-        *([("serve the better model", ["serve", trainer.out])] if made == "model" else []),
+        *([("serve the trained model", ["serve", trainer.out])] if made == "model" else []),
     )
 
 

@@ -16,8 +16,8 @@ from lightning.trainer.summary import Evaluation
 
 LEVEL: Final = 0.95
 """The confidence level of all intervals."""
-MORE_TASKS: Final = "chance alone may explain it: more held-out tasks tell smaller gains apart"
-"""What is said of a gain whose interval has 0 in it."""
+MAY_BE_CHANCE: Final = "the change may be chance; more held-out tasks tell smaller changes apart"
+"""The words for a gain whose interval has 0 in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Gain:
         said = (
             f"{self.before:.3f} → {self.after:.3f}, {self.change:+.3f} {self.said_interval()} over {self.tasks} tasks"
         )
-        return said if self.is_certain else f"{said}; {MORE_TASKS}"
+        return said if self.is_certain else f"{said}; {MAY_BE_CHANCE}"
 
 
 def gain_of(results: Sequence[Evaluation], measure: str = "reward", *, with_failures: bool = False) -> Gain | None:

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from lightning.trainer.gains import MORE_TASKS, gain_of, margin
+from lightning.trainer.gains import MAY_BE_CHANCE, gain_of, margin
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
 from lightning.types import Rollout, Status, Task
 
@@ -39,7 +39,7 @@ def test_a_gain_over_few_tasks_may_be_chance() -> None:
     gain = gain_of([evaluation(0, zeros_and_ones(4, 12)), evaluation(8, zeros_and_ones(6, 12))])
     assert gain is not None
     assert not gain.is_certain
-    assert str(gain).endswith(f"over 12 tasks; {MORE_TASKS}")
+    assert str(gain).endswith(f"over 12 tasks; {MAY_BE_CHANCE}")
 
 
 def test_what_is_not_known_has_no_interval_and_no_gain() -> None:
