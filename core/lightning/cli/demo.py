@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from lightning.cli.output import Overrides, stoppable, timestamp
+from lightning.cli.output import Overrides, next_steps, stoppable, timestamp
+from lightning.cli.train import Engine, Runner
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
@@ -59,13 +61,8 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, plot and log.")] = None,
     resume: Resume = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps; default: the demo's own.")] = None,
-    engine: Annotated[
-        str,
-        typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
-    ] = "torch",
-    runner: Annotated[
-        str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` on other machines).")
-    ] = "process",
+    engine: Engine = "torch",
+    runner: Runner = "process",
     store: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the folder."),
@@ -104,8 +101,9 @@ def demo(
         resume=resume,
         config=config,
     )
+    again = ["lightning", "demo", name, "--seed", str(seed)]
     with (
-        stoppable(lambda: f"lightning demo {name} --seed {seed} --out {trainer.out} --resume (and the same options)"),
+        stoppable(lambda: f"{shlex.join([*again, '--out', str(trainer.out), '--resume'])} (and the same options)"),
         _console(folder) if watch else contextlib.nullcontext(),
     ):
         summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
@@ -168,12 +166,11 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
     if chosen.source is not None:
         console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
     console.print(said_of_disk(folder), markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
-        f"[bold]lightning serve {folder}[/bold] serves the better model; "
-        "[bold]lightning train --help[/bold] trains your own agent.",
-        highlight=False,
-        soft_wrap=True,
+    next_steps(
+        ("read what the agent did, in a browser", ["console", folder]),
+        ("prove what was trained", ["audit", folder]),
+        ("serve the trained model", ["serve", folder]),
+        ("train your own agent", ["train", "--help"]),
     )
 
 
@@ -194,9 +191,9 @@ def _console(folder: Path) -> Iterator[None]:
         yield
         if (code := process.poll()) is not None:
             logger.warning(
-                "the console ended before the training did, with exit code %d: lightning console %s shows the run",
+                "the console ended before the training did, with exit code %d: `lightning console %s` shows the run",
                 code,
-                folder,
+                shlex.quote(str(folder)),
             )
     finally:
         process.terminate()
@@ -224,7 +221,9 @@ def _write_pages(folder: Path) -> Path | None:
         )
     except subprocess.TimeoutExpired:
         logger.warning(
-            "the pages of the run were not written in %g s: lightning console %s --export DIR", PAGES_SECONDS, folder
+            "the pages of the run were not written in %g s: `lightning console %s --export DIR` writes them",
+            PAGES_SECONDS,
+            shlex.quote(str(folder)),
         )
         return None
     if done.returncode:

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from lightning.cli.output import Overrides, SettingsFile, load_agent, stoppable
+from lightning.cli.output import Overrides, SettingsFile, load_agent, next_steps, stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
@@ -30,14 +30,16 @@ Agent = Annotated[
 Algorithm = Annotated[
     str,
     typer.Option(
-        help="A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the "
-        "steps of each: sft:2,grpo:20."
+        help="How the model learns: the name of an algorithm, alone or with arguments "
+        "(grpo:group_size=4,kl_coefficient=0.01). Several run one after another, each with its number of "
+        "steps: sft:2,grpo:20."
     ),
 ]
 Tasks = Annotated[
     Path | None,
     typer.Option(
-        help="Training tasks: JSON lines, each with `input` and optionally `expected`; or NAME:TEXT, such as harbor:FOLDER."
+        help="Training tasks: a file of JSON lines, each with `input` and optionally `expected`; or a plugin's "
+        "tasks as NAME:TEXT, such as harbor:FOLDER."
     ),
 ]
 TrainAgents = Annotated[
@@ -45,18 +47,23 @@ TrainAgents = Annotated[
     typer.Option(
         "--train-agents",
         metavar="GLOB",
-        help="Train only on these agents' calls (!GLOB: not these; model:GLOB: by the model that is asked for); may be "
-        "repeated. The others are not frozen: all are answered by the same weights.",
+        help="Train only on the calls of these agents; may be repeated. !GLOB leaves agents out, model:GLOB "
+        "chooses by the model that a call asks for. One set of weights answers all agents, so the others "
+        "change, too.",
     ),
 ]
 Engine = Annotated[
     str,
-    typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
+    typer.Option(
+        help="The library that trains: torch, verl (for many GPUs, with --set engine.verl.world_size=N), or a "
+        "plugin's engine."
+    ),
 ]
 Runner = Annotated[
     str,
     typer.Option(
-        help="What runs agents: process, inline, remote (`lightning runner` on other machines), or a plugin's."
+        help="Where agents run: each in a process of its own (process), in this one (inline), on machines with "
+        "`lightning runner` (remote), or by a plugin's runner."
     ),
 ]
 StoreUrl = Annotated[
@@ -68,7 +75,7 @@ FromRun = Annotated[
     typer.Option(
         "--from",
         metavar="RUN@STEP",
-        help="Start a new run from the weights and optimizer state of another run's step.",
+        help="Start a new run from the weights and the optimizer state that another run had after a step.",
     ),
 ]
 Recorded = Annotated[
@@ -88,6 +95,16 @@ Resume = Annotated[
         show_default=False,
     ),
 ]
+Dev = Annotated[
+    bool,
+    typer.Option(
+        "--dev", help="Dry run: run the agent on a few tasks without training, and report what would go wrong."
+    ),
+]
+TasksPerStep = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tasks in each step; each task is run group_size times (trainer.tasks_per_step)."),
+]
 SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}
 """The settings that have an option of their own, by option."""
 
@@ -106,18 +123,19 @@ def train(
     resume: Resume = None,
     from_run: FromRun = None,
     recorded: Recorded = None,
-    dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
+    dev: Dev = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps (trainer.steps).")] = None,
-    tasks_per_step: Annotated[
-        int | None, typer.Option(min=1, help="Tasks of a step, each run group_size times (trainer.tasks_per_step).")
-    ] = None,
+    tasks_per_step: TasksPerStep = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate (engine.lr); default: by the size of the model.")
     ] = None,
     config: SettingsFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Train the model behind your agent."""
+    """Train the model behind your agent.
+
+    For example: `lightning train my_app:agent --model Qwen/Qwen3-0.6B --tasks tasks.jsonl --val held_out.jsonl`
+    """
     console = Terminal()
     given = {"--steps": steps, "--tasks-per-step": tasks_per_step, "--lr": lr}
     _refuse_twice({SETTING[name] for name, value in given.items() if value is not None}, set_ or [])
@@ -169,6 +187,11 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
         f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",
         highlight=False,
         soft_wrap=True,
+    )
+    next_steps(
+        ("see each step and rollout", ["runs", trainer.out]),
+        ("learn what is wrong, if it gained little", ["advise", trainer.out]),
+        *([("serve the trained model", ["serve", trainer.out])] if made == "model" else []),
     )
 
 

@@ -175,6 +175,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.config.fields",
+            "lightning.trainer.gains",
             "lightning.trainer.summary",
             "lightning.trainer.metrics",
             "lightning.trainer.weight_sync",

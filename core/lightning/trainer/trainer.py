@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -269,8 +270,8 @@ class Trainer:
             await stack.tell_how_to_call()
             say_how_to_join(stack, reporter)
             report = await rehearse(stack, tasks, self.train_agents, self.algorithm, reporter)
-            said = f"what was recorded: `lightning runs show {run.id} --runs {folder}`"
-            reporter.console.print(said, markup=False, highlight=False, soft_wrap=True)
+            command = shlex.join(["lightning", "runs", "show", run.id, "--runs", str(folder)])
+            reporter.say(f"Next: see what was recorded: {command}")
             return report
 
     async def _summary(self) -> Summary:

@@ -10,15 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from statistics import NormalDist
 from typing import Final, TypeAlias
 
 import numpy as np
+from lightning.trainer.gains import LEVEL, student
 from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
-LEVEL: Final = 0.95
-"""The confidence level of all intervals."""
 BETS: Final = np.array([0.1, 0.25, 0.5, 0.85])
 """Bets, as shares of the largest possible stake. The best bet is about the mean over the variance, which is not known."""
 CANDIDATES: Final = 401
@@ -81,29 +79,13 @@ def interval(values: Floats) -> tuple[float, float]:
     tasks = len(values)
     if tasks == 1:
         return 0.0, 1.0
-    quantile = _student(0.5 + LEVEL / 2, tasks - 1)
+    quantile = student(0.5 + LEVEL / 2, tasks - 1)
     more = quantile**2 / 2
     total = tasks + 2 * more
     middle = (math.fsum(values) + more) / total
     squares = math.fsum((values - middle) ** 2) + more * (middle**2 + (1 - middle) ** 2)
     half = quantile * math.sqrt(squares) / total
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _student(p: float, freedom: int) -> float:
-    """Return a quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
-    expansion, which is less than 1 % off."""
-    if freedom == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if freedom == 2:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    z = NormalDist().inv_cdf(p)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + math.fsum(term / math.pow(freedom, power) for power, term in enumerate(terms, 1))
 
 
 @dataclass

@@ -39,10 +39,10 @@ def line(metrics: dict[str, float]) -> str:
 
 def test_the_line_of_a_step_in_turns() -> None:
     assert line(METRICS) == (
-        "step    3/10  reward 0.500 (0.469 if failures count as 0)  rollouts 16 (1 failed)  mixed groups 3/4  120 tok/s  "
-        "gap 2.5e-01  3.0 s, 0:21 left"
+        "step    3/10  reward 0.500 (0.469 if failures count as 0)  training rollouts 16 (1 failed)  mixed groups 3/4  "
+        "120 tok/s  gap 2.5e-01  3.0 s, 0:21 left"
     )
-    assert "  reward 0.500  rollouts 16 (0 failed)  " in line({**METRICS, "failed": 0.0})
+    assert "  reward 0.500  training rollouts 16 (0 failed)  " in line({**METRICS, "failed": 0.0})
     assert "(1 failed, by the policy: max_turns 1)" in line({**METRICS, "policy_fault/max_turns": 1.0})
 
 
@@ -54,7 +54,7 @@ def test_the_line_of_a_step_of_a_pipeline_says_how_old_its_tokens_were() -> None
 def test_what_was_not_measured_is_no_number() -> None:
     of_old_rollouts = {name: METRICS[name] for name in ("rollouts", "groups_used", "groups", "tokens_per_second")}
     shown = line({**of_old_rollouts, "failed": 0.0, "pipeline/groups_carried": 3.0, "seconds/rollout": 0.4})
-    assert "reward -  rollouts 16" in shown
+    assert "reward -  training rollouts 16" in shown
     assert "gap -  stale - (max -)  carried 3" in shown
     failed = {name: value for name, value in METRICS.items() if name != "reward"} | {"reward_with_failures": 0.0}
     assert "reward - (0.000 if failures count as 0)" in line(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from lightning.testing import ToolCall, rollout
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_ids
 from lightning_console.blocks import Page
+from lightning_console.pages.rollout import _consent
 from lightning_console.pages.words import differing, task_text
 from lightning_console.places import Places
 from lightning_console.queries.conversation import one_line
@@ -243,6 +245,9 @@ async def test_messages_are_those_that_were_sent(tmp_path: Path) -> None:
     said = await text_of(places, to("rollout", "run", record.rollout.id))
     assert "lightning.reward, for call 1" in said
     assert f"lightning replay {record.rollout.id}" in said
+    commands = re.findall(r'"(lightning replay [^"]*)"', said)
+    assert commands
+    assert not any("--yes" in command for command in commands), "a @lightning.tool is answered from the record"
     # Without what was sent, as releases before have recorded it.
     bare = await stored(replace(record, transitions=tuple(replace(each, extras={}) for each in record.transitions)))
     old = Places(stores={"memory://": bare})
@@ -416,3 +421,9 @@ async def test_parallel_calls_and_tools_have_lanes_of_their_own(tmp_path: Path) 
     calls = [(each["name"], each["lane"]) for each in timeline["spans"] if each["kind"] == "call"]
     assert calls == [("call 1", 0), ("call 2", 1), ("call 3", 1)]
     assert timeline["seconds"] == 10.0
+
+
+def test_a_command_lets_tools_run_again_and_names_them_where_it_could_not_run_otherwise() -> None:
+    assert _consent([]) == ("", "")
+    option, said = _consent(["search", "mail", "search"])
+    assert (option, said.startswith("These tools run again: mail, search.")) == (" --yes", True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from lightning.errors import DataError
@@ -430,11 +430,21 @@ def _commands(found: Located, view: RolloutView) -> list[Block]:
     command = f"lightning replay {shlex.quote(view.rollout.id)} {named(view.agent)} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
-    commands = [command]
+    # tools of @lightning.tool are answered from the record; their runs belong to no call of the model
+    again, detail = _consent(event.name for event in view.ended.tool_events if not event.kind and event.call_id)
+    commands = [command + again]
     if view.chosen:
-        commands.append(f"{command} --until {view.before}")
+        commands.append(f"{command} --until {view.before}{again}")
     text = "Run the agent again from the record, without a model, or up to the chosen call."
-    return [Notices([Notice(text, commands=commands)], title="Replay this rollout")]
+    return [Notices([Notice(text, detail=detail, commands=commands)], title="Replay this rollout")]
+
+
+def _consent(tools: Iterable[str]) -> tuple[str, str]:
+    """Return the option that lets these tools run again, and a sentence that names them; both are empty without tools."""
+    names = sorted(set(tools))
+    if not names:
+        return "", ""
+    return " --yes", f"These tools run again: {', '.join(names)}. Leave --yes out if that may do harm."
 
 
 SAMPLES: Final = 8
@@ -558,8 +568,9 @@ def branch_it(found: Located, view: RolloutView) -> list[Block]:
     command = f"lightning branch {rollout} {agent} --at {view.fork.at} -n {SAMPLES} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
+    again, detail = _consent(event.name for event in view.ended.tool_events if not event.kind)
     text = f"Make {SAMPLES} rollouts that begin as this one did and are sampled anew from call {view.chosen} on."
-    said = Notice(text, detail=OTHERWISE, commands=[command])
+    said = Notice(text, detail=" ".join(filter(None, [OTHERWISE, detail])), commands=[command + again])
     return [Notices([said], title="Branch it"), *([_fork_here(found, view)] if view.fork.live else [])]
 
 
