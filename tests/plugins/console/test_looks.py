@@ -156,4 +156,4 @@ def test_a_few_shot_prompt_is_told_from_the_models_answer(drawn: dict[str, dict[
     (block,) = [block for block in page["blocks"] if block["title"] == "What was said"]
     said = [(each["role"], each["made"]) for each in block["value"]["messages"]]
     assert said[:10] == [("system", False), *[("user", False), ("assistant", False)] * 4, ("user", False)]
-    assert said[10:] == [("assistant", True), ("reward", False), ("state", False), ("reward", False)]
+    assert said[10:] == [("assistant", True), ("reward", False), ("note", False), ("reward", False)]

@@ -108,8 +108,10 @@ def test_every_page_of_an_exported_run_is_drawn(page: Page, place: Path, tmp_pat
     for address, file in files.items():
         written = json.loads((out / "data" / file).read_text()[len("lightning.page(") : -3])
         page.evaluate("address => { location.hash = '#' + encodeURIComponent(address) }", address)
-        page.wait_for_function("title => document.querySelector('h1')?.textContent === title", arg=written["title"])
+        here = "address => document.querySelector('[data-address]')?.getAttribute('data-address') === address"
+        page.wait_for_function(here, arg=address)
         page.wait_for_selector("#host:not([aria-busy])")
+        assert page.locator("h1").text_content() == written["title"]
         text = page.locator("body").inner_text()
         assert len(text) > 80, address
         assert not ODD.search(text), (address, ODD.findall(text))

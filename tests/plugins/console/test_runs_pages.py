@@ -542,6 +542,12 @@ async def test_results_of_reward_try_stand_side_by_side(copied: Path, capsys: py
     assert float(rows["mean reward"]["length"]["text"]) > 8
     assert "follows the length" in rows["warnings"]["length"]["text"]
     assert "reward-broken.json cannot be shown" in await shown(places, "rewards/one")
+    graded = trial.rollouts[0]
+    address = str(Address("rollout", ("one", graded.rollout)))
+    row = next(
+        row for row in await table(places, address, "Where the reward comes from") if row["name"]["text"] == "length"
+    )
+    assert (float(row["value"]["text"]), row["kind"]["text"]) == (graded.now, "tried")
     await places.close()
 
 

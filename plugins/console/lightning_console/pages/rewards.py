@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -91,8 +92,8 @@ class Correlation:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of another grader, as `lightning reward try --json` printed it. `why` says why a file cannot be read; empty if
-    it can."""
+    """The result of another grader, as `lightning reward try --json` printed it: `graded` has its rewards by the rollout's id.
+    `why` says why a file cannot be read; empty if it can."""
 
     file: str
     grader: str = ""
@@ -107,6 +108,12 @@ class Trial:
     follows: Mapping[str, tuple[float | None, float | None]] | None = None
     warnings: tuple[str, ...] = ()
     why: str = ""
+    graded: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name that the file was given: NAME of `reward-NAME.json`."""
+        return self.file.removeprefix("reward-").removesuffix(".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +233,12 @@ def trials_of(found: Located) -> list[Trial]:
     if not folder:
         return []
     files = sorted(Path(folder).glob(TRIALS), key=lambda file: file.stat().st_mtime, reverse=True)
-    return [_trial(file) for file in files[:MOST_TRIALS]]
+    return [_trial(file, file.stat().st_mtime_ns) for file in files[:MOST_TRIALS]]
 
 
-def _trial(file: Path) -> Trial:
+@functools.lru_cache(maxsize=MOST_TRIALS)
+def _trial(file: Path, _changed: int) -> Trial:
+    """Read a file of `TRIALS`, again if it `_changed` (time in ns)."""
     try:
         if file.stat().st_size > LARGEST:
             return Trial(file.name, why=f"it has more than {LARGEST} bytes")
@@ -248,6 +257,7 @@ def _trial(file: Path) -> Trial:
             advantages=tuple(found["advantages"]) if found["advantages"] else None,
             follows={str(name): (pair["before"], pair["now"]) for name, pair in found["follows"].items()},
             warnings=tuple(map(str, found["warnings"])),
+            graded={str(each["rollout"]): float(each["now"]) for each in given},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Trial(
@@ -477,6 +487,6 @@ def _side_by_side(trials: list[Trial]) -> Table:
     columns = [
         Column(""),
         Column("recorded"),
-        *(Column(trial.file.removeprefix("reward-").removesuffix(".json"), hint=trial.grader) for trial in trials),
+        *(Column(trial.name, hint=trial.grader) for trial in trials),
     ]
     return Table(columns, rows, title="Graders side by side")

@@ -36,6 +36,7 @@ from lightning_console.blocks import (
     Tone,
 )
 from lightning_console.glossary import explained
+from lightning_console.pages.rewards import Trial, trials_of
 from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     LONGEST_TITLE,
@@ -100,8 +101,8 @@ async def page(places: Places, address: Address) -> Page:
     if view.calls:
         blocks.append(_timeline(address, view))
     numbers = {line.at: _call(address, line.at) for line in view.branches}
-    blocks += [*_messages(address, view), _rewards(view), *_calls(address, view), *branches_table(view, numbers)]
-    blocks += [*_tokens(address, view), more_links(found, rollout=view.rollout.id)]
+    blocks += [*_messages(address, view), _rewards(view, trials_of(found)), *_calls(address, view)]
+    blocks += [*branches_table(view, numbers), *_tokens(address, view), more_links(found, rollout=view.rollout.id)]
     blocks += [*_commands(found, view), *branch_it(found, view)]
     group = Link(f"group {inside(found, view.rollout.group)}", to("group", found.key, view.rollout.group))
     return Page(
@@ -137,7 +138,8 @@ def _facts(found: Located, view: RolloutView) -> Facts:
     given = sum(len(call.transition.prompt_ids) for call in view.calls if not call.transition.choice)
     facts.append(Fact("tokens", count(sampled), f"written by the model; prompts have {count(given)}"))
     trained = sum(len(call.transition.response_ids) for call in view.calls if call.credit is not None)
-    facts.append(Fact("trained tokens", count(trained), PROOFS[view.proof.proved]))
+    why = view.proof.why if view.proof.proved is None else ""
+    facts.append(Fact("trained tokens", count(trained), one_line(why, 90) or PROOFS[view.proof.proved]))
     for name, version in view.rollout.resources.items():
         facts.append(Fact(name, f"version {version}", to=to("resources", name, to=version)))
     if len(view.siblings) > 1 and view.beginning is None:
@@ -214,7 +216,7 @@ def _timeline(address: Address, view: RolloutView) -> Timeline:
     return Timeline(view.lanes.lanes, spans, view.lanes.seconds, title="What ran when", note=note)
 
 
-def _rewards(view: RolloutView) -> Table:
+def _rewards(view: RolloutView, trials: Sequence[Trial]) -> Table:
     rollout, rows = view.rollout, []
     numbers = {call.transition.id: call.number for call in reversed(view.calls)}
     if rollout.attempt == view.attempts:
@@ -249,6 +251,11 @@ def _rewards(view: RolloutView) -> Table:
                 Cell("the sum by which rollouts are compared"),
             ]
         )
+    rows += [
+        [Cell(trial.name), Cell(number(trial.graded[rollout.id])), Cell("tried"), Cell(f"{trial.grader} (reward try)")]
+        for trial in trials
+        if rollout.id in trial.graded
+    ]
     empty = "it has no reward: " + (f"fault of {rollout.fault}" if rollout.fault else "it has not ended")
     columns = [Column("name"), Column("value", "number"), Column("kind"), Column("from")]
     note = f"the agent and its grader: {view.agent}" if view.agent else ""

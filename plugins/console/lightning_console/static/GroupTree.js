@@ -132,8 +132,8 @@ window.lightning = window.lightning || {components: {}};
     const {make, short} = lightning;
     const trained = value.nodes.some((node) => node.advantage !== null);
     return make("div", {class: "legend"},
-      make("span", {class: "entry"}, "node: mean return", make("span", {class: "end"}, short(value.low)), make("i", {class: "ramp value"}), make("span", {class: "end"}, short(value.high))),
-      trained ? make("span", {class: "entry"}, "edge: advantage", make("span", {class: "end"}, plus(-strongest)), make("i", {class: "ramp diverging"}), make("span", {class: "end"}, plus(strongest)))
+      make("span", {class: "entry"}, "box: mean return", make("span", {class: "end"}, short(value.low)), make("i", {class: "ramp value"}), make("span", {class: "end"}, short(value.high))),
+      trained ? make("span", {class: "entry"}, "line: advantage", make("span", {class: "end"}, plus(-strongest)), make("i", {class: "ramp diverging"}), make("span", {class: "end"}, plus(strongest)))
         : make("span", {class: "entry"}, "no advantage: nothing was trained on these calls"),
       make("span", {class: "entry"}, `line's width: rollouts, up to ${widest}`), make("span", {class: "entry"}, fork(), "rollouts part here: click to compare"),
       value.nodes.some((node) => node.branch) ? make("span", {class: "entry"}, make("i", {class: "dashes"}), "branches only") : null);
