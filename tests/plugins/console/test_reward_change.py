@@ -16,7 +16,7 @@ from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task
 from lightning_console.answers import answer
 from lightning_console.pages.reward_change import change_blocks
 from lightning_console.places import Located, Places
-from lightning_console.queries.change import Beside, Change, GroupReward, Seen, compare_steps
+from lightning_console.queries.reward_change import Beside, GroupReward, RewardChange, Seen, compare_steps
 from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 
@@ -34,7 +34,7 @@ def groups(step: int, *means: float, first: int = 0, rollouts: int = 8) -> list[
     ]
 
 
-def said(change: Change | str | None) -> str:
+def said(change: RewardChange | str | None) -> str:
     found = Located("r", Run("r", "r"), MemoryStore(), "memory://")
     (notices, *_) = change_blocks(found, change)
     return "\n".join(f"{each['text']}. {each['detail']}" for each in notices.to_json()["value"]["notices"])
@@ -99,6 +99,8 @@ def test_harder_tasks_explain_their_part_and_the_groups_are_put_right_by_it() ->
     assert "Harder tasks explain about 0.150 of it" in text
     assert "the tasks of step 3 earned 0.100 less than the steps around, and those of step 2 0.050 more" in text
     assert "4 of 4 and 4 of 4 tasks were seen there" in text
+    assert text.startswith("Harder tasks explain it, and the rest may be chance: the reward fell by 0.200 from step 2")
+    assert "Without what the tasks explain, the reward moved by -0.050. " in text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,15 @@ def test_the_few_groups_that_made_it_are_named_with_what_went_the_other_way() ->
         in said(change)
     )
     even = compare_steps(1, groups(1, *[0.5] * 5), 2, groups(2, *[0.3] * 5, first=5))
-    assert "No few groups make the fall: it is spread over 5 of 5 groups" in said(even)
+    assert "No few groups make the change: 5 of 5 groups went this way" in said(even)
+
+
+def test_groups_that_lost_rollouts_are_compared_all_the_same() -> None:
+    """The same tasks, each better than before: only the mean fell, since the easy task lost its rollouts."""
+    easy, hard = groups(1, 0.9, 0.1, rollouts=8)
+    change = compare_steps(1, [easy, hard], 2, [replace(easy, mean=0.95, rollouts=1), replace(hard, mean=0.15)])
+    assert change.difference < 0 < change.groups[0].moved
+    assert "0 of 2 groups went this way" in said(change)
 
 
 def test_a_share_that_grew_accounts_for_its_part() -> None:

@@ -78,7 +78,7 @@ def charts_of(found: Located, curves: Curves, address: Address, axis: Axis = "st
             series = Series(name, points, to=opens)
             lacks = sum(value is None for value in values)
             note = f"{count(lacks)} of {count(len(values))} steps have no finite value" if lacks else ""
-            blocks.append(Chart([series], AXES[axis], name, marks=marks, whole=axis == "step", title=name, note=note))
+            blocks.append(Chart([series], AXES[axis], "", marks=marks, whole=axis == "step", title=name, note=note))
     return blocks
 
 

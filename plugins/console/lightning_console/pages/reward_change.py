@@ -7,7 +7,7 @@ from typing import Final
 from lightning_console.blocks import Block, Cell, Column, Link, Notice, Notices, Table, Tone
 from lightning_console.pages.words import NONE, count, inside, number, share, to, tone_of, written
 from lightning_console.places import Located
-from lightning_console.queries.change import Change, Difficulty, GroupReward
+from lightning_console.queries.reward_change import Difficulty, GroupReward, RewardChange
 
 TITLE: Final = "Why the reward moved"
 CHANCE: Final = 0.05
@@ -20,7 +20,7 @@ SMALL: Final = 0.0005
 """Rewards that differ by less are the same on a page."""
 
 
-def change_blocks(found: Located, change: Change | str | None) -> list[Block]:
+def change_blocks(found: Located, change: RewardChange | str | None) -> list[Block]:
     """Return the blocks that explain a step's reward. A text says why there is no explanation; None means that it is still
     being computed."""
     if change is None:
@@ -39,7 +39,7 @@ def change_blocks(found: Located, change: Change | str | None) -> list[Block]:
     return [Notices(notices, title=TITLE), *_beside(change), _groups(found, change)]
 
 
-def _lead(found: Located, change: Change) -> Notice:
+def _lead(found: Located, change: RewardChange) -> Notice:
     """Say by how much the reward moved, and first of all whether that can be told from chance."""
     links = [Link(f"step {change.earlier}", to("step", found.key, change.earlier))]
     means = f"from step {change.earlier} ({number(change.before)}) to step {change.step} ({number(change.now)})"
@@ -51,15 +51,28 @@ def _lead(found: Located, change: Change) -> Notice:
         few = f"With {len(change.others)} and {len(change.groups)} groups no difference could be told from chance"
         return Notice(f"This may be chance: the reward {text}", "muted", detail=few, links=links)
     if change.p > CHANCE:
-        said = "This may be chance" if change.difficulty is None else "Apart from the tasks, this may be chance"
-        return Notice(f"{said}: the reward {text}", "muted", detail=_deals(change), links=links)
+        return Notice(f"{_by_chance(change)}: the reward {text}", "muted", detail=_deals(change), links=links)
     tone: Tone = "warn" if fell else "good"
     often = f"about {100 * change.p:.0f} of" if change.p >= 0.01 else "less than one of"
     beware = f"{_deals(change)}. Among 100 steps, {often} them would move so much by chance alone"
     return Notice(f"The reward {text}, and chance alone hardly explains it", tone, detail=beware, links=links)
 
 
-def _deals(change: Change) -> str:
+def _by_chance(change: RewardChange) -> str:
+    """Say what may be chance: the change, or the part of it that the tasks do not explain."""
+    known = change.difficulty
+    if known is None or not known.is_sure:
+        return "This may be chance"
+    if known.explained * change.difference > 0 and abs(known.explained) >= abs(change.difference) / 2:
+        return f"{_harder(known)} tasks explain it, and the rest may be chance"
+    return "Apart from the tasks, this may be chance"
+
+
+def _harder(known: Difficulty) -> str:
+    return "Harder" if known.explained < 0 else "Easier"
+
+
+def _deals(change: RewardChange) -> str:
     """Say in plain words what the p-value means."""
     many = f"{100 * change.p:.0f} of 100" if change.p >= 0.01 else f"{1000 * change.p:.0f} of 1000"
     if change.same:
@@ -76,7 +89,7 @@ def _deals(change: Change) -> str:
     )
 
 
-def _tasks(change: Change) -> Notice:
+def _tasks(change: RewardChange) -> Notice:
     """Say what the difficulty of the tasks explains."""
     if change.same:
         return Notice("The tasks explain nothing of it: both steps had the same ones")
@@ -86,7 +99,7 @@ def _tasks(change: Change) -> Notice:
     return Notice(_explains(change, known), detail=_elsewhere(change, known))
 
 
-def _unknown(change: Change) -> str:
+def _unknown(change: RewardChange) -> str:
     """Say why the difficulty of the tasks is not known, and what the groups of the step say instead."""
     many = f"Only {change.seen} of the tasks of both steps" if change.seen else "No task of either step"
     why = (
@@ -102,9 +115,8 @@ def _unknown(change: Change) -> str:
     )
 
 
-def _explains(change: Change, known: Difficulty) -> str:
-    explained, fell = known.explained, change.difference < 0
-    harder = "Harder" if explained < 0 else "Easier"
+def _explains(change: RewardChange, known: Difficulty) -> str:
+    explained, fell, harder = known.explained, change.difference < 0, _harder(known)
     if not known.is_sure:
         return "The tasks of both steps were about equally hard, as far as other steps tell"
     if abs(change.difference) < SMALL:
@@ -116,7 +128,7 @@ def _explains(change: Change, known: Difficulty) -> str:
     return f"{harder} tasks explain about {number(abs(explained))} of it"
 
 
-def _elsewhere(change: Change, known: Difficulty) -> str:
+def _elsewhere(change: RewardChange, known: Difficulty) -> str:
     middle = "than the mean there" if "evaluation" in known.where else "than the steps around"
 
     def said(value: float) -> str:
@@ -129,37 +141,36 @@ def _elsewhere(change: Change, known: Difficulty) -> str:
     )
 
 
-def _groups_notice(change: Change) -> Notice:
+def _groups_notice(change: RewardChange) -> Notice:
     """Say whether a few groups make the change."""
-    fell = change.rest < 0
-    what = "fall" if fell else "rise"
-    of_it = (
-        f"the {what} of {number(abs(change.rest))} that other tasks do not explain"
-        if change.difficulty
-        else f"the {what}"
+    rest = (
+        "" if change.difficulty is None else f"Without what the tasks explain, the reward moved by {change.rest:+.3f}. "
     )
     own, others = _same_way(change)
     total, back = sum(own), sum(others)
+    spread = f"{rest}No few groups make the change: {len(own)} of {len(change.groups)} groups went this way"
+    if not own:
+        return Notice(spread)
     few = next(place for place in range(1, len(own) + 1) if sum(own[:place]) >= MOST_OF * total)
     gave = f"; the other way went {number(back)}" if back >= SMALL else ""
     if len(change.groups) == 1:
         return Notice("The step has one group, which makes all of it")
     if 2 * few > len(change.groups):
-        return Notice(f"No few groups make {of_it}: it is spread over {len(own)} of {len(change.groups)} groups")
+        return Notice(spread)
     groups = f"{few} of {len(change.groups)} groups {'makes' if few == 1 else 'make'}"
-    text = f"{groups} {share(sum(own[:few]) / total)} of what went {'down' if fell else 'up'}"
+    text = f"{groups} {share(sum(own[:few]) / total)} of what went {'down' if change.rest < 0 else 'up'}"
     moved = f"They moved the step's mean by {number(sum(own[:few]))}, all groups that went this way by {number(total)}{gave}"
-    return Notice(text, detail=moved)
+    return Notice(f"{rest}{text}", detail=moved)
 
 
-def _same_way(change: Change) -> tuple[list[float], list[float]]:
+def _same_way(change: RewardChange) -> tuple[list[float], list[float]]:
     """Return how much groups moved the mean in the direction of the change, and in the other, the strongest first."""
     sign = -1.0 if change.rest < 0 else 1.0
     moves = [sign * each.moved for each in change.groups]
     return sorted((each for each in moves if each > 0), reverse=True), [-each for each in moves if each < 0]
 
 
-def _beside(change: Change) -> list[Block]:
+def _beside(change: RewardChange) -> list[Block]:
     """Return the table of failures, answers that were cut off and failed tools; none if there were none."""
     rows = [
         [
@@ -184,7 +195,7 @@ def _beside(change: Change) -> list[Block]:
     return [Table(columns, rows, title="What else changed", note=note)] if rows else []
 
 
-def _groups(found: Located, change: Change) -> Table:
+def _groups(found: Located, change: RewardChange) -> Table:
     own, _ = _same_way(change)
     total = sum(own)
     columns = [

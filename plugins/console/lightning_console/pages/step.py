@@ -52,8 +52,8 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
-from lightning_console.queries.change import change_of
 from lightning_console.queries.curves import read_curves
+from lightning_console.queries.reward_change import reward_change_of
 from lightning_console.queries.runs import ODD, line_of, said_of
 from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address
@@ -190,7 +190,7 @@ async def page(places: Places, address: Address) -> Page:
     is_last = step.last is None or step.number >= step.last
     try:
         curves = await read_curves(found.store, found.run)
-        change = await change_of(found.store, found.run, step.proof, step.number, curves, places.patience)
+        change = await reward_change_of(found.store, found.run, step.proof, step.number, curves, places.patience)
     except UnavailableError:
         raise
     except ODD as error:

@@ -89,7 +89,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RewardChange:
     """The mean rewards of two steps, failed rollouts as 0, and what explains their difference. `groups` are those of the later
     step, `others` those of the earlier one. `p` is the p-value of the difference of the group means; with a known difficulty
     (`difficulty`) of the rest of it, and if both steps were given the `same` tasks of the differences task by task. `least` is
@@ -122,19 +122,19 @@ class Change:
         return self.difference - (self.difficulty.explained if self.difficulty is not None else 0.0)
 
 
-_changes: Memo[Change | str] = Memo()
+_changes: Memo[RewardChange | str] = Memo()
 
 
-async def change_of(
+async def reward_change_of(
     store: Store, run: Run, proof: StepProof, step: int, curves: Curves, patience: float | None
-) -> Change | str | None:
+) -> RewardChange | str | None:
     """Explain the mean reward of a step beside that of the step before. A text says why that cannot be; None means that the
     answer is not ready within `patience` seconds. Raises `StoreError`."""
     earlier = max((number for number in curves.steps if number < step), default=0)
     if not earlier:
         return "no step of this run came before it, so that there is nothing to compare its reward with"
 
-    async def make() -> Change | str:
+    async def make() -> RewardChange | str:
         (record,) = await store.steps(run.id, after=earlier - 1, limit=1)
         before = await prove_step(store, run, record, await read_epochs(store, run))
         return await _explained(store, run, before, earlier, proof, step, curves)
@@ -146,7 +146,7 @@ async def change_of(
 
 async def _explained(
     store: Store, run: Run, before: StepProof, earlier: int, now: StepProof, step: int, curves: Curves
-) -> Change | str:
+) -> RewardChange | str:
     others, groups = group_rewards(before.rollouts), group_rewards(now.rollouts)
     for number, found in ((earlier, others), (step, groups)):
         if not found:
@@ -189,7 +189,7 @@ def compare_steps(
     groups: Sequence[GroupReward],
     seen: Mapping[str, Sequence[Seen]] | None = None,
     where: str = "",
-) -> Change:
+) -> RewardChange:
     """Compare the groups of two steps, at least one each. `seen` has what tasks earned elsewhere (`where`), by task."""
     before, now = _mean(others), _mean(groups)
     then, later = ({each.task.id: each.mean for each in own} for own in (others, groups))
@@ -197,7 +197,7 @@ def compare_steps(
         pairs = [later[task] - then[task] for task in later]
         moved = _moved(groups, lambda each: then[each.task.id])
         least = 2.0 / 2 ** len(pairs)
-        return Change(step, earlier, before, now, moved, tuple(others), p_flipped(pairs), least, same=True)
+        return RewardChange(step, earlier, before, now, moved, tuple(others), p_flipped(pairs), least, same=True)
     difficulty, known = _difficulty(others, groups, seen or {}, where)
     if difficulty is None:
         moved = _moved(groups, lambda _: before)
@@ -209,7 +209,9 @@ def compare_steps(
         p = p_regrouped(rest, [each.mean - known.get(each.task.id, difficulty.now) for each in groups])
     total, size = len(others) + len(groups), len(groups)
     least = (2.0 if len(others) == size else 1.0) / math.comb(total, size)
-    return Change(step, earlier, before, now, moved, tuple(others), p, least, difficulty=difficulty, seen=len(known))
+    return RewardChange(
+        step, earlier, before, now, moved, tuple(others), p, least, difficulty=difficulty, seen=len(known)
+    )
 
 
 def _mean(groups: Sequence[GroupReward]) -> float:
