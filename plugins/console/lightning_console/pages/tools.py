@@ -55,7 +55,7 @@ from lightning_console.router import Address
 
 EACH: Final = 50
 """Most failed tool runs, and most odd tool calls, that one page shows."""
-MOST_TOOLS: Final = 100
+MOST_TOOLS: Final = 40
 CURVES: Final = 5
 SPLITS: Final = (("", "all rollouts"), ("train", "training rollouts"), ("val", "held-out rollouts"))
 TROUBLES: Final = {

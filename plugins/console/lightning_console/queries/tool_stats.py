@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,13 +17,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from lightning.trainer.summary import grouped
 from lightning.types import Json, by_key
 from lightning_debug.statistics import interval
 
 from lightning_console.queries.scan import Scanned, ToolRun
 
-MOST_RUNS: Final = 5_000
+MOST_RUNS: Final = 2_000
 """Most runs of a tool whose arguments are compared, evenly over all."""
 MOST_WORDS: Final = 40
 """Most words of an argument's text that are looked at."""
@@ -110,10 +110,21 @@ def _line(tool: str, agent: str, used: Sequence[Used]) -> ToolLine:
         status["unreported"],
         len(failed) / known if known else None,
         share_interval(pairs),
-        tuple((number, str(why)) for number, why in grouped(run.error for _, run in failed)),
+        tuple(_kinds_of(Counter(run.error for _, run in failed))),
         len({rollout.id for rollout, _ in failed}),
         tuple(used),
     )
+
+
+def _kinds_of(errors: Mapping[str, int]) -> list[tuple[int, str]]:
+    """Return the numbers of the errors, the commonest first; errors that differ only in numbers are one, in the words of the
+    first."""
+    found: dict[str, tuple[int, str]] = {}
+    for error, times in errors.items():
+        kind = re.sub(r"\d+", "N", error)
+        count, first = found.get(kind, (0, error))
+        found[kind] = (count + times, first)
+    return sorted(found.values(), key=lambda each: -each[0])
 
 
 def share_interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
