@@ -54,7 +54,7 @@ async def test_what_is_trained_again_is_declared_counted_and_audited(bench: Open
         assert (report.steps, report.rollouts, report.reused) == (3, 24, 16)
         assert report.rederived
     said = await asyncio.to_thread(CliRunner().invoke, build("audit"), ["audit", str(tmp_path / "run")])
-    assert "3 steps, 24 rollouts, trained 16 times again (declared as reused)" in said.output
+    assert "3 steps, 24 training rollouts, trained 16 times again (declared as reused)" in said.output
     assert "as it was trained" in said.output
 
 
