@@ -44,7 +44,7 @@ evaluation = evaluations; held-out evaluations
     Rollouts of held-out tasks that only measure the policy. Nothing is trained on them.
 expected
     The right answer that a task brings along. The grader gets it; the agent does not.
-failed rollout = failed; failed rollouts; in rollouts that failed
+failed rollout = failed rollouts; in rollouts that failed
     A rollout that ended with an error before the grader gave a reward. A rollout with the reward 0 did not fail: the
     grader looked at it.
 fault

@@ -267,7 +267,7 @@ async def _choices(places: Places, address: Address, marked: list[str]) -> Page:
         Column("reward", "number"),
         Column("failed as 0", "number"),
         Column("rollouts", "number"),
-        Column("failed", "number"),
+        Column("failed rollouts", "number"),
         Column("run began"),
     ]
     blocks = cannot_read(unreadable)
