@@ -528,6 +528,23 @@ async def test_a_part_against_which_others_work_explains_more_than_all(copied: P
     await places.close()
 
 
+async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_its_parts(copied: Path) -> None:
+    with sqlite3.connect(copied / "one" / "lightning.db") as database:
+        database.execute("UPDATE rollouts SET rewards = json_object('right', n % 2) WHERE reward IS NOT NULL")
+        long = "(SELECT sum(length(tokens)) FROM transitions AS call WHERE call.rollout = rollouts.n)"
+        database.execute(f"UPDATE rollouts SET reward = {long} WHERE reward IS NOT NULL")
+    places = Places(str(copied))
+    rows = {row["quantity"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
+    assert rows["the part right"]["explains"]["text"] == "–", "the reward is not the sum of its parts"
+    strongest = max(
+        rows.values(), key=lambda row: abs(float(row["rank correlation"]["text"].replace("does not vary", "0")))
+    )
+    found = await fact(places, "rewards/one", "the reward follows most")
+    assert found["value"] == strongest["quantity"]["text"] == "the length of the answers (tokens)"
+    assert found["detail"] == f"rank correlation {strongest['rank correlation']['text']}"
+    await places.close()
+
+
 async def test_results_of_reward_try_stand_side_by_side(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_debug.regrade import try_grader
     from lightning_debug.run_commands import _trial_json

@@ -231,8 +231,9 @@ def _numbers(value: Json) -> list[float]:
     """Return the numbers in an argument: its value, or those in its text."""
     if isinstance(value, str):
         return [float(found) for found in NUMBER.findall(value)]
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    return [float(value)] if known else []
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return []
+    return [float(value)] if abs(value) < LARGEST else []
 
 
 def _features(arguments: Mapping[str, Json], names: set[str]) -> Iterator[str]:
