@@ -431,6 +431,12 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
     (row,) = await table(places, "compare?runs=one,seed", "Settings that differ")
     assert row["setting"]["text"] == "seed"
     assert row["seed"]["text"] == "7"
+    with sqlite3.connect(copied / "seed" / "lightning.db") as database:
+        database.execute("UPDATE runs SET config = ?", (text,))
+    await places.close()
+    places = Places(str(copied))
+    (again,) = (await chart(places, "compare?runs=one,seed", "reward, failed rollouts as 0"))["series"]
+    assert again["name"].startswith("A: 2 runs like")
     await places.close()
 
 
