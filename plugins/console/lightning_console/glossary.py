@@ -124,7 +124,8 @@ token = tokens; answer tokens; prompt tokens
 tool run
     One execution of a tool that the model asked for. A tool run can fail although the rollout goes on.
 trained tokens = trained
-    The tokens that a step learned from: written by the model itself, in calls with an advantage that is not 0.
+    The tokens that a step learned from: written by the model itself, in calls with an advantage that is not 0. With a
+    bonus for entropy, or a KL penalty, the other calls count too.
 useful tokens
     The share of all sampled tokens that were trained on. The rest was sampled for nothing.
 void branch = void

@@ -363,12 +363,15 @@ BESIDES: Final[Mapping[str, Callable[[Transcript], float]]] = {
 
 def explained_by(rollouts: Sequence[Regraded], now: npt.NDArray[np.float64]) -> dict[str, float]:
     """Return each part's share of the reward's variance: its covariance with the reward, divided by that variance. The shares
-    of parts whose sum is the reward add up to 1. Empty if the reward is constant."""
+    add up to 1. Empty if the reward is constant, or if it is not the sum of its parts (and perhaps a constant): then no share
+    can be told."""
     names = sorted({name for each in rollouts for name in each.parts} - {"reward"})
     if not len(now) or np.ptp(now) <= 1e-12 * max(1.0, float(np.abs(now).max())):
         return {}
     variance = float(np.var(now))
     parts = {name: np.array([each.parts.get(name, 0.0) for each in rollouts]) for name in names}
+    if np.ptp(now - sum(parts.values())) > 1e-6 * float(np.ptp(now)):
+        return {}
     return {
         name: float(np.mean((values - values.mean()) * (now - now.mean()))) / variance for name, values in parts.items()
     }

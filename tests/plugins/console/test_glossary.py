@@ -26,3 +26,8 @@ def test_pages_explain_their_words() -> None:
     strip = TokenStrip(["a"], 0, [Measure("advantage", [1.0])], [Reason("weight", "1")]).to_json()["value"]
     assert strip["measures"][0]["hint"] == advantage
     assert strip["why"][0]["hint"] == explained("weight") != ""
+
+
+def test_a_word_of_several_meanings_gets_no_explanation_that_may_be_of_another() -> None:
+    assert explained("failed") == "", "runs, rollouts and tool runs fail, each in a way of its own"
+    assert "grader" in explained("failed rollouts")

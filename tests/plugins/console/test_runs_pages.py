@@ -431,6 +431,12 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
     (row,) = await table(places, "compare?runs=one,seed", "Settings that differ")
     assert row["setting"]["text"] == "seed"
     assert row["seed"]["text"] == "7"
+    with sqlite3.connect(copied / "seed" / "lightning.db") as database:
+        database.execute("UPDATE runs SET config = ?", (text,))
+    await places.close()
+    places = Places(str(copied))
+    (again,) = (await chart(places, "compare?runs=one,seed", "reward, failed rollouts as 0"))["series"]
+    assert again["name"].startswith("A: 2 runs like")
     await places.close()
 
 
@@ -525,6 +531,23 @@ async def test_a_part_against_which_others_work_explains_more_than_all(copied: P
     found = await fact(places, "rewards/one", "the reward follows most")
     assert found["value"] == "gain"
     assert found["detail"] == "rank correlation +1.00"
+    await places.close()
+
+
+async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_its_parts(copied: Path) -> None:
+    with sqlite3.connect(copied / "one" / "lightning.db") as database:
+        database.execute("UPDATE rollouts SET rewards = json_object('right', n % 2) WHERE reward IS NOT NULL")
+        long = "(SELECT sum(length(tokens)) FROM transitions AS call WHERE call.rollout = rollouts.n)"
+        database.execute(f"UPDATE rollouts SET reward = {long} WHERE reward IS NOT NULL")
+    places = Places(str(copied))
+    rows = {row["quantity"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
+    assert rows["the part right"]["explains"]["text"] == "–", "the reward is not the sum of its parts"
+    strongest = max(
+        rows.values(), key=lambda row: abs(float(row["rank correlation"]["text"].replace("does not vary", "0")))
+    )
+    found = await fact(places, "rewards/one", "the reward follows most")
+    assert found["value"] == strongest["quantity"]["text"] == "the length of the answers (tokens)"
+    assert found["detail"] == f"rank correlation {strongest['rank correlation']['text']}"
     await places.close()
 
 

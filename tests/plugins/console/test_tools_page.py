@@ -286,6 +286,16 @@ def test_an_argument_is_named_only_if_chance_does_not_explain_it() -> None:
     assert "unit is missing" in [each.text for each in failing_arguments(missing).telling]
 
 
+def test_the_limit_above_or_below_which_a_tool_fails_is_named() -> None:
+    large = [rollout_with(f"t{n}", {"sum": f"{n} + {n % 7}"}, n > 40) for n in range(10, 80, 2)]
+    assert [each.text for each in failing_arguments(large).telling] == ["sum has a number above 40"]
+    small = [rollout_with(f"t{n}", {"at": n / 2, "huge": 10**400, "flag": True}, n < 5) for n in range(-30, 30)]
+    assert [each.text for each in failing_arguments(small).telling][:1] == ["at is below 2.5"]
+    dice = random.Random(3)
+    by_dice = [rollout_with(f"t{n}", {"q": f"{dice.random()} m", "n": n}, dice.random() < 0.5) for n in range(200)]
+    assert failing_arguments(by_dice).telling == ()
+
+
 def test_runs_of_one_task_with_the_same_arguments_prove_nothing_more() -> None:
     same = [rollout_with("t", {"q": "a"}, True) for _ in range(50)] + [rollout_with("t", {"q": "b"}, False)] * 50
     found = failing_arguments(same)

@@ -89,6 +89,15 @@ async def test_two_versions_win_lose_and_tie(store: MemoryStore) -> None:
     assert len(every) == 5
 
 
+async def test_a_small_gain_on_every_task_is_not_called_chance(store: MemoryStore) -> None:
+    await evaluated(store, "run", 0, {f"t{number}": 0.5 for number in range(6)})
+    await evaluated(store, "run", 4, {f"t{number}": 0.6 for number in range(6)})
+    said = json.dumps((await shown(store, of("run@0", "run@4")))["Notices"])
+    assert "On these tasks B is better, and chance alone hardly explains it" in said
+    assert "in 31 of 1000 cases" in said, "two of the 64 ways to flip six signs"
+    assert "not told apart" not in said
+
+
 async def test_two_runs_are_compared_task_by_task_on_the_page_that_compares_them(store: MemoryStore) -> None:
     await evaluated(store, "one", 0, {"t0": 0.0, "t1": 0.0})
     await evaluated(store, "one", 4, {"t0": 1.0, "t1": 0.0, "t2": 0.0, "t3": 1.0})

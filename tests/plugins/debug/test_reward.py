@@ -366,3 +366,5 @@ def test_parts_that_add_up_explain_all_of_the_reward() -> None:
     found = explained_by(seen, np.array([sum(one.parts.values()) for one in seen]))
     assert sum(found.values()) == pytest.approx(1.0)
     assert found["a"] > 0.9
+    weighted = np.array([0.2 * one.parts["a"] + 0.8 * place for place, one in enumerate(seen)])
+    assert explained_by(seen, weighted) == {}, "the reward is not the sum of its parts"

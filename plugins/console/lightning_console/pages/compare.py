@@ -108,10 +108,12 @@ async def page(places: Places, address: Address) -> Page:
 def _by_seed(runs: list[Compared]) -> dict[str, list[Compared]]:
     """Group the runs that differ only in their seed, by the name of the group; a single run keeps its own name."""
     alike = by_key(runs, lambda run: run.curves.about.alike)
-    return {
-        own[0].name if len(own) == 1 else f"{chr(ord('A') + place % 26)}: {len(own)} seeds of {own[0].name}": own
-        for place, own in enumerate(alike.values())
-    }
+    named = {}
+    for place, own in enumerate(alike.values()):
+        seeds = {run.curves.about.seed for run in own}
+        several = f"{len(own)} {'seeds of' if len(seeds) == len(own) else 'runs like'} {own[0].name}"
+        named[own[0].name if len(own) == 1 else f"{chr(ord('A') + place % 26)}: {several}"] = own
+    return named
 
 
 def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) -> Controls:
@@ -135,7 +137,7 @@ def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) ->
 
 def _runs(groups: Mapping[str, list[Compared]]) -> Table:
     columns = [
-        Column("group", hint="runs that differ in nothing but their seed are one group"),
+        Column("alike", hint="runs with one letter differ in nothing but their seed, or in nothing at all"),
         Column("run"),
         Column("seed", "number"),
         Column("steps", "number"),
@@ -193,7 +195,9 @@ def _chart(groups: Mapping[str, list[Compared]], axis: Axis, measure: str) -> Ch
         MEASURES.get(measure, measure),
         whole=axis == "step",
         title=MEASURES.get(measure, measure),
-        note="of several seeds: their mean, with the least and the most of them" if several else "",
+        note="of several runs with the same settings: their mean, with the least and the most of them"
+        if several
+        else "",
         empty="none of these runs has this measure",
     )
 
@@ -217,7 +221,7 @@ def _held_out(groups: Mapping[str, list[Compared]], axis: Axis) -> Chart:
         whole=axis == "step",
         title="Held-out tasks",
         note="with the interval of 95 %; failed rollouts count as 0"
-        + ("; of several seeds the mean, with the least and the most of them" if several else ""),
+        + ("; of several runs with the same settings the mean, with the least and the most of them" if several else ""),
         empty="none of these runs has held-out tasks, or none was evaluated yet",
     )
 

@@ -272,7 +272,7 @@ def _uses(view: ResourceView) -> Table:
         Column("run"),
         Column("split"),
         Column("rollouts", "number"),
-        Column("failed", "number"),
+        Column("failed rollouts", "number"),
         Column("mean reward", "number"),
     ]
     return Table(columns, rows, title="Reward of each version", empty="no rollout has used it yet")

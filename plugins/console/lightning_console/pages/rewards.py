@@ -119,7 +119,8 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Rewards:
     """A run's rewards over the steps that were read (`steps`, of `of_steps`). `explained` is each part's covariance with the
-    reward, divided by the reward's variance: negative for a part that works against the others, whose sum then exceeds 1.
+    reward, divided by the reward's variance: negative for a part that works against the others, whose sum then exceeds 1. It is
+    empty if the reward is not the sum of its parts.
     `equal_groups` is the share of groups whose rewards are all equal. `unread` says why calls could not be read; empty if they
     could."""
 
@@ -310,7 +311,6 @@ def _warnings(rewards: Rewards) -> list[Block]:
 
 def _facts(rewards: Rewards) -> Facts:
     first, last = rewards.measures[0].steps[0], rewards.measures[0].steps[-1]
-    main = max(rewards.explained, key=lambda name: rewards.explained[name], default="")
     facts = [
         Fact(
             "mean reward", change(first.mean, last.mean), f"steps {first.step} and {last.step}, without failed rollouts"
@@ -323,22 +323,17 @@ def _facts(rewards: Rewards) -> Facts:
             "warn" if (rewards.equal_groups or 0.0) > 0.7 else "",
         ),
     ]
-    if main:
-        facts.append(
-            Fact(
-                "the reward follows most",
-                main,
-                _correlation_with(rewards, main),
-                hint="the part whose differences explain most of the reward's differences",
-            )
-        )
+    follows = [
+        (abs(each.value), each.value, each.name)
+        for each in rewards.correlations
+        if each.value is not None and (each.part or abs(each.value) >= STRONG)
+    ]
+    if follows:
+        _, value, name = max(follows)
+        hint = "of its parts, the length of answers and other quantities, the one with the strongest rank correlation"
+        facts.append(Fact("the reward follows most", name, f"rank correlation {value:+.2f}", hint=hint))
     looked = f"{len(rewards.steps)} of {rewards.of_steps} steps were looked at"
     return Facts(facts, note=looked if len(rewards.steps) < rewards.of_steps else "")
-
-
-def _correlation_with(rewards: Rewards, part: str) -> str:
-    value = next((each.value for each in rewards.correlations if each.part and each.name == part), None)
-    return "" if value is None else f"rank correlation {value:+.2f}"
 
 
 def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
@@ -403,8 +398,8 @@ def _correlations(rewards: Rewards) -> Table:
                 "explains",
                 "number",
                 "how much of the reward's differences come from this part (covariance with the reward, divided by the reward's "
-                "variance): parts that add up to the reward have values that add up to 1; a part with more than 1 has others "
-                "that work against it, and these are below 0",
+                "variance): the values add up to 1; a part with more than 1 has others that work against it, and these are "
+                "below 0. None if the reward is not the sum of its parts",
             ),
             Column("rollouts", "number"),
         ],

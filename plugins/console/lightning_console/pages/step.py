@@ -276,7 +276,7 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
         Column("rewards", hint="of its rollouts, in order; × failed, … not ended; behind | those of branches"),
         Column("mean", "number"),
         Column("spread", "number", "standard deviation: what there is to learn from"),
-        Column("failed", "number"),
+        Column("failed rollouts", "number"),
         Column("taught", hint="whether a rollout of it was trained"),
     ]
     if any(group.members[0].step != step.number for group in step.groups):

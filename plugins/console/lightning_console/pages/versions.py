@@ -14,7 +14,7 @@ from lightning.trainer.plan import VAL, newest_generation, of_generation
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Rollout, Run, by_key
 from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired_tasks
-from lightning_debug.statistics import SequentialTest, interval
+from lightning_debug.statistics import SequentialTest, interval, p_flipped
 
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
 from lightning_console.pages.words import NONE, cannot_read, count, mean_of, number, to, tone_of, when, written
@@ -206,6 +206,8 @@ async def _regressions(
 
 ABOVE = (Link("Runs", "runs"),)
 MOST_ROWS: Final = 200
+CHANCE: Final = 0.05
+"""A difference that arises by chance more often than this cannot be told from chance."""
 ROUNDING: Final = 1e-9
 """A mean reward this much below the reward of a success is one, too."""
 BETTER: Final = Column("B − A", "number", "the reward of B minus the reward of A: above 0 where B is better")
@@ -267,7 +269,7 @@ async def _choices(places: Places, address: Address, marked: list[str]) -> Page:
         Column("reward", "number"),
         Column("failed as 0", "number"),
         Column("rollouts", "number"),
-        Column("failed", "number"),
+        Column("failed rollouts", "number"),
         Column("run began"),
     ]
     blocks = cannot_read(unreadable)
@@ -319,6 +321,22 @@ def _facts(found: VersionComparison) -> Facts:
     )
 
 
+def _chance(found: VersionComparison) -> Notice:
+    """Say of a difference whose interval includes 0 whether chance explains it on the tasks that were given."""
+    p = 1.0 if found.anytime else p_flipped([each.difference for each in found.tasks])
+    if p > CHANCE:
+        return Notice(
+            "A and B are not told apart from chance: more tasks, or more rollouts of each, tell smaller differences"
+        )
+    better = "B" if (found.difference or 0.0) > 0 else "A"
+    return Notice(
+        f"On these tasks {better} is better, and chance alone hardly explains it; how much better on other tasks is not sure",
+        "warn",
+        f"If each task's difference were up or down at random, the mean would be as far off in {1000 * p:.0f} of 1000 cases. "
+        "The interval includes 0 because it leaves room for rare tasks of another kind: more tasks make it narrower",
+    )
+
+
 def _side_fact(name: str, side: Side) -> Fact:
     detail = f"{side.name}, {count(side.rollouts)} rollouts"
     return Fact(name, number(side.mean), detail, to=to("run", side.located.key))
@@ -336,11 +354,7 @@ def _words(found: VersionComparison) -> list[Block]:
             )
         )
     elif found.interval[0] <= 0 <= found.interval[1]:
-        said.append(
-            Notice(
-                "A and B are not told apart from chance: more tasks, or more rollouts of each, tell smaller differences"
-            )
-        )
+        said.append(_chance(found))
     if found.only_a or found.only_b:
         said.append(
             Notice(f"{found.only_a} tasks were given to A alone and {found.only_b} to B alone: they are in no figure")

@@ -7,6 +7,7 @@ explain it by chance.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -31,6 +32,10 @@ MOST_TRIED: Final = 2_000
 LIKELY: Final = 0.05
 """A value tells failed runs from others if chance has at most this probability, after correction for all that were tried."""
 NAMED: Final = 5
+NUMBER: Final = re.compile(r"(?<![\w.])\d{1,15}(?:\.\d{1,15})?(?![\w.]*\w)")
+"""A number inside a text; a minus before it may be an operator, and is not read."""
+LARGEST: Final = 1e15
+"""Larger numbers are not compared with limits."""
 ANSWER: Final = "the answer"
 """The name under which an answer is looked at where arguments are not recorded."""
 
@@ -198,14 +203,47 @@ def _telling(runs: Sequence[tuple[Mapping[str, Json], bool]], bad: int) -> tuple
         found = list(dict.fromkeys(_features(given, names)))
         seen.update(found)
         wrong.update(found if failed else ())
-    tried = [(text, count) for text, count in seen.most_common(MOST_TRIED) if count < len(runs)]
+    tried = [(text, wrong[text], count) for text, count in seen.most_common(MOST_TRIED) if count < len(runs)]
+    limits = list(_limits(runs, bad))
+    times = len(tried) + sum(many for *_, many in limits)
     surest: dict[tuple[float, int, int], str] = {}
-    for text, count in tried:
-        if wrong[text] * len(runs) > bad * count:
-            chance = by_chance(wrong[text], count, bad, len(runs)) * len(tried)
+    for text, failures, count in [*tried, *(limit[:3] for limit in limits)]:
+        if failures * len(runs) > bad * count:
+            chance = by_chance(failures, count, bad, len(runs)) * times
             if chance <= LIKELY:
-                surest.setdefault((chance, wrong[text], count), text)
+                surest.setdefault((chance, failures, count), text)
     return tuple(Feature(text, failed, count) for (_, failed, count), text in sorted(surest.items())[:NAMED])
+
+
+def _limits(runs: Sequence[tuple[Mapping[str, Json], bool]], bad: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield for each argument with numbers the limit above which most runs failed beyond the usual share, and the limit below
+    which they did: a feature's text, its failed runs, its runs, and how many limits were tried."""
+    sides: dict[tuple[str, int], list[tuple[float, bool]]] = {}
+    for given, failed in runs:
+        for name, value in given.items():
+            if numbers := _numbers(value):
+                has = f"{name or 'it'} {'has a number' if isinstance(value, str) else 'is'}"
+                sides.setdefault((f"{has} above", 1), []).append((max(numbers), failed))
+                sides.setdefault((f"{has} below", -1), []).append((-min(numbers), failed))
+    for (text, sign), own in sides.items():
+        own.sort(reverse=True)
+        failures, found = 0, list[tuple[int, int, int, float]]()
+        for count, ((value, failed), (following, _)) in enumerate(itertools.pairwise(own), 1):
+            failures += failed
+            if following < value:
+                found.append((failures * len(runs) - bad * count, failures, count, following))
+        if found:
+            _, failures, count, limit = max(found)
+            yield f"{text} {sign * limit + 0.0:.15g}", failures, count, len(found)
+
+
+def _numbers(value: Json) -> list[float]:
+    """Return the numbers in an argument: its value, or those in its text."""
+    if isinstance(value, str):
+        return [float(found) for found in NUMBER.findall(value)]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return []
+    return [float(value)] if abs(value) < LARGEST else []
 
 
 def _features(arguments: Mapping[str, Json], names: set[str]) -> Iterator[str]:
@@ -216,7 +254,7 @@ def _features(arguments: Mapping[str, Json], names: set[str]) -> Iterator[str]:
             yield f"{called} is {json.dumps(value)}"
         elif isinstance(value, int | float):
             yield f"{called} is a number"
-            yield f"{called} is {value:g}"
+            yield f"{called} is {value if isinstance(value, int) else format(value, 'g')}"
             if value < 0:
                 yield f"{called} is below 0"
         else:
