@@ -254,7 +254,7 @@ def argument_text(found: Arguments, longest: int = 80) -> str:
     """Say in one line which arguments a tool fails with."""
     if found.telling:
         first = found.telling[0]
-        return written(f"{first.text}: {first.failed} of {first.runs} failed", longest)
+        return written(f"{first.text}: {first.failed} of {first.runs} different runs failed", longest)
     if found.frequent:
         text, failed = found.frequent[0]
         return written(f"most often {text} ({failed}×)", longest)
