@@ -112,6 +112,7 @@ SMALLEST: dict[str, Size] = {
     "order": Size(["--seeds", "1", "--steps", "2"]),
     "postgres_notify": Size(["--seconds", "0.2", "--writers", "1", "--rounds", "1"]),
     "record_whole": Size(["--conversations", "1"], {"KINDS": {"1 call": (1, 100)}}),
+    "search": Size(["--rollouts", "8", "--calls", "2"], {"POLL": 0.05}),
     "sqlite_writers": Size(
         [
             "--only",

@@ -27,6 +27,7 @@ OTHER_MEANINGS = {
     "__init__.py": {"command": "a public name"},
     "cli/app.py": {"debug": "a level of the log"},
     "cli/runs.py": {"record": "what a step has, in `--json`"},
+    "config/other_words.py": {"verl": "the library, whose words these are"},
     "cli/train.py": {"prompts": "a folder in the run's own"},
     "gateway/stages.py": {"session": "a kind of key"},
     "instrument/context.py": {"lightning_session": "the name of a context variable"},

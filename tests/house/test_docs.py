@@ -18,8 +18,10 @@ from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, build
 from lightning.config import EngineConfig, settings
 from lightning.config.load import NOT_SETTINGS
+from lightning.config.other_words import WORDS, Word
 from lightning.config.plugin_settings import config_model
 from lightning.testing.public_imports import PUBLIC
+from lightning_console.glossary import lines as glossary
 from lightning_planner.cluster import Cluster, Gpu
 from lightning_planner.memory import kv_tokens, training_items
 from lightning_planner.shape import KNOWN, Shape, read_shape
@@ -208,14 +210,26 @@ def stage_to_copy() -> Iterator[str]:
     yield f"```python\n{(ROOT / 'examples/third_party_stage/lightning_tag/__init__.py').read_text().rstrip()}\n```"
 
 
+def other_words() -> Iterator[str]:
+    found: dict[str, dict[Word, list[str]]] = {}
+    for name, word in WORDS.items():
+        found.setdefault(word.whose, {}).setdefault(word, []).append(f"`{name}`")
+    for whose, words in found.items():
+        yield f"### {whose}\n\n| word | means | here |\n|---|---|---|"
+        yield from (f"| {', '.join(names)} | {word.meaning} | {word.said} |" for word, names in words.items())
+        yield ""
+
+
 SECTIONS = {
     "call-stages.md": stage_to_copy,
     "modules.md": module_tables,
     "api.md": names,
     "hooks.md": hook_list,
+    "coming-from.md": other_words,
     "configuration.md": settings_tables,
     "cli.md": commands,
     "errors.md": error_list,
+    "glossary.md": glossary,
     "server-api.md": server_routes,
     "which-model.md": models_that_fit,
     "writing-a-plugin.md": public_modules,

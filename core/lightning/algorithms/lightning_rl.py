@@ -31,6 +31,7 @@ from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, unroun
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Group
+from lightning.config.other_words import refuses_unknown
 from lightning.credit.advantage import all_equal
 from lightning.credit.intermediate import ToolReward, check_tool_reward
 from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
@@ -46,6 +47,7 @@ PRESET: Any = None
 that."""
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class LightningRL:
     """LightningRL: every call of the component of interest is trained with an advantage from its rollout's return in the group.

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lightning.config.fields import did_you_mean, toml_value, words
+from lightning.config.fields import toml_value, words
 from lightning.config.load import parse_value
+from lightning.config.other_words import unknown_argument
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named
@@ -156,8 +157,7 @@ def _fitting(factory: Callable[..., object], what: str, given: Mapping[str, obje
                 found[name] = value
                 continue
             takes = ", ".join(f"{key} ({argument.text})" for key, argument in known.items()) or "no argument"
-            hint = did_you_mean(name, known) or "."
-            raise ConfigError(f"{what} has no argument {name!r}{hint} It takes: {takes}")
+            raise ConfigError(unknown_argument(what, name, known, takes))
         argument = known[name]
         if value is None and argument.optional:
             found[name] = None

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, next_steps, print_json, print_table, say
 from lightning.installation import install_command
 from lightning.plugins import PluginInfo, plugins
 
@@ -62,6 +62,7 @@ def adapters(as_json: AsJson = False) -> None:
         for text in (item.error, item.cure):
             if text:
                 say(escape(f"{item.name}: {text}"))
+    next_steps(("check this machine", ["doctor"]), ("train your own agent", ["train", "--help"]))
 
 
 def row(info: PluginInfo) -> AdapterRow:

@@ -10,14 +10,14 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Annotated, TypeAlias, cast
 
 import typer
 
 from lightning._version import __version__
+from lightning.cli.core_commands import COMMANDS as COMMANDS  # for tests and the documentation
+from lightning.cli.core_commands import CoreCommand as CoreCommand
 from lightning.cli.output import fail
 from lightning.errors import ConfigError, LightningError, PluginError
 from lightning.plugins import plugins
@@ -33,30 +33,6 @@ LEVELS = ("debug", "info", "warning", "error")
 
 Command: TypeAlias = typer.Typer | Callable[..., None]
 """A command as typer runs it: a group of commands, or a function."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreCommand:
-    """A command of the core: its module and its line in the help. The module has a function of the command's name, or a group
-    `app`."""
-
-    module: str
-    help: str
-
-
-COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
-    {
-        "demo": CoreCommand("lightning.cli.demo", "Train a real agent on this machine, in minutes."),
-        "train": CoreCommand("lightning.cli.train", "Train the model behind your agent."),
-        "runs": CoreCommand("lightning.cli.runs", "List runs, or show one."),
-        "adapters": CoreCommand(
-            "lightning.cli.adapters", "List the agent frameworks that can be trained on this machine."
-        ),
-        "doctor": CoreCommand(
-            "lightning.cli.doctor", "Show what is installed, what is missing, and the command that installs it."
-        ),
-    }
-)
 
 
 def build(typed: str = "") -> typer.Typer:

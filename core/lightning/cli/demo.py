@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,13 +15,16 @@ from typing import Annotated
 
 import typer
 
-from lightning.cli.output import Overrides, stoppable, timestamp
+from lightning.cli.output import Overrides, next_steps, stoppable, timestamp
+from lightning.cli.train import Engine, Runner
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.plugins import plugins
+from lightning.store.places import RUN_FILE
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
+from lightning.trainer.needs import said_of_disk
 
 logger = logging.getLogger(__name__)
 DEFAULT, WITHOUT_MODEL = "calculator", "tiny"
@@ -40,23 +44,25 @@ Name = Annotated[
     str | None,
     typer.Argument(help=f"Which demonstration. Default: {DEFAULT}, or {WITHOUT_MODEL} if its model is not installed."),
 ]
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on with the run in --out, or with the newest run of this demo; or begin a new run beside it. Default: go "
+        "on if --out has an unfinished run with these settings.",
+        show_default=False,
+    ),
+]
 
 
 def demo(
     name: Name = None,
     seed: Annotated[int, typer.Option(help="Seed of tasks, task order and training.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, plot and log.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, or the newest run of this demo.")
-    ] = False,
+    resume: Resume = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps; default: the demo's own.")] = None,
-    engine: Annotated[
-        str,
-        typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
-    ] = "torch",
-    runner: Annotated[
-        str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` on other machines).")
-    ] = "process",
+    engine: Engine = "torch",
+    runner: Runner = "process",
     store: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the folder."),
@@ -76,7 +82,11 @@ def demo(
         _check_console()
     chosen = plugins().demo(name)() if name else _default()
     name = chosen.name
-    folder = out or _folder(name, resume=resume)
+    folder = out or _folder(name, resume=bool(resume))
+    if watch and not resume and (folder / RUN_FILE).is_file():
+        raise ConfigError(
+            f"{folder} holds a run, and --console needs to know which to show: add --resume, or give another --out"
+        )
     settings = {**chosen.settings, "trainer.seed": seed, **({} if steps is None else {"trainer.steps": steps})}
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
@@ -91,12 +101,13 @@ def demo(
         resume=resume,
         config=config,
     )
+    again = ["lightning", "demo", name, "--seed", str(seed)]
     with (
-        stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"),
+        stoppable(lambda: f"{shlex.join([*again, '--out', str(trainer.out), '--resume'])} (and the same options)"),
         _console(folder) if watch else contextlib.nullcontext(),
     ):
         summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
-    _report(chosen, summary, trainer, folder, console, pages=pages)
+    _report(chosen, summary, trainer, trainer.out, console, pages=pages)
 
 
 def _default() -> Demo:
@@ -154,12 +165,12 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
         console.print(f"What happened, as pages for a browser: {index}", highlight=False, soft_wrap=True)
     if chosen.source is not None:
         console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
-    console.print(
-        f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
-        f"[bold]lightning serve {folder}[/bold] serves the better model; "
-        "[bold]lightning train --help[/bold] trains your own agent.",
-        highlight=False,
-        soft_wrap=True,
+    console.print(said_of_disk(folder), markup=False, highlight=False, soft_wrap=True)
+    next_steps(
+        ("read what the agent did, in a browser", ["console", folder]),
+        ("prove what was trained", ["audit", folder]),
+        ("serve the trained model", ["serve", folder]),
+        ("train your own agent", ["train", "--help"]),
     )
 
 
@@ -180,9 +191,9 @@ def _console(folder: Path) -> Iterator[None]:
         yield
         if (code := process.poll()) is not None:
             logger.warning(
-                "the console ended before the training did, with exit code %d: lightning console %s shows the run",
+                "the console ended before the training did, with exit code %d: `lightning console %s` shows the run",
                 code,
-                folder,
+                shlex.quote(str(folder)),
             )
     finally:
         process.terminate()
@@ -210,7 +221,9 @@ def _write_pages(folder: Path) -> Path | None:
         )
     except subprocess.TimeoutExpired:
         logger.warning(
-            "the pages of the run were not written in %g s: lightning console %s --export DIR", PAGES_SECONDS, folder
+            "the pages of the run were not written in %g s: `lightning console %s --export DIR` writes them",
+            PAGES_SECONDS,
+            shlex.quote(str(folder)),
         )
         return None
     if done.returncode:

@@ -18,7 +18,7 @@ import typer
 
 from lightning._version import __version__
 from lightning.cli.check import Check, Extra, Status, extras
-from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, next_steps, print_json, print_table, say
 from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
@@ -56,9 +56,12 @@ def doctor(
         ),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="Check whether the model in this folder can be trained.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show the packages of the optional parts, too.")] = False,
 ) -> None:
-    """Show what is installed, what is missing, and the command that installs it. Exit code 1: `lightning demo` cannot
-    run, or the model cannot be trained."""
+    """Show whether this machine can train, what is missing, and the commands that install it.
+
+    Exit code 1: `lightning demo` cannot run, or the model cannot be trained.
+    """
     checks = list(examine(try_ or ()))
     if model is not None:
         checks += [*_model(model), _template(model)]
@@ -66,7 +69,10 @@ def doctor(
     if as_json:
         print_json({"ok": ok, "lightning": __version__, "checks": checks})
     else:
-        _show(checks, ok)
+        _show(checks, everything=everything)
+        _say_cures(checks)
+        if ok:
+            next_steps(("watch a small model learn", ["demo"]), ("train your own agent", ["train", "--help"]))
     if not ok:
         raise typer.Exit(1)
 
@@ -138,7 +144,7 @@ def _torch() -> Check:
 
 
 def _extra(extra: Extra, needed: set[str]) -> Check:
-    is_needed = bool(needed.intersection(extra.versions))
+    is_needed = bool(needed.intersection(extra.missing or extra.versions))
     have = ", ".join(f"{name} {version}" for name, version in extra.versions.items() if version)
     if extra.missing:
         detail = f"not installed: {', '.join(extra.missing)}"
@@ -271,16 +277,39 @@ def _stages() -> Iterator[Check]:
             yield Check(name, "ok", ", ".join(found) or "none", needed=True)
 
 
-def _show(checks: list[Check], ok: bool) -> None:
+def _show(checks: Sequence[Check], *, everything: bool) -> None:
+    """Print the findings, those that stop a training first, and the optional parts by name or, with `everything`, in detail."""
+    optional = [] if everything else [check for check in checks if _is_optional(check)]
     print_table(
         ["", "", f"lightning {__version__}"],
         [
-            [
-                f"[{COLOURS[check.status]}]{check.status}",
-                escape(check.name),
-                escape(check.detail) + (f"\n[bold]{escape(check.cure)}" if check.cure else ""),
-            ]
-            for check in checks
+            [f"[{COLOURS[check.status]}]{check.status}", escape(check.name), escape(check.detail)]
+            for check in sorted(checks, key=lambda check: (not check.fatal, check.status == "ok", not check.needed))
+            if check not in optional
         ],
     )
-    say("\n[green]ready for: lightning demo" if ok else "\n[red]lightning demo cannot run yet: see the cures above")
+    for state, status in (("installed", "ok"), ("not installed", "missing")):
+        if names := [check.name.strip("[]") for check in optional if check.status == status]:
+            say(f"optional parts that are {state}: {escape(', '.join(names))}")
+    if optional:
+        say("the optional parts in detail: lightning doctor --all")
+
+
+def _is_optional(check: Check) -> bool:
+    """Whether a finding is about an extra that is installed, or without which training runs."""
+    return check.name.startswith("[") and not check.fatal
+
+
+def _say_cures(checks: Sequence[Check]) -> None:
+    """Print the cures of everything that is wrong, those of what training needs first, one a line."""
+    wrong = sorted((check for check in checks if check.status != "ok"), key=lambda check: not check.fatal)
+    usual = [check for check in wrong if _is_optional(check) and check.cure == install_command(check.name.strip("[]"))]
+    if any(check.fatal for check in wrong):
+        say("\n[red]lightning demo cannot run yet. To mend it:")
+    else:
+        say("\n[green]ready for: lightning demo")
+    for check in wrong:
+        if check.cure and check not in usual:
+            say(f"{escape(check.name)}: [bold]{escape(check.cure)}")
+    if usual:
+        say(f"an optional part, EXTRA: [bold]{escape(install_command('EXTRA'))}")

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import orjson
 import typer
 
+from lightning.cli.core_commands import COMMANDS
 from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
@@ -33,6 +35,8 @@ from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from lightning.runner.protocol import Agent
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -41,6 +45,16 @@ SettingsFile = Annotated[Path | None, typer.Option(help="A TOML file of settings
 """The `--config` option of every command that has settings."""
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 """The `--set` option of every command that has settings."""
+LocalRunner = Annotated[
+    str,
+    typer.Option(
+        "--runner",
+        help="Where agents run: each in a process of its own (process), in this one (inline), or by a plugin's runner.",
+    ),
+]
+"""The `--runner` option of commands whose agents run on this machine."""
+GAP = 2
+"""Spaces between two columns of a table."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 """Seconds of each unit of a duration."""
 _BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
@@ -58,15 +72,97 @@ def print_json(value: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Print a table; cells may hold rich's markup. The caller formats numbers."""
+    """Print a table; cells may hold rich's markup. The caller formats numbers.
+
+    A word, such as an id, is never cut or broken, so that it can be copied. In a terminal, cells are wrapped between words to
+    its width; in a pipe each row is one line.
+    """
+    from lightning.terminal import Terminal
+
+    if title:
+        say(title)
+    if Terminal().is_terminal:
+        _print_wrapped(columns, list(rows))
+    else:
+        _print_lines([[f"[bold]{name}[/bold]" for name in columns], *rows])
+
+
+def _print_wrapped(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in which cells are wrapped to the terminal's width."""
     from rich.table import Table
 
     from lightning.terminal import Terminal
 
-    table = Table(*columns, title=title or None, box=None, pad_edge=False, title_justify="left", header_style="bold")
+    terminal = Terminal()
+    texts = [[terminal.render_str(cell) for cell in column] for column in zip(columns, *rows, strict=True)]
+    widths = [max(text.__rich_measure__(terminal, terminal.options).maximum for text in column) for column in texts]
+    least = [max(_longest_word(text) for text in column) for column in texts]
+    widths = _narrowed(widths, least, terminal.width - GAP * (len(widths) - 1))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    for name, width in zip(columns, widths, strict=True):
+        table.add_column(name, width=width, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Terminal().print(table)
+    Terminal(width=max(sum(widths) + GAP * len(widths), terminal.width)).print(table, crop=False)
+
+
+def _print_lines(rows: Sequence[Sequence[str]]) -> None:
+    """Print each row in one line, in columns."""
+    from rich.text import Text
+
+    from lightning.terminal import Terminal
+
+    terminal = Terminal(soft_wrap=True)
+    texts = [[terminal.render_str(" ".join(cell.split("\n"))) for cell in row] for row in rows]
+    widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
+    for row in texts:
+        for text, width in zip(row, widths, strict=True):
+            text.pad_right(width - text.cell_len)
+        line = Text(" " * GAP).join(row)
+        line.rstrip()
+        terminal.print(line, highlight=False)
+
+
+def _longest_word(text: Text) -> int:
+    """Return the cells that the longest word of a text takes."""
+    from rich.cells import cell_len
+
+    return max(map(cell_len, text.plain.split()), default=0)
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Narrow the widest columns until all fit into `room`, none below its `least` width."""
+    narrowed = list(widths)
+    while sum(narrowed) > room:
+        wide = [place for place, width in enumerate(narrowed) if width > least[place]]
+        if not wide:
+            break
+        narrowed[max(wide, key=lambda place: narrowed[place])] -= 1
+    return narrowed
+
+
+def next_steps(*steps: tuple[str, Sequence[object]]) -> None:
+    """Print the commands that are useful next, on standard error: standard output stays what the command was asked for.
+
+    Each step is its purpose, such as `see each rollout`, and the words after `lightning`, which are quoted for a shell.
+    Commands of plugins that are not installed are left out.
+    """
+    from rich.text import Text
+
+    from lightning.terminal import Terminal
+
+    known = {*COMMANDS, *plugins().names("commands")}
+    lead = "Next: "
+    for purpose, words in steps:
+        if words and str(words[0]) in known:
+            command = (shlex.join(["lightning", *map(str, words)]), "bold")
+            Terminal(stderr=True, soft_wrap=True).print(Text.assemble(lead, purpose, ": ", command), highlight=False)
+            lead = " " * len(lead)
+
+
+def run_words(run: str, runs: Path) -> list[str]:
+    """Return the words of a command line that name a run as the user did: its folder, or its id and `--runs`."""
+    return [run] if store_in(Path(run)) or runs == Path("runs") else [run, "--runs", str(runs)]
 
 
 def say(text: str) -> None:
@@ -95,12 +191,13 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def stoppable(how_to_go_on: str) -> Iterator[None]:
-    """Turn Ctrl-C into one line that says how to go on, and exit code 130."""
+def stoppable(how_to_go_on: str | Callable[[], str]) -> Iterator[None]:
+    """Turn Ctrl-C into one line that says how to go on, and exit code 130. A function is asked when that happens."""
     try:
         yield
     except KeyboardInterrupt:
-        fail(f"stopped; nothing that was recorded is lost. Go on with: {how_to_go_on}")
+        how = how_to_go_on if isinstance(how_to_go_on, str) else how_to_go_on()
+        fail(f"stopped; nothing that was recorded is lost. Go on with: {how}")
         raise typer.Exit(130) from None
 
 
@@ -149,9 +246,10 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
     for folder in (Path(run), runs / run):
         if url := store_in(folder):
             return url, run_id_of(folder)
+    command = shlex.join(["lightning", "runs", *([] if runs == Path("runs") else ["--runs", str(runs)])])
     raise ConfigError(
         f"no run {run!r}: neither {run} nor {runs / run} has a {DATABASE}, or a run.json that names a store. "
-        "`lightning runs` lists what there is"
+        f"`{command}` lists what there is"
     )
 
 

@@ -13,8 +13,9 @@ from rich.table import Table
 from lightning.errors import MissingExtraError
 from lightning.store.protocol import Store
 from lightning.terminal import Terminal
+from lightning.trainer.gains import LEVEL, MAY_BE_CHANCE, gain_of
 from lightning.trainer.plan import VAL
-from lightning.trainer.summary import PHASES, Summary, said
+from lightning.trainer.summary import PHASES, Evaluation, Summary, said
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Task
 
@@ -133,19 +134,18 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def show_summary(summary: Summary, title: str, console: Terminal, measure: str = "reward") -> None:
-    """Print `measure` before and after training, and where the time went."""
-    results = Table(title=title)
-    results.add_column("held-out tasks")
-    results.add_column(f"{measure} before", justify="right")
-    results.add_column("after", justify="right")
-    results.add_column("gain", justify="right")
+    """Print `measure` before and after training with the interval of its gain, and where the time went."""
     ended = summary.evaluations
-    results.add_row(str(ended[0].rollouts if ended else 0), *_cells([result.mean(measure) for result in ended]))
-    if any(result.failed for result in ended):
-        results.add_row("if failures count as 0", *_cells([result.mean_with_failures(measure) for result in ended]))
-    console.print(results)
+    if ended:
+        console.print(_results(summary, title, measure))
+    else:
+        console.print(f"{escape(title)}: no held-out tasks were given, so how much was gained is not known (--val)")
+    gain = gain_of(ended, measure, with_failures=any(result.failed for result in ended))
+    if gain is not None and not gain.is_certain:
+        console.print(f"[yellow]{gain.tasks} held-out tasks: {MAY_BE_CHANCE}", highlight=False, soft_wrap=True)
     console.print(
-        f"{summary.steps} steps, {summary.rollouts} rollouts ({summary.failed} failed), "
+        f"{summary.steps} steps: {summary.rollouts} training rollouts ({summary.failed} failed) and "
+        f"{summary.held_out_rollouts} held-out rollouts in {_counted(len(ended), 'evaluation')}; "
         f"{summary.trained_tokens} trained tokens, of which {summary.drift_tokens} are not exactly what vLLM sampled; "
         f"largest logprob gap between vLLM and the trainer {_gap(summary.max_logprob_gap)}",
         highlight=False,
@@ -160,14 +160,33 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     console.print(times)
 
 
-def _cells(means: Sequence[float | None]) -> tuple[str, str, str]:
-    """Format the first mean, the last one, and the difference."""
-    before, after = means[0] if means else None, means[-1] if len(means) > 1 else None
+def _results(summary: Summary, title: str, measure: str) -> Table:
+    """Make the table of the held-out means: over the rollouts that were scored and, if some failed, with the failed as 0."""
+    results = Table(title=title)
+    results.add_column("held-out tasks")
+    for name in (f"{measure} before", "after", "gain", f"{LEVEL:.0%} interval"):
+        results.add_column(name, justify="right")
+    ended = summary.evaluations
+    results.add_row(str(ended[0].rollouts), *_cells(ended, measure, with_failures=False))
+    if any(result.failed for result in ended):
+        results.add_row("if failures count as 0", *_cells(ended, measure, with_failures=True))
+    return results
+
+
+def _cells(ended: Sequence[Evaluation], measure: str, *, with_failures: bool) -> tuple[str, str, str, str]:
+    """Format the first mean, the last one, the gain, and its interval."""
+    means = [each.mean_with_failures(measure) if with_failures else each.mean(measure) for each in ended]
+    gain = gain_of(ended, measure, with_failures=with_failures)
     return (
-        said(before),
-        said(after),
-        "-" if before is None or after is None else f"[bold]{after - before:+.3f}",
+        said(means[0]),
+        said(means[-1] if len(means) > 1 else None),
+        "-" if gain is None else f"[bold]{gain.change:+.3f}",
+        "-" if gain is None else escape(gain.said_interval()),
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _gap(gap: float | None) -> str:

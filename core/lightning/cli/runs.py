@@ -5,25 +5,33 @@ The invariant: it only reads, also while the run is being trained.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+import typer.core
 
-from lightning.cli.output import AsJson, answers, escape, local_time, print_json, print_table, say
+from lightning.cli.output import AsJson, answers, escape, local_time, next_steps, print_json, print_table, say
 from lightning.errors import ConfigError
 from lightning.store.pages import each_rollout
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.context import Epoch, read_epochs
+from lightning.trainer.gains import Gain, gain_of, margin
+from lightning.trainer.plan import TRAIN, VAL
 from lightning.trainer.runs import differences
 from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
 from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
+
+if TYPE_CHECKING:
+    from typer._click.core import Command, Context
 
 Location = Annotated[
     str,
@@ -32,18 +40,35 @@ Location = Annotated[
     ),
 ]
 
-app = typer.Typer(invoke_without_command=True)
+LONGEST_VALUE, MOST_SETTINGS = 24, 20
+"""The most characters of a setting's value, and the most settings, that a comparison shows without `--all-settings`."""
+
+
+class RunOrCommand(typer.core.TyperGroup):
+    """The group of commands of `lightning runs`, in which a run's name alone means `show`."""
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        """Return the command that is typed, or `show` with all arguments."""
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
+
+
+app = typer.Typer(
+    cls=RunOrCommand, invoke_without_command=True, subcommand_metavar="[RUN | show RUN | compare [RUN ...]]"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run in a list. `rewards` are the mean training rewards of the first and the last step. The fields `..._with_failures`
-    count a failed rollout as 0."""
+    """One run in a list. `training_rollouts`, `held_out_rollouts` and `other_rollouts` (of a server, of branches) count
+    rollouts in every state, `rollouts_failed` the failed ones among them all. `rewards` are the mean training rewards of the
+    first and the last step. The fields `..._with_failures` and `gain` count a failed rollout as 0."""
 
     id: str
     created_at: float
     steps: int
-    rollouts_ok: int
+    training_rollouts: int
+    held_out_rollouts: int
+    other_rollouts: int
     rollouts_failed: int
     rewards: tuple[float | None, float | None] | None
     before: float | None
@@ -52,11 +77,12 @@ class RunRow:
     rewards_with_failures: tuple[float | None, float | None] | None = None
     before_with_failures: float | None = None
     after_with_failures: float | None = None
+    gain: Gain | None = None
 
 
 @app.callback()
 def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = False) -> None:
-    """List runs: their steps, rollouts, and how the reward went."""
+    """List runs with their steps, their rollouts and their rewards. `lightning runs RUN` shows one run."""
     if context.invoked_subcommand is not None:
         context.obj = where
         return
@@ -65,23 +91,42 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
     if as_json:
         print_json(rows)
     elif rows:
-        print_table(
-            ["run", "started", "steps", "rollouts", "failed", "reward", "held-out"],
-            [
-                [
-                    escape(row.id),
-                    local_time(row.created_at),
-                    str(row.steps),
-                    str(row.rollouts_ok),
-                    f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",
-                    _change(row.rewards, row.rewards_with_failures),
-                    _change((row.before, row.after), (row.before_with_failures, row.after_with_failures)),
-                ]
-                for row in rows
-            ],
-        )
+        _list(rows)
+        place = [] if where == "runs" else ["--runs", where]
+        several = [("compare the runs", ["runs", "compare", *place])] if len(rows) > 1 else []
+        next_steps(("see a run's steps and rollouts", ["runs", *place, rows[0].id]), *several)
     else:
-        say(f"no runs in {escape(redacted(where))} yet; `lightning demo` makes one")
+        say(f"no runs in {escape(redacted(where))} yet")
+        next_steps(("make one with a demonstration", ["demo"]))
+
+
+def _list(rows: Sequence[RunRow]) -> None:
+    """Print the table of runs; columns in which no run has anything are left out."""
+    others = any(row.other_rollouts for row in rows)
+    print_table(
+        [
+            *("run", "started", "steps", "training rollouts", "held-out rollouts"),
+            *(["other rollouts"] if others else []),
+            *("failed", "training reward", "held-out reward"),
+        ],
+        [
+            [
+                escape(row.id),
+                local_time(row.created_at),
+                str(row.steps),
+                str(row.training_rollouts),
+                str(row.held_out_rollouts),
+                *([str(row.other_rollouts)] if others else []),
+                f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",
+                _change(row.rewards, row.rewards_with_failures),
+                _change((row.before, row.after), (row.before_with_failures, row.after_with_failures))
+                + (f" {escape(row.gain.said_interval())}" if row.gain else ""),
+            ]
+            for row in rows
+        ],
+    )
+    if any(row.gain for row in rows):
+        say("In brackets: the interval of 95 % of the gain. An interval with 0 in it may be chance.")
 
 
 @app.command("show")
@@ -96,8 +141,8 @@ def show(
     limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum number of rollouts to list.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show one run: its steps and its rollouts."""
-    place = where or str(context.obj or "runs")
+    """Show one run: its steps, its held-out rewards and its rollouts."""
+    place, named = where or str(context.obj or "runs"), run
     if store_in(Path(run)):
         place, run = run, run_id_of(Path(run))
     for _, found in answers(place, lambda _, store: _details(store, run, step, failed, limit)):
@@ -116,15 +161,30 @@ def show(
                 )
             else:
                 _show_run(found)
+                if folder := _folder_of(named, place):
+                    next_steps(
+                        ("learn what is wrong with it", ["advise", folder]),
+                        ("prove what was trained", ["audit", folder]),
+                    )
             return
-    shown = redacted(place)
-    raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists the runs there")
+    raise ConfigError(_no_run(run, place))
+
+
+def _no_run(run: str, place: str) -> str:
+    command = shlex.join(["lightning", "runs", "--runs", redacted(place)])
+    return f"there is no run {run!r} in {redacted(place)}: `{command}` lists the runs there"
+
+
+def _folder_of(run: str, place: str) -> Path | None:
+    """Return the folder of a run that was named by its folder or by its id at a place; None if its store is elsewhere."""
+    return next((folder for folder in (Path(run), Path(place) / run) if store_in(folder)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
     """One run in a comparison. `settings` has the run's values of the settings in which the runs differ. `before` and `after`
-    count failed rollouts as 0; `error` is the standard error of `after`."""
+    count failed rollouts as 0; `error` is the standard error of `after`, `margin` half the width of its interval of 95 %, and
+    `gain` the change. `reward` is the mean training reward of the last step, `failed` counts failed training rollouts."""
 
     id: str
     settings: dict[str, Json]
@@ -132,6 +192,9 @@ class Compared:
     before: float | None
     after: float | None
     error: float | None
+    margin: float | None
+    gain: Gain | None
+    reward: float | None
     failed: int
 
 
@@ -142,18 +205,18 @@ def compare(
     where: Annotated[
         str, typer.Option("--runs", metavar="PLACE", help="Where the runs are, as for `lightning runs`.")
     ] = "",
+    all_settings: Annotated[
+        bool, typer.Option("--all-settings", help="Show every setting that differs, and its whole value.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: the settings in which they differ, and the held-out reward before and after."""
+    """Compare runs: held-out rewards before and after, and the settings in which the runs differ."""
     place = where or str(context.obj or "runs")
     found = {
         run.id: (run, summary) for _, those in answers(place, partial(_summaries, names)) for run, summary in those
     }
     if missing := [name for name in names or () if name not in found]:
-        shown = redacted(place)
-        raise ConfigError(
-            f"there is no run {missing[0]!r} in {shown}: `lightning runs --runs {shown}` lists the runs there"
-        )
+        raise ConfigError(_no_run(missing[0], place))
     if len(found) < 2:
         there = f"there is {'only 1' if found else 'none'} in {redacted(place)}: give another place with --runs"
         if names:
@@ -163,22 +226,53 @@ def compare(
     if as_json:
         print_json(rows)
         return
+    rows.sort(key=lambda row: (row.after is None, -(row.after or 0.0)))
+    _show_compared(rows, all_settings=all_settings)
+    options = [] if place == "runs" else ["--runs", place]
+    next_steps(("see the run of the best held-out reward", ["runs", *options, rows[0].id]))
 
+
+def _show_compared(rows: Sequence[Compared], *, all_settings: bool) -> None:
+    """Print the runs with a number each, then the settings that differ with a column for each number."""
     print_table(
-        ("run", "differs in", "steps", "before", "after", "± error", "failed"),
+        ("", "run", "steps", "held-out before", "after", "± (95 %)", "gain", "training reward at the end", "failed"),
         [
             (
+                str(number),
                 escape(row.id),
-                escape(", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row.settings.items())),
                 str(row.steps),
-                *(said(value) for value in (row.before, row.after, row.error)),
+                *(said(value) for value in (row.before, row.after, row.margin)),
+                "-" if row.gain is None else escape(f"{row.gain.change:+.3f} {row.gain.said_interval()}"),
+                said(row.reward),
                 str(row.failed),
             )
-            for row in sorted(rows, key=lambda row: (row.after is None, -(row.after or 0.0)))
+            for number, row in enumerate(rows, 1)
         ],
-        title="held-out reward before and after",
     )
-    say("A held-out rollout that failed counts as 0. The error is over held-out rollouts; other seeds differ by more.")
+    names = list(rows[0].settings)
+    shown = names if all_settings else names[:MOST_SETTINGS]
+    if shown:
+        say("")
+        print_table(
+            ("settings that differ", *(str(number) for number in range(1, len(rows) + 1))),
+            [
+                (escape(name), *(escape(_value(row.settings[name], whole=all_settings)) for row in rows))
+                for name in shown
+            ],
+        )
+    else:
+        say("The runs have the same settings.")
+    if len(shown) < len(names):
+        say(f"{len(names) - len(shown)} more settings differ: --all-settings shows them")
+    say(
+        "A held-out rollout that failed counts as 0. The intervals are over held-out tasks; other seeds differ by more."
+    )
+
+
+def _value(value: Json, *, whole: bool) -> str:
+    """Format a setting's value, cut unless it is to be `whole`."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if whole or len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
 async def _summaries(names: Sequence[str] | None, url: str, store: Store) -> list[tuple[Run, Summary]]:
@@ -203,6 +297,9 @@ def _compared(found: Sequence[tuple[Run, Summary]]) -> list[Compared]:
                 ended[0].reward_with_failures if ended else None,
                 ended[-1].reward_with_failures if len(ended) > 1 else None,
                 ended[-1].error if len(ended) > 1 and ended[-1].known else None,
+                margin(ended[-1]) if len(ended) > 1 else None,
+                gain_of(ended, with_failures=True),
+                summary.rewards_with_failures[-1] if summary.rewards_with_failures else None,
                 summary.failed,
             )
         )
@@ -214,9 +311,11 @@ async def _rows(url: str, store: Store) -> list[RunRow]:
 
 
 async def _row(store: Store, run: Run, url: str) -> RunRow:
-    states: Counter[Status] = Counter()
+    splits: Counter[str] = Counter()
+    failed = 0
     for counted in await store.count_rollouts(run.id):
-        states[counted.status] += counted.rollouts
+        splits[counted.split] += counted.rollouts
+        failed += counted.rollouts if counted.status is Status.FAILED else 0
     summary = await summarize(store, run.id)
     rewards = (summary.rewards[0], summary.rewards[-1]) if summary.rewards else None
     with_failures = summary.rewards_with_failures
@@ -225,8 +324,10 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
         id=run.id,
         created_at=run.created_at,
         steps=summary.steps,
-        rollouts_ok=states[Status.SUCCEEDED],
-        rollouts_failed=states[Status.FAILED],
+        training_rollouts=splits[TRAIN],
+        held_out_rollouts=splits[VAL],
+        other_rollouts=splits.total() - splits[TRAIN] - splits[VAL],
+        rollouts_failed=failed,
         rewards=rewards,
         before=summary.before,
         after=summary.after,
@@ -234,23 +335,36 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
         rewards_with_failures=(with_failures[0], with_failures[-1]) if with_failures else None,
         before_with_failures=held_out[0] if held_out else None,
         after_with_failures=held_out[-1] if len(held_out) > 1 else None,
+        gain=gain_of(summary.evaluations, with_failures=True),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """The parts of a run that are shown. `rollouts` are the selected rollouts, of `among` rollouts searched; `step_rewards` are
-    the step rewards of the selected rollouts, by rollout; `failures` counts the failed rollouts of all those searched, by
-    reason."""
+    """The parts of a run that are shown. `rollouts` are the selected rollouts, of all those searched, which `searched` counts
+    by split; `step_rewards` are the step rewards of the selected rollouts, by rollout; `failures` counts the failed rollouts of
+    all those searched, by reason."""
 
     run: Run
     epochs: list[Epoch]
     steps: list[StepRecord]
     rollouts: list[Rollout]
-    among: int
+    searched: Counter[str]
     step_rewards: dict[str, tuple[StepReward, ...]]
     failures: list[tuple[int, Reason]]
     summary: Summary
+
+    @property
+    def among(self) -> int:
+        """The number of rollouts that were searched."""
+        return self.searched.total()
+
+    @property
+    def said_counts(self) -> str:
+        """Format how many rollouts were searched, such as `912 (512 training, 400 held-out)`."""
+        words = {TRAIN: "training", VAL: "held-out"}
+        parts = ", ".join(f"{count} {words.get(split, split)}" for split, count in self.searched.items())
+        return f"{self.among} ({parts})" if parts else "0"
 
 
 async def _details(store: Store, run: str, step: int | None, failed: bool, limit: int) -> Details | None:
@@ -265,7 +379,7 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
         epochs=await read_epochs(store, stored),
         steps=await store.steps(run),
         rollouts=chosen,
-        among=len(rollouts),
+        searched=Counter(rollout.split for rollout in rollouts),
         step_rewards={
             rollout.id: attempt.step_rewards
             for rollout, attempt in zip(chosen, attempts, strict=True)
@@ -287,7 +401,7 @@ def _show_run(found: Details) -> None:
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
     aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
-    columns = ["step", "reward", "failed as 0", "rollouts", "tokens", "loss", "logprob gap", "policy"]
+    columns = ["step", "reward", "failed as 0", "training rollouts", "tokens", "loss", "logprob gap", "policy"]
     print_table(
         [*columns, *(["age", "record"] if aged else [])],
         [
@@ -309,6 +423,9 @@ def _show_run(found: Details) -> None:
     for result in found.summary.evaluations:
         named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
         say(f"held-out after {result.step} steps: {said_reward(result)}{named} over {result.rollouts} tasks")
+    if gain := gain_of(found.summary.evaluations, with_failures=True):
+        counted = " (failures count as 0)" if any(result.failed for result in found.summary.evaluations) else ""
+        say(f"held-out gain{counted}: {escape(str(gain))}")
     print_table(
         ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],
         [
@@ -323,10 +440,10 @@ def _show_run(found: Details) -> None:
             ]
             for rollout in found.rollouts
         ],
-        title=f"rollouts ({len(found.rollouts)} of {found.among})",
+        title=f"rollouts: {len(found.rollouts)} of {found.said_counts}",
     )
     for count, why in found.failures:
-        say(f"{count} of {found.among} failed: {escape(str(why))}")
+        say(f"{count} of {found.among} rollouts failed: {escape(str(why))}")
 
 
 def _age(record: StepRecord) -> tuple[str, str]:
@@ -339,10 +456,10 @@ def _age(record: StepRecord) -> tuple[str, str]:
 def _change(
     values: tuple[float | None, float | None] | None, counted: tuple[float | None, float | None] | None = None
 ) -> str:
-    """Format a reward's change. `counted` is the change with failed rollouts as 0, which is added if it differs."""
+    """Format a reward's change. `counted` is the change with failed rollouts as 0, which is added if it differs as printed."""
     if values is None or (values[0] is None and not counted):
         return "-"
-    change = f"{said(values[0])} → {said(values[1])}"
-    if counted is None or counted == values:
+    change, other = (f"{said(pair[0])} → {said(pair[1])}" for pair in (values, counted or values))
+    if change == other:
         return "-" if values[0] is None else change
-    return f"{change} ({said(counted[0])} → {said(counted[1])} if failures count as 0)"
+    return f"{change} ({other} if failures count as 0)"

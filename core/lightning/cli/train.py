@@ -9,13 +9,14 @@ from typing import Annotated, cast
 
 import typer
 
-from lightning.cli.output import Overrides, SettingsFile, load_agent, stoppable
+from lightning.cli.output import Overrides, SettingsFile, load_agent, next_steps, stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.safe_text import read_text
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
+from lightning.trainer.needs import said_of_disk
 from lightning.types import Task
 
 # Arguments and options that take more than a line.
@@ -29,14 +30,16 @@ Agent = Annotated[
 Algorithm = Annotated[
     str,
     typer.Option(
-        help="A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the "
-        "steps of each: sft:2,grpo:20."
+        help="How the model learns: the name of an algorithm, alone or with arguments "
+        "(grpo:group_size=4,kl_coefficient=0.01). Several run one after another, each with its number of "
+        "steps: sft:2,grpo:20."
     ),
 ]
 Tasks = Annotated[
     Path | None,
     typer.Option(
-        help="Training tasks: JSON lines, each with `input` and optionally `expected`; or NAME:TEXT, such as harbor:FOLDER."
+        help="Training tasks: a file of JSON lines, each with `input` and optionally `expected`; or a plugin's "
+        "tasks as NAME:TEXT, such as harbor:FOLDER."
     ),
 ]
 TrainAgents = Annotated[
@@ -44,18 +47,23 @@ TrainAgents = Annotated[
     typer.Option(
         "--train-agents",
         metavar="GLOB",
-        help="Train only on these agents' calls (!GLOB: not these; model:GLOB: by the model that is asked for); may be "
-        "repeated. The others are not frozen: all are answered by the same weights.",
+        help="Train only on the calls of these agents; may be repeated. !GLOB leaves agents out, model:GLOB "
+        "chooses by the model that a call asks for. One set of weights answers all agents, so the others "
+        "change, too.",
     ),
 ]
 Engine = Annotated[
     str,
-    typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
+    typer.Option(
+        help="The library that trains: torch, verl (for many GPUs, with --set engine.verl.world_size=N), or a "
+        "plugin's engine."
+    ),
 ]
 Runner = Annotated[
     str,
     typer.Option(
-        help="What runs agents: process, inline, remote (`lightning runner` on other machines), or a plugin's."
+        help="Where agents run: each in a process of its own (process), in this one (inline), on machines with "
+        "`lightning runner` (remote), or by a plugin's runner."
     ),
 ]
 StoreUrl = Annotated[
@@ -67,7 +75,7 @@ FromRun = Annotated[
     typer.Option(
         "--from",
         metavar="RUN@STEP",
-        help="Start a new run from the weights and optimizer state of another run's step.",
+        help="Start a new run from the weights and the optimizer state that another run had after a step.",
     ),
 ]
 Recorded = Annotated[
@@ -77,6 +85,25 @@ Recorded = Annotated[
         help="Train on recorded rollouts instead of sampling. PLACE is a run's folder, a folder of `lightning serve`, or a "
         "store's URL; add #RUN to use one run. The agent then only runs the tasks of --val.",
     ),
+]
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on with the run in --out, also under other settings; or begin a new run beside it. Default: go on if the run "
+        "is unfinished and has these settings.",
+        show_default=False,
+    ),
+]
+Dev = Annotated[
+    bool,
+    typer.Option(
+        "--dev", help="Dry run: run the agent on a few tasks without training, and report what would go wrong."
+    ),
+]
+TasksPerStep = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tasks in each step; each task is run group_size times (trainer.tasks_per_step)."),
 ]
 SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}
 """The settings that have an option of their own, by option."""
@@ -93,25 +120,25 @@ def train(
     runner: Runner = "process",
     store: StoreUrl = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    resume: Resume = None,
     from_run: FromRun = None,
     recorded: Recorded = None,
-    dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
+    dev: Dev = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps (trainer.steps).")] = None,
-    tasks_per_step: Annotated[
-        int | None, typer.Option(min=1, help="Tasks of a step, each run group_size times (trainer.tasks_per_step).")
-    ] = None,
+    tasks_per_step: TasksPerStep = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate (engine.lr); default: by the size of the model.")
     ] = None,
     config: SettingsFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Train the model behind your agent."""
+    """Train the model behind your agent.
+
+    For example: `lightning train my_app:agent --model Qwen/Qwen3-0.6B --tasks tasks.jsonl --val held_out.jsonl`
+    """
     console = Terminal()
     given = {"--steps": steps, "--tasks-per-step": tasks_per_step, "--lr": lr}
     _refuse_twice({SETTING[name] for name, value in given.items() if value is not None}, set_ or [])
-    function = None if agent is None else load_agent(agent)
     trainer = Trainer(
         model,
         algorithm,
@@ -132,11 +159,13 @@ def train(
         raise ConfigError("give --tasks to train on, or --recorded with what was recorded: one of the two")
     if dev and tasks is None:
         raise ConfigError("--dev runs the agent on a few tasks: give --tasks in place of --recorded")
+    function = None if agent is None else load_agent(agent)
     train_tasks = read_tasks(tasks) if tasks is not None else []
+    held_out = read_tasks(val) if val else []
     if dev:
         raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
-    with stoppable(f"the same command with --out {trainer.out} --resume"):
-        summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
+    with stoppable(lambda: f"the same command with --out {trainer.out} --resume"):
+        summary = trainer.fit(function, train_tasks, held_out)
     _report(summary, trainer, console)
 
 
@@ -152,11 +181,17 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
 
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
+    console.print(said_of_disk(trainer.out), markup=False, highlight=False, soft_wrap=True)
     made = "prompts" if (trainer.out / "prompts").is_dir() else "model"
     console.print(
         f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",
         highlight=False,
         soft_wrap=True,
+    )
+    next_steps(
+        ("see each step and rollout", ["runs", trainer.out]),
+        ("learn what is wrong, if it gained little", ["advise", trainer.out]),
+        *([("serve the trained model", ["serve", trainer.out])] if made == "model" else []),
     )
 
 

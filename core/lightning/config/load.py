@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
+from lightning.config.other_words import answer
 from lightning.config.plugin_settings import check_plugin_settings, config_model
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
@@ -179,6 +180,8 @@ def _unknown(given: Given) -> str:
         return ""
     known = [setting.key for setting in settings()]
     section, sections = given.key.partition(".")[0], config_model().model_fields
+    if said := answer(given.key):
+        return f"{given.origin}: unknown setting {given.key!r}: {said}"
     if brought := _brought(given.key):
         hint = f".{brought}"
     elif not (hint := did_you_mean(given.key, known)):

@@ -18,7 +18,7 @@ import pluggy
 
 from lightning import hooks
 from lightning.errors import PluginError
-from lightning.installation import install_command
+from lightning.installation import OWN, install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
 from lightning.plugins.discovery import ANY, DISABLE, GROUP, PluginInfo, RegisteredNames, discover, extra_of, near, one
 from lightning.plugins.importing import imported, on_import
@@ -281,7 +281,9 @@ class Plugins:
         elif disabled:
             names = ", ".join(repr(info.name) for info in disabled)
             text += f" The plugins {names}, which might have it, are disabled: {DISABLE} lists them."
-        waiting = ", ".join(f"{info.name!r} ({info.waits_for})" for info in missing if info.state == "waiting")
+        # what lightning's own plugins bring is known without loading them (`brought`)
+        strangers = [info for info in missing if info.state == "waiting" and info.distribution != OWN]
+        waiting = ", ".join(f"{info.name!r} ({info.waits_for})" for info in strangers)
         if waiting and kind != "settings":
             text += f" Plugins that are loaded once their framework is imported: {waiting}."
         return text
@@ -423,8 +425,8 @@ class Plugins:
 
     def _no_such(self, kind: str, name: str) -> str:
         known = sorted(self._names.taken[kind])
-        text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
-        return text + self.cures(kind, name)
+        hint = "." if self.brought(kind, name) else f"{near(name, known)} Known: {', '.join(known) or 'none'}."
+        return f"there is no {one(kind)} {name!r}{hint}{self.cures(kind, name)}"
 
     def cures(self, kind: str, name: str = ANY) -> str:
         """Say how to get a name that is missing: the extra that brings it, and plugins that were left out."""

@@ -99,6 +99,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.memory_budget",
             "lightning.redaction",
         ),
+        "a request to a model of others": ("lightning.outside_requests",),
         "a sampler, an order of tasks": (
             "lightning.trainer.algorithm",
             "lightning.trainer.samplers",
@@ -165,6 +166,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a stage at a run's beginning and end": (
             "lightning.trainer.model",
+            "lightning.trainer.needs",
             "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),
@@ -173,6 +175,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.config.fields",
+            "lightning.trainer.gains",
             "lightning.trainer.summary",
             "lightning.trainer.metrics",
             "lightning.trainer.weight_sync",

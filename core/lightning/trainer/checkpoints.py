@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import shutil
 import time
@@ -18,9 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lightning.config import Config
-from lightning.errors import ConfigError, EngineError, PolicyServerError
-from lightning.policy_server.model_folder import folder_tensors
+from lightning.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -71,32 +68,6 @@ class Checkpoints:
                 shutil.rmtree(self.path(step))
         for unfinished in self.folder.glob(UNFINISHED):
             shutil.rmtree(unfinished)
-
-
-def check_disk(out: Path, model: Path, config: Config) -> None:
-    """Raise `ConfigError` when the run's folder has no room for its training states and for the exported model.
-
-    A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
-    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. A folder whose weights
-    cannot be read is left to who loads them.
-    """
-    try:
-        shapes = [spec.shape for spec in folder_tensors(model).values()]
-    except PolicyServerError:
-        return
-    whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
-    adapters = sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
-    state, export = 3 * 4 * (adapters or whole), 4 * whole * (3 if config.trainer.keep == "best" else 1)
-    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
-    need, free = (keep + 1) * state + export, shutil.disk_usage(out).free + kept
-    if need > free:
-        raise ConfigError(
-            f"the disk of {out} has {free / 1e9:.1f} GB for this run, which needs about {need / 1e9:.1f} GB: {keep + 1} "
-            f"training states of {state / 1e9:.1f} GB and {export / 1e9:.1f} GB of exported models. "
-            "Give an `out` on another disk"
-            + (", set trainer.keep_checkpoints = 1" if keep > 1 else "")
-            + ("" if lora else ", or train adapters alone (engine.lora)")
-        )
 
 
 class CheckpointWriter:

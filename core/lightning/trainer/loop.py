@@ -147,6 +147,9 @@ class Loop:
         async with self.writer, self.stages, sampler:
             due = await self.evaluation_begun()
             for step in range(self.done + 1, config.steps + 1):
+                if why := self.stages.ends():
+                    self.reporter.say(f"stopped after step {self.done}: {why}")
+                    break
                 if due or self.done == 0 or (config.eval_every and self.done % config.eval_every == 0):
                     await self.evaluate()
                     if self.held_out.is_over(config.patience):
@@ -161,6 +164,7 @@ class Loop:
 
     async def export(self) -> Evaluation | None:
         """Write the run's model. Returns the evaluation that it is of, where the best one's is kept."""
+        self.reporter.phase("writing the model")
         model, best = self.stack.folder / "model", self.held_out.best
         early = self.done < self.stack.config.trainer.steps
         if best is not None and early and self.held_out.is_over(self.stack.config.trainer.patience):

@@ -50,8 +50,14 @@ def with_dtypes(config: Config, model: Path, engine: str) -> Config:
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def resolve_model(model: str | Path) -> Path:
-    """The folder of a model. Raises `ConfigError` when there is none, or it is not a model's."""
+def local_model(model: str | Path) -> Path | None:
+    """The folder of a model on this machine; None for a name on a model hub. Raises `ConfigError` for a path that is no model
+    folder. Nothing is fetched."""
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(
+            f"the model is {model!r:.80}, neither a folder nor a name on a hub. A run trains one model; its agent and its "
+            "tasks are given to Trainer(model).fit(agent, train=tasks)"
+        )
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -63,6 +69,14 @@ def resolve_model(model: str | Path) -> Path:
         raise ConfigError(f"{folder} is a file; give the model's folder")
     if not _HUB_NAME.fullmatch(str(model)) or str(model).startswith("."):
         raise ConfigError(f"the model folder {model} does not exist")
+    return None
+
+
+def resolve_model(model: str | Path) -> Path:
+    """The folder of a model, which is fetched from the model hub if it is not on this machine. Raises `ConfigError` if there is
+    no such model, or if the folder is no model's."""
+    if (folder := local_model(model)) is not None:
+        return folder
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError

@@ -6,6 +6,7 @@ resumes.
 
     prompts     a run begins, a dry run too: find the prompts for its agents
     teacher     a training begins, or resumes: find the teacher of its algorithms
+    needs       a training begins, or resumes: say what it needs of memory that the core does not know of
     begun       a run begins, or resumes: provide what it starts from in place of its model
     bring_forward
                 a training begins, or resumes: offer to take its recorded steps again, so that not each needs a checkpoint
@@ -27,10 +28,12 @@ from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError, EngineError, LightningError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
+from lightning.store.places import run_id_of, split_reference
 from lightning.store.protocol import Store
 from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch, Teacher
+from lightning.trainer.needs import Need
 from lightning.types import Json, Rollout, Run, StepRecord
 
 if TYPE_CHECKING:
@@ -52,6 +55,16 @@ them that they are computed with: `ids`, `logprobs` (nats, the first is ignored)
 BringForward: TypeAlias = Callable[[Engine, Sequence[StepRecord]], Awaitable[None]]
 """Takes recorded steps again on an engine that is opened with the run's settings and has the state before the first of them.
 Raises `AuditError` for one that cannot be taken again."""
+
+
+def began_with(run: Run, parent: str, folder: Path) -> bool:
+    """Whether a run in `folder` began with the weights of `parent`, a value of `--from`; an empty one stands for the run's own
+    model."""
+    theirs, _, step = str(run.config.get(FORKED) or "").rpartition("@")
+    name, _, asked = split_reference(parent, "@", folder.parent)
+    if not parent or not theirs:
+        return not parent and not theirs
+    return theirs in {run_id_of(Path(name)), run_id_of(folder.parent / name)} and asked in ("", step)
 
 
 @dataclass
@@ -122,6 +135,10 @@ class RunStage(Stage):
         engine, and is the teacher of the steps that were taken. At most one stage may have this method."""
         raise NotImplementedError
 
+    async def needs(self, start: Start) -> Sequence[Need]:
+        """What the run needs of a memory, such as that of GPUs. Nothing is said of what cannot be counted."""
+        raise NotImplementedError
+
     async def begun(self, start: Start, parent: str) -> Begun:
         """Prepare what a run starts from. `parent` is the value of `--from`; it is empty when a run resumes that started so. An
         error here leaves the run as it was. At most one stage may have this method."""
@@ -144,7 +161,7 @@ CONTRACT: Final = Contract(
     kind=RunStage,
     asked="run_stages",
     api=API,
-    points=("prompts", "teacher", "begun", "bring_forward", "exported"),
+    points=("prompts", "teacher", "needs", "begun", "bring_forward", "exported"),
     ordered=(),
     setting="",
     error=PluginError,
@@ -211,6 +228,14 @@ class RunLine(StageLine[RunStage]):
                 "take another algorithm",
             )
         )
+
+    async def needs(self, start: Start) -> list[Need]:
+        """Return what the stages say that the run needs (`RunStage.needs`)."""
+        found: list[Need] = []
+        for each in self.at("needs"):
+            with CONTRACT.blaming(each, "needs"):
+                found += await each.stage.needs(start)
+        return found
 
     async def begun(self, start: Start, parent: str | None) -> Begun | None:
         """Return what a run starts from (`parent`, see `RunStage.begun`), or has started from when it resumes; None for its own

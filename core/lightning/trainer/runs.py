@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import textwrap
@@ -36,7 +37,7 @@ from lightning.plugins import plugins
 from lightning.store.places import RUN_FILE
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
-from lightning.trainer.context import Epoch, base_digest, read_epochs
+from lightning.trainer.context import Epoch, base_digest, epoch_at, read_epochs
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,21 @@ SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.round
 settings."""
 
 
+class FolderHeldError(ConfigError):
+    """Another process holds a run's folder."""
+
+
+def folders_beside(out: Path) -> Iterator[Path]:
+    """Yield `out`, then the folders beside it in which further runs begin: `out-2`, `out-3`, ..."""
+    yield out
+    named = out if out.name not in ("", "..") else out.resolve()
+    yield from (named.with_name(f"{named.name}-{number}") for number in itertools.count(2))
+
+
 @contextmanager
 def claim_folder(folder: Path) -> Iterator[None]:
     """Make the folder and hold its lock inside the block. The lock ends with the process, however the process ends. Raises
-    `ConfigError` if another process holds the lock, or if the folder cannot be written."""
+    `FolderHeldError` if another process holds the lock, and `ConfigError` if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("w")
@@ -63,7 +75,9 @@ def claim_folder(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"another process is training in {folder}: wait for it, or give another `out`") from error
+            raise FolderHeldError(
+                f"another process is training in {folder}: wait for it, or give another `out`"
+            ) from error
         yield
 
 
@@ -220,6 +234,35 @@ async def check_run(
             f"recorded ones, or begin a new run with its weights: --from {run}@{records[-1].step}"
         )
     return known
+
+
+async def steps_taken(store: Store, run: Run) -> int:
+    """Return how many steps of a run are committed."""
+    last = await store.last_step(run.id)
+    return 0 if last is None else last.step
+
+
+async def why_not_go_on(
+    store: Store,
+    run: Run,
+    described: Mapping[str, Json],
+    phases: Sequence[tuple[int, Mapping[str, Json]]] = (),
+) -> str:
+    """Return why a start with the settings `described` does not go on with this run, in words that follow the run's folder:
+    other settings. Empty if the settings are those of the run. `phases` are as in `plan_epochs`."""
+    records = await store.steps(run.id, brief=True)
+    begun = records[-1].step + 1 if records else 1
+    planned = [(first, {**described, "algorithm": algorithm}) for first, algorithm in phases] or [(1, dict(described))]
+    ahead = [each for place, each in enumerate(planned) if place + 1 == len(planned) or planned[place + 1][0] > begun]
+    epochs = await read_epochs(store, run)
+    for first, config in ahead:
+        theirs = epoch_at(epochs, max(first, begun)).config
+        kept = {name: theirs[name] for name in config if name in theirs}
+        if found := differences(kept, config | {"head": config.get("head") or theirs.get("head", "")}):
+            told = [f"{name} {_shown(old)} → {_shown(new)}" for name, (old, new) in found.items()]
+            more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+            return f"holds a run with other settings ({', '.join(told[:3])}{more})"
+    return ""
 
 
 async def not_loadable(

@@ -308,7 +308,7 @@ class TurnSampler(Sampler):
     async def step(self, step: int) -> Sampled:
         """Sample the groups of a step, in waves with dynamic sampling. Raises `RunnerError` when every rollout failed."""
         began, algorithm = time.monotonic(), self.schedule.at(step)
-        count, what = self.config.tasks_per_step, f"rollouts of step {step}"
+        count, what = self.config.tasks_per_step, f"training rollouts of step {step}"
         waves = self.config.max_waves if samples_dynamically(algorithm) else 1
         plan = functools.partial(self._planned, step, algorithm.group_size)
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)

@@ -7,6 +7,7 @@ something is logged and passed over when it fails.
     begun      the run begins, or goes on after some steps
     taken      the engine has taken a step, which is not committed yet: add metrics, context and alarms
     evaluated  held-out tasks were run: give alarms
+    ends       a step is about to begin: say why the run is to end before it
     alarmed    a stage gave a serious alarm: be told of it
     ended      the run ends: finish what is under way
     rehearsed  `Trainer.dev` and `lightning train --dev`: run a few tasks without training, and report
@@ -138,6 +139,11 @@ class StepStage(Stage):
         one last."""
         return ()
 
+    def ends(self) -> str:
+        """Return why the run is to end before its next step, as if the last one were the last of `trainer.steps`; "" to go on.
+        Asked before each step of `Trainer.fit`."""
+        return ""
+
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
         """React to a serious alarm of a stage: `Alarm.to_json` with `run` and `step`. Return at once."""
 
@@ -160,7 +166,7 @@ CONTRACT: Final = Contract(
     kind=StepStage,
     asked="step_stages",
     api=API,
-    points=("begun", "taken", "evaluated", "alarmed", "ended", "rehearsed"),
+    points=("begun", "taken", "evaluated", "ends", "alarmed", "ended", "rehearsed"),
     ordered=("taken",),
     setting="trainer.stage_order",
     error=PluginError,
@@ -229,6 +235,14 @@ class StepLine(StageLine[StepStage]):
             with CONTRACT.blaming(each, "evaluated", "an evaluation"):
                 alarms += self._new(each, await each.stage.evaluated(evaluations))
         return alarms
+
+    def ends(self) -> str:
+        """Return why the run is to end before its next step; "" to go on. Raises `StageError`."""
+        for each in self.at("ends"):
+            with CONTRACT.blaming(each, "ends", "the begin of a step"):
+                if why := each.stage.ends():
+                    return why
+        return ""
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
         """Tell each stage of a serious alarm. Raises nothing."""

@@ -13,6 +13,8 @@ import math
 import re
 import shutil
 import sysconfig
+import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,11 +40,23 @@ from lightning.types import Json, Rollout, Status, StepReward
 logger = logging.getLogger(__name__)
 
 
-class Reporter:
-    """Shows live bars on a terminal, and one line per step anywhere. With `enabled=False` it shows nothing."""
+PULSE_SECONDS: Final = 10.0
+"""The longest time without a line where there are no live bars, as in a pipe or a file."""
 
-    def __init__(self, *, enabled: bool = True, console: Terminal | None = None) -> None:
+
+class Reporter:
+    """Shows live bars on a terminal, and one line per step anywhere. Where there are no bars, a line says how far the present
+    phase is whenever nothing was shown for `PULSE_SECONDS`. With `enabled=False` it shows nothing. `clock` is in seconds."""
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        console: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.console = console or Terminal(stderr=True, quiet=not enabled)
+        live = self.console.is_terminal or self.console.is_jupyter
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -52,8 +66,14 @@ class Reporter:
             TimeElapsedColumn(),
             console=self.console,
             transient=True,
-            disable=not enabled,
+            disable=not (enabled and live),
+            get_time=clock,
         )
+        self._clock, self._shown_at = clock, clock()
+        self._over = threading.Event()
+        self._pulses: threading.Thread | None = None
+        if enabled and not live:
+            self._pulses = threading.Thread(target=self._keep_pulsing, name="lightning-progress", daemon=True)
         self._steps: TaskID | None = None
         self._now = self._bars.add_task("starting", total=None, note="")
         self._failed = 0
@@ -62,12 +82,33 @@ class Reporter:
 
     def __enter__(self) -> Self:
         self._bars.start()
+        if self._pulses is not None:
+            self._pulses.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over.set()
+        if self._pulses is not None:
+            self._pulses.join()
         self._bars.stop()
+
+    def _keep_pulsing(self) -> None:
+        while not self._over.wait(self.pulse()):
+            pass
+
+    def pulse(self) -> float:
+        """Show how far the present phase is, if nothing was shown for `PULSE_SECONDS`; return the seconds until it is due
+        again."""
+        left = self._shown_at + PULSE_SECONDS - self._clock()
+        if left > 0:
+            return left
+        now = next(task for task in self._bars.tasks if task.id == self._now)
+        done = "" if now.total is None else f": {now.completed:.0f} of {now.total:.0f} rollouts"
+        failed = f", {self._failed} failed" if self._failed else ""
+        self.say(f"{now.description}{done}{failed}, for {_clock(now.elapsed or 0.0)} so far")
+        return PULSE_SECONDS
 
     def begin(self, first: int, total: int) -> None:
         """Begin the bar of steps: `first` of `total` steps have been taken."""
@@ -92,12 +133,12 @@ class Reporter:
         line = (
             f"step {step:>4}/{self._total}  reward {said(metrics.get('reward'))}{_with_failures(metrics)}  "
             f"{_named_parts(metrics)}"
-            f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed{_causes(metrics)})  "
+            f"training rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed{_causes(metrics)})  "
             f"mixed groups {metrics['groups_used']:.0f}/{metrics['groups']:.0f}  "
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {said(metrics.get('max_logprob_gap'), '.1e')}  "
             f"{_pipeline(metrics)}{seconds:.1f} s, {_clock(left)} left"
         )
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.say(line)
         if self._steps is not None:
             self._bars.update(self._steps, completed=step, note=f"{_clock(left)} left")
 
@@ -106,6 +147,7 @@ class Reporter:
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         reward = said_reward(result)
         reward += "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
+        self._shown_at = self._clock()
         self.console.print(
             f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
             highlight=False,
@@ -114,6 +156,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Show a line of plain text."""
+        self._shown_at = self._clock()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -188,8 +231,8 @@ class Evaluation:
 
     `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None if no rollout was scored.
     `failed` rollouts have no reward and are left out of this mean. `rewards` are the means of the named parts, each over the
-    rollouts that have the part. `deviation` is the standard deviation of the scored rollouts' rewards, `lowest` the lowest of
-    them.
+    rollouts that have the part, and `deviations` their standard deviations. `deviation` is the standard deviation of the scored
+    rollouts' rewards, `lowest` the lowest of them.
     """
 
     step: int
@@ -199,6 +242,7 @@ class Evaluation:
     rewards: dict[str, float] = field(default_factory=dict)
     deviation: float = 0.0
     lowest: float = 0.0
+    deviations: dict[str, float] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -242,10 +286,11 @@ class Evaluation:
 class Summary:
     """A run in numbers; a number that was not measured is None.
 
-    `rewards[i]` is the mean training reward of step i + 1; `time` has wall seconds by phase. `evaluations` are in the order in
-    which they were begun; `before` is the reward of the first evaluation, and `after` is the reward of the last one if there
-    are several. In `rewards_with_failures[i]` the rollouts of step i + 1 that failed count as 0. `named_rewards[name][i]` is
-    the mean of a named part of the reward in step i + 1, where the agent returned parts.
+    `rollouts` and `failed` count training rollouts. `rewards[i]` is the mean training reward of step i + 1; `time` has wall
+    seconds by phase. `evaluations` are in the order in which they were begun; `before` is the reward of the first evaluation,
+    and `after` is the reward of the last one if there are several. In `rewards_with_failures[i]` the rollouts of step i + 1
+    that failed count as 0. `named_rewards[name][i]` is the mean of a named part of the reward in step i + 1, where the agent
+    returned parts.
 
     `max_logprob_gap` is over the steps without stale tokens, because the logprobs of stale tokens also differ by what the
     policy has learned since.
@@ -268,12 +313,17 @@ class Summary:
     named_rewards: dict[str, tuple[float | None, ...]]
     time: dict[str, float]
 
+    @property
+    def held_out_rollouts(self) -> int:
+        """The number of rollouts of the evaluations; `rollouts` has the training rollouts alone."""
+        return sum(result.rollouts for result in self.evaluations)
+
     def to_json(self) -> dict[str, Json]:
         """Return the report's content, ready for `json.dumps`."""
         evaluations = [
             {**asdict(result), "reward_with_failures": result.reward_with_failures} for result in self.evaluations
         ]
-        return {**asdict(self), "evaluations": evaluations}
+        return {**asdict(self), "held_out_rollouts": self.held_out_rollouts, "evaluations": evaluations}
 
 
 def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
@@ -345,8 +395,8 @@ class _Tally:
     unfinished: int = 0
     generation: int = 0
     rewards: array[float] = field(default_factory=lambda: array("d"))
-    parts: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and count of each named part."""
+    parts: dict[str, array[float]] = field(default_factory=dict)
+    """The values of each named part."""
 
     def add(self, rollout: Rollout) -> None:
         """Count a rollout."""
@@ -356,22 +406,32 @@ class _Tally:
         if rollout.reward is not None:
             self.rewards.append(rollout.reward)
         for name, value in rollout.rewards.items():
-            total, count = self.parts.get(name, (0.0, 0))
-            self.parts[name] = (total + value, count + 1)
+            self.parts.setdefault(name, array("d")).append(value)
 
     def means(self) -> dict[str, float]:
         """Return the means of the named parts. A part called `reward` is left out, since it is the reward itself."""
-        return {name: total / count for name, (total, count) in sorted(self.parts.items()) if name != "reward"}
+        return {name: sum(values) / len(values) for name, values in sorted(self.parts.items()) if name != "reward"}
 
     def evaluation(self, step: int) -> Evaluation:
         """Return the evaluation of the rollouts counted so far."""
         if not self.rewards:
             return Evaluation(step, None, self.rollouts, self.failed, self.means())
-        reward = sum(self.rewards) / len(self.rewards)
-        deviation = math.sqrt(sum((value - reward) ** 2 for value in self.rewards) / len(self.rewards))
         return Evaluation(
-            step, reward, self.rollouts, self.failed, self.means(), deviation=deviation, lowest=min(self.rewards)
+            step,
+            sum(self.rewards) / len(self.rewards),
+            self.rollouts,
+            self.failed,
+            self.means(),
+            deviation=_deviation(self.rewards),
+            lowest=min(self.rewards),
+            deviations={name: _deviation(values) for name, values in self.parts.items() if name != "reward"},
         )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of values, of which there is at least one."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
 @dataclass(slots=True)

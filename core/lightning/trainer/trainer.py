@@ -1,14 +1,16 @@
 """`Trainer`: from an agent and its tasks to a better model, in one call.
 
 The invariant: one folder (`out`) holds everything a run is: database, checkpoints, logs, metrics, final model. The same call
-with `resume=True` goes on where it stopped. A start that fails leaves no run that a corrected one would stumble over, and
-nothing open. The state on disk is the one that the run's committed steps lead to, each under its own settings.
+again goes on where it stopped, or begins beside it; no run is written over. A start that fails leaves no run that a corrected
+one would stumble over, and nothing open. The state on disk is the one that the run's committed steps lead to, each under its
+own settings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import one_by_one, run_to_end, together
 from lightning.config import Config, load_config, with_settings
+from lightning.config.other_words import refuses_unknown
 from lightning.engines.protocol import ChecksModel, Engine, Head, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
@@ -27,26 +30,31 @@ from lightning.plugins.named import name_of
 from lightning.policy_server.auto_settings import shares_gpu
 from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent, Runner
-from lightning.store.places import DATABASE, run_id_of
+from lightning.store.places import DATABASE, RUN_FILE, run_id_of
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.trackers import Trackers, names_of
 from lightning.trainer.agents import check_server_settings, hidden_from_agents, project_of
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.checkpoints import Checkpoints, check_disk
-from lightning.trainer.context import Epoch, Teacher, base_digest, keep_epochs, mark_over, reference_of
+from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.context import Epoch, Teacher, base_digest, is_over, keep_epochs, mark_over, reference_of
 from lightning.trainer.loop import Loop
-from lightning.trainer.model import default_rate, made_head, optimizer_of, resolve_model, with_dtypes
+from lightning.trainer.model import default_rate, local_model, made_head, optimizer_of, resolve_model, with_dtypes
+from lightning.trainer.needs import Need, check_disk, disk_need, memory_need
 from lightning.trainer.plan import as_tasks, task_ids
-from lightning.trainer.run_stages import PROBE, BringForward, Prompts, RunLine, Start, run_line
+from lightning.trainer.run_stages import FORKED, PROBE, BringForward, Prompts, RunLine, Start, began_with, run_line
 from lightning.trainer.runs import (
     AGENT,
+    FolderHeldError,
     changes_of,
     check_run,
     claim_folder,
     describe_algorithm,
+    folders_beside,
     name_folder,
     plan_epochs,
+    steps_taken,
+    why_not_go_on,
 )
 from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampler, TurnSampler, sampler_of
 from lightning.trainer.stack import Stack, check_gateway, open_stack
@@ -80,6 +88,7 @@ class Prepared:
     began: float
 
 
+@refuses_unknown
 class Trainer:
     """Makes the model behind an agent better by reinforcement learning.
 
@@ -89,12 +98,16 @@ class Trainer:
     agents' processes (default: all found), `train_agents` the agents whose calls are trained on, as globs on the caller path
     (default: all). It freezes none: all are answered by the same weights (docs/gateway.md says how to freeze one).
     `model:GLOB` is matched with the model that a call asked for, and a glob after `!` takes out what it matches.
-    `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file;
-    the keyword arguments after it are shortcuts for its commonest fields and win over it. `out` is the run's folder; its name
-    at the first start is the run's id. `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by
-    its folder or its name beside `out`, or `"RUN"` for its last step. `recorded` is a run's folder, a database or its URL (with
-    `#RUN`: of that run alone) whose scored rollouts are trained on in place of new ones; the agent then runs for `val` alone,
-    and `trainer.steps` is one pass over the record unless it is set.
+    `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config`, a TOML file, or
+    settings by name (`{"trainer.eval_every": 5}`); the keyword arguments after it are shortcuts for its commonest fields and
+    win over it. `out` is the run's folder; its name at the first start is the run's id. If `out` holds a run already, `resume`
+    decides. None goes on with a run that is unfinished and has the same settings, and else begins a new run in `out-2`
+    (`out-3`, ...). True goes on with the run, also under other settings. False begins a new run. `fit` says which; the
+    attribute `out` then is the folder of its run.
+    `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by its folder or its name beside `out`,
+    or `"RUN"` for its last step. `recorded` is a run's folder, a database or its URL (with `#RUN`: of that run alone) whose
+    scored rollouts are trained on in place of new ones; the agent then runs for `val` alone, and `trainer.steps` is one pass
+    over the record unless it is set.
 
     Raises `ConfigError` for impossible settings and for what is no algorithm, `PluginError` for unknown names, and
     `GatewayError` for plugins that do not go together in the gateway, before anything is started.
@@ -112,10 +125,10 @@ class Trainer:
         store: str | None = None,
         policy_server: str | None = None,
         out: str | Path | None = None,
-        resume: bool = False,
+        resume: bool | None = None,
         from_run: str | None = None,
         recorded: str | None = None,
-        config: Config | str | Path | None = None,
+        config: Config | Mapping[str, object] | str | Path | None = None,
         steps: int | None = None,
         tasks_per_step: int | None = None,
         lr: float | None = None,
@@ -124,7 +137,7 @@ class Trainer:
         progress: bool = True,
     ) -> None:
         self.train_agents = as_texts(train_agents, "train_agents")
-        base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
+        base = _settings_of(config)
         shortcuts: dict[str, object] = {
             "trainer.steps": steps,
             "trainer.tasks_per_step": tasks_per_step,
@@ -143,12 +156,11 @@ class Trainer:
         _check_settings(self.config, store)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
-        self.model = resolve_model(model)
         self.algorithm = schedule.at(1) if isinstance(schedule, AlgorithmSchedule) else schedule
-        self._rate_chosen = ""
-        if isinstance(schedule, AlgorithmSchedule) and self.config.engine.lr is None:
-            rate, self._rate_chosen = default_rate(self.config, self.model)
-            self.config = with_settings(self.config, {"engine.lr": rate})
+        self.model, self._rate_chosen = local_model(model) or Path(model), ""
+        self._to_fetch = "" if local_model(model) else str(model)
+        if not self._to_fetch:
+            self._take_rate()
         self.from_run, self.recorded = from_run, recorded
         if recorded is not None and isinstance(schedule, SearchAlgorithm):
             raise ConfigError("a search for prompts runs its agents: it cannot learn from what was recorded")
@@ -157,15 +169,15 @@ class Trainer:
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
         self._store_url = store
         self.out = Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}" if out is None else Path(out)
-        self.resume, self.progress = resume, progress
+        self._asked_out, self.resume, self.progress = self.out, resume, progress
 
     def fit(self, agent: Agent | None, train: Sequence[Task | Json], val: Sequence[Task | Json] = ()) -> Summary:
         """Train until `trainer.steps`, evaluating on `val`; returns what was achieved.
 
         `agent(task, llm)` is called in worker processes with a `Task` and an `LLM`; it returns its reward. With
         `runner="remote"` clients call theirs, and `agent` may be None. Interrupting
-        (Ctrl-C, SIGTERM) stops cleanly; call again with `resume=True` to go on. Raises `DataError` for an empty task list,
-        `ConfigError` when the folder holds another run, and what the rooms raise (`PolicyServerError`, `EngineError`, ...).
+        (Ctrl-C, SIGTERM) stops cleanly; the same call goes on. Raises `DataError` for an empty task list, `ConfigError` for a
+        folder that cannot be written, and what the rooms raise (`PolicyServerError`, `EngineError`, ...).
         """
         return run_to_end(self._fit(agent, as_tasks(train, "train"), as_tasks(val, "val")))
 
@@ -199,6 +211,7 @@ class Trainer:
             )
         sampler = None
         if isinstance(self.algorithm, SearchAlgorithm):
+            refuse_ends(self.config, "a search for prompts")
             self.algorithm.check(self.config, val)
         else:
             check_held_out(self.config, val)
@@ -226,11 +239,12 @@ class Trainer:
     def session(self, agent: Agent | None, val: Sequence[Task | Json] = ()) -> AbstractAsyncContextManager[Session]:
         """Open everything that a run needs, for a training loop of your own: `async with trainer.session(agent) as session`.
 
-        It leaves a run as `fit` does: the same record, checkpoints and model, which `resume=True` goes on with. Checkpoints are
+        It leaves a run as `fit` does: the same record, checkpoints and model, and `resume` means the same. Checkpoints are
         written at each step. Raises `ConfigError` for settings that only `fit` has a meaning for, `PluginError` without the
         plugin that brings such loops, and what `fit` raises.
         """
         held_out = as_tasks(val, "val")
+        refuse_ends(self.config, "a loop of your own")
         make = cast("MakeSession", plugins().sole("sessions", "Trainer.session"))
         return make(self, held_out, self._opened(agent, held_out))
 
@@ -244,6 +258,7 @@ class Trainer:
             resources.enter_context(claim_folder(folder))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
             store = await resources.enter_async_context(plugins().opened_store(sqlite_url(folder / DATABASE)))
+            await self._fetch(reporter)
             numbers = [int(run.id.removeprefix("dev-")) for run in await store.list_runs(brief=True)]
             name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
@@ -255,8 +270,8 @@ class Trainer:
             await stack.tell_how_to_call()
             say_how_to_join(stack, reporter)
             report = await rehearse(stack, tasks, self.train_agents, self.algorithm, reporter)
-            said = f"what was recorded: `lightning runs show {run.id} --runs {folder}`"
-            reporter.console.print(said, markup=False, highlight=False, soft_wrap=True)
+            command = shlex.join(["lightning", "runs", "show", run.id, "--runs", str(folder)])
+            reporter.say(f"Next: see what was recorded: {command}")
             return report
 
     async def _summary(self) -> Summary:
@@ -311,16 +326,20 @@ class Trainer:
         sampler = sampler or TurnSampler()
         line = run_line(self.config)
         line.check(self.config)
-        runner = self._runner_of(agent, needed=bool(val) or self.recorded is None)
+        needed = bool(val) or self.recorded is None
+        self._runner_of(agent, needed=needed)  # refuses an agent that cannot be called, before a folder is made
         began = time.monotonic()
         async with AsyncExitStack() as resources:
-            resources.enter_context(claim_folder(self.out))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store = await resources.enter_async_context(plugins().opened_store(self._url()))
+            store, resume = await self._choose_folder(resources, reporter, train, val, sampler)
+            runner = self._runner_of(agent, needed=needed)
             record = await self._open_record(resources, store, sampler, reporter)
+            await self._fetch(reporter)
             train = [*record.tasks] if record else train
             described = self._described(train, val) | ({RECORDED: record.described} if record else {})
-            start = await self._start(store, described, reporter)
+            start = await self._start(store, described, reporter, resume=resume)
+            if not isinstance(self.schedule, SearchAlgorithm):
+                say_needs(await self._needs_of_memory(line, start, runner), reporter)
             teacher = await line.teacher(start)
             start, epochs, bring_forward = await prepare(start, line, self.from_run, teacher)
             prompts = await line.prompts(store, start.run, self.config.runner.prompts)
@@ -340,15 +359,96 @@ class Trainer:
                 began,
             )
 
-    async def _start(self, store: Store, described: Mapping[str, Json], reporter: Reporter) -> Start:
+    async def _choose_folder(
+        self, resources: AsyncExitStack, reporter: Reporter, train: list[Task], val: list[Task], sampler: Sampler
+    ) -> tuple[Store, bool]:
+        """Choose the run's folder (`out`, or one beside it) and say why; return its store, open, and whether the run there goes
+        on. `resources` closes it and holds the folder. Nothing is written over."""
+        first = ""
+        for folder in folders_beside(self._asked_out):
+            self.out = folder
+            async with AsyncExitStack() as held:
+                try:
+                    held.enter_context(claim_folder(self.out))
+                except FolderHeldError:
+                    if self.resume:
+                        raise
+                    first = first or "is in use by another process"
+                    continue
+                store = await held.enter_async_context(plugins().opened_store(self._url()))
+                known = await store.get_run(self.run_id)
+                if known is not None and not self.resume:
+                    if other := await self._why_beside(store, known, train, val, sampler):
+                        first = first or other
+                        continue
+                    self._tell(
+                        reporter,
+                        f"{self.out} holds an unfinished run with these settings: going on with it after step "
+                        f"{await steps_taken(store, known)}. resume=False (--no-resume) begins a new run beside it",
+                    )
+                elif first:
+                    self._tell(
+                        reporter,
+                        f"{self._asked_out} {first}: this is a new run, in {self.out}. resume=True (--resume) goes on with "
+                        f"the run in {self._asked_out}, under the present settings",
+                    )
+                resources.push_async_exit(held.pop_all())
+                return store, bool(self.resume) or known is not None
+        raise AssertionError("there is always another folder")
+
+    async def _why_beside(self, store: Store, known: Run, train: list[Task], val: list[Task], sampler: Sampler) -> str:
+        """Why the run of this folder is left as it is, in words that follow the folder's name; empty if it goes on."""
+        if self.resume is False:
+            return f"holds a run ({await steps_taken(store, known)} steps), and resume is False"
+        if self._store_url and not (self.out / RUN_FILE).is_file():
+            return "has the name of a run that its store keeps for another folder"
+        if await is_over(store, known.id):
+            return f"holds a finished run ({await steps_taken(store, known)} steps)"
+        if not began_with(known, self.from_run or "", self.out):
+            return f"holds a run that began with the weights of {known.config.get(FORKED) or 'its own model'}"
+        async with AsyncExitStack() as opened:
+            try:
+                record = await self._open_record(opened, store, sampler, Reporter(enabled=False))
+            except ConfigError as error:
+                return f"holds another run ({error})"
+            await self._fetch(Reporter(enabled=False))
+            described = self._described([*record.tasks] if record else train, val)
+            described |= {RECORDED: record.described} if record else {}
+        schedule = self.schedule
+        phases = schedule.phases if isinstance(schedule, AlgorithmSchedule) else ()
+        return await why_not_go_on(
+            store, known, described, [(first, describe_algorithm(algorithm)) for first, algorithm in phases]
+        )
+
+    def _tell(self, reporter: Reporter, text: str) -> None:
+        """Say where a run goes, also where no progress is shown."""
+        if self.progress:
+            reporter.say(text)
+        else:
+            logger.warning("%s", text)
+
+    async def _fetch(self, reporter: Reporter) -> None:
+        """Fetch the model from the hub if it is not here, and take the rate that fits its size."""
+        if self._to_fetch:
+            reporter.phase(f"fetching the model {self._to_fetch}")
+            self.model, self._to_fetch = await asyncio.to_thread(resolve_model, self._to_fetch), ""
+            self._take_rate()
+
+    def _take_rate(self) -> None:
+        """Take the default rate for the model if none is set and the algorithm trains weights."""
+        if isinstance(self.schedule, AlgorithmSchedule) and self.config.engine.lr is None:
+            rate, self._rate_chosen = default_rate(self.config, self.model)
+            self.config = with_settings(self.config, {"engine.lr": rate})
+
+    async def _start(self, store: Store, described: Mapping[str, Json], reporter: Reporter, *, resume: bool) -> Start:
         """The run to begin or to go on with, and what is known of it. Raises `ConfigError` for one that cannot be, or that has
         no room on the disk."""
         searches = isinstance(self.schedule, SearchAlgorithm)
-        run = await check_run(
-            store, self.run_id, described, resume=self.resume, project=self._project, searches=searches
-        )
-        if not searches:
-            check_disk(self.out, self.model, self.config)
+        run = await check_run(store, self.run_id, described, resume=resume, project=self._project, searches=searches)
+        disk = None if searches else disk_need(self.out, self.model, self.config)
+        if disk is not None:
+            check_disk(disk, self.out)
+            reporter.say(f"this run {disk.said}")
         if self._rate_chosen:
             reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
         return Start(
@@ -363,6 +463,12 @@ class Trainer:
             self._store_url or "",
             reporter,
         )
+
+    async def _needs_of_memory(self, line: RunLine, start: Start, runner: Runner) -> list[Need]:
+        """What the run needs of memory, as far as the core and the stages know."""
+        requests = runner.concurrency or self.config.runner.concurrency
+        own = await asyncio.to_thread(memory_need, start.model, start.config, self.engine, requests)
+        return [*([] if own is None else [own]), *await line.needs(start)]
 
     async def _open_loop(self, made: Prepared, val: list[Task]) -> Loop:
         """What samples and what trains, opened, and the loop over them."""
@@ -532,6 +638,20 @@ class Trainer:
         return made.resources.enter_context(trackers)
 
 
+def _settings_of(given: object) -> Config:
+    """The configuration that was given, in one of its forms. Raises `ConfigError` for unknown settings and other objects."""
+    if isinstance(given, Config):
+        return given
+    if isinstance(given, Mapping):
+        return with_settings(load_config(), given)
+    if given is not None and not isinstance(given, (str, Path)):
+        raise ConfigError(
+            f"config is {given!r:.80}: give settings by name, such as config={{'trainer.steps': 8}}, a TOML file, or a "
+            "lightning.config.Config"
+        )
+    return load_config(Path(given) if given else None)
+
+
 def _check_settings(config: Config, store: str | None) -> None:
     """Refuse what cannot go together, or needs a plugin that is not there, before anything is started."""
     if config.gateway.token_ttl < config.runner.timeout:
@@ -549,6 +669,23 @@ def _check_settings(config: Config, store: str | None) -> None:
     for tracker in names_of(config):
         plugins().get("trackers", tracker)
     step_line(config)
+
+
+def refuse_ends(config: Config, what: str) -> None:
+    """Raise `ConfigError` for settings of a stage that ends runs between steps, where nobody asks it."""
+    if ending := [each.said for each in step_line(config).at("ends")]:
+        raise ConfigError(
+            f"the stage {ending[0]} ends the training of Trainer.fit between its steps, and nothing asks it in {what}: leave "
+            "its settings out"
+        )
+
+
+def say_needs(needs: Sequence[Need], reporter: Reporter) -> None:
+    """Say what a run needs, and warn of what is certainly too small."""
+    for need in needs:
+        reporter.say(f"this run {need.said}")
+        if not need.is_met:
+            logger.warning("this run %s, which is too little. %s", need.said, need.cure)
 
 
 async def check_model(engine: Engine, model: Path, reporter: Reporter) -> None:

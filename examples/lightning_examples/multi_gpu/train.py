@@ -49,7 +49,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="Qwen/Qwen3-4B", help="Qwen/Qwen3-4B, Qwen/Qwen3-8B, or a folder")
     parser.add_argument("--out", type=Path, help="the run's folder; on two nodes one that both see")
     parser.add_argument("--store", help="the database, when the run's folder is no place for SQLite (a network share)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument(
+        "--resume", action=argparse.BooleanOptionalAction, help="go on with the run in --out also under other settings"
+    )
     parser.add_argument("--dev", action="store_true", help="a dry run: a few tasks, a report, no training")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     return parser.parse_args(arguments)

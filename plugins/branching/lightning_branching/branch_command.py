@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, SettingsFile, escape, fail, load_agent, print_json, print_table, say, warn
+from lightning.cli.output import (
+    AsJson,
+    LocalRunner,
+    SettingsFile,
+    escape,
+    fail,
+    load_agent,
+    next_steps,
+    print_json,
+    print_table,
+    say,
+    warn,
+)
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
@@ -23,10 +35,18 @@ from lightning_branching.prompt_texts import read_prompt, warn_of_name
 from lightning_branching.replay_command import Attempt, Place, RunTools
 
 At = Annotated[
-    int, typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew.")
+    int,
+    typer.Option(
+        "--at",
+        metavar="K",
+        help="Number of the call that is made anew; calls are counted from 1, in the order in which they began.",
+    ),
 ]
 Prompt = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=FILE", help="Replace the prompt of the component NAME by the text in FILE; may be repeated."
+    ),
 ]
 Weights = Annotated[
     str,
@@ -72,7 +92,7 @@ def branch(
     live: Live = False,
     set_: Set = None,
     yes: RunTools = False,
-    runner: Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")] = "process",
+    runner: LocalRunner = "process",
     out: Out = None,
     as_json: AsJson = False,
     config: SettingsFile = None,
@@ -114,7 +134,7 @@ def branch(
     if as_json:
         print_json({"report": report, "value": report.mean, "advantage": report.advantage})
     else:
-        show(report, where, agent)
+        show(report, where, agent, yes=yes)
     raise typer.Exit(0 if report.valid == len(report.branches) else 1)
 
 
@@ -154,8 +174,8 @@ def _number(text: str, given: str) -> float | int:
     raise ConfigError(f"--set {given}: give a number")
 
 
-def show(report: BranchReport, where: str, agent: str) -> None:
-    """Print a table of the branches, the value that they estimate, and their warnings."""
+def show(report: BranchReport, where: str, agent: str, *, yes: bool = False) -> None:
+    """Print a table of the branches, the value that they estimate, and their warnings. `yes`: their tools may run again."""
     call = f"call {report.at} of {report.calls} ({escape(report.caller)})"
     say(f"{len(report.branches)} branches of {escape(report.parent)} at {call}, with {escape(report.model)}")
     print_table(
@@ -182,9 +202,14 @@ def show(report: BranchReport, where: str, agent: str) -> None:
             say(f"  {escape(those[0].why)}")
     for warning in report.warnings:
         say(f"[yellow]{escape(warning)}")
-    place = escape(redacted(where))
-    say(f"what was recorded: `lightning runs show {escape(report.run)} --runs {place}`")
-    say(f"one of them again: `lightning replay {escape(report.branches[0].id)} {escape(agent)} --runs {place}`")
+    if redacted(where) == where:  # a command without its password would not run
+        next_steps(
+            ("see each branch", ["runs", "show", report.run, "--runs", where]),
+            (
+                "run a branch again",
+                ["replay", report.branches[0].id, agent, "--runs", where, *(["--yes"] if yes else [])],
+            ),
+        )
 
 
 def _outcome(branch: BranchOutcome) -> str:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.cli.output import answers, escape, load_agent, locate, say, with_store
+from lightning.cli.output import answers, escape, load_agent, locate, next_steps, say, with_store
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
+from lightning.store.url import redacted
 from lightning.trainer.agents import HowToCall, of_project
 from lightning.trainer.context import epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN
@@ -38,7 +39,7 @@ Place = Annotated[
     ),
 ]
 Attempt = Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")]
-RunTools = Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")]
+RunTools = Annotated[bool, typer.Option("--yes", help="Let tools run again if the record does not answer them.")]
 
 
 class Tools(StrEnum):
@@ -89,7 +90,8 @@ def replay(
     tools: Annotated[
         Tools,
         typer.Option(
-            help="recorded: a @lightning.tool gives what it gave; live: it runs. Tools of frameworks always run."
+            help="What a @lightning.tool does. recorded: it returns its recorded result; live: it runs. Tools of "
+            "frameworks always run."
         ),
     ] = Tools.RECORDED,
     yes: RunTools = False,
@@ -128,7 +130,15 @@ def replay(
         recorded_tools = tools is Tools.RECORDED
         result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
     say(escape(str(result)))
+    _say_next(rollout, agent, where, yes=yes)
     raise typer.Exit(2 if result.same is None else 0 if result.same else 1)
+
+
+def _say_next(rollout: str, agent: str, where: str, *, yes: bool) -> None:
+    """Print the command that branches at the rollout's first call, if the agent is known."""
+    if agent and redacted(where) == where:  # a command without its password would not run
+        consent = ["--yes"] if yes else []
+        next_steps(("try other answers", ["branch", rollout, agent, "--at", "1", "--runs", where, *consent]))
 
 
 def _retrain(run: str, where: str, model: Path | None) -> int:

@@ -202,12 +202,19 @@ class Tools:
         return await self._show(Address("runs", options=options))
 
     async def run(self, run: str) -> dict[str, Any]:
-        """One run: alarms and advice (each with evidence and its --set line), then its curves and figures."""
+        """One run: alarms and advice (each with evidence and its --set line), then its curves and figures. The page
+        `metrics/RUN` has all metrics, `run/RUN?chart=NAME,NAME` the curves of those that you name."""
         return await self._show(Address("run", (run,)))
 
     async def step(self, run: str, step: int) -> dict[str, Any]:
-        """One optimizer step, from 1: its groups, the spread of their rewards, and which groups taught nothing and why."""
+        """One optimizer step, from 1: why its reward moved since the step before (chance, harder tasks, failures, groups), its
+        groups, the spread of their rewards, and which groups taught nothing and why."""
         return await self._show(Address("step", (run, str(step))))
+
+    async def pushed(self, run: str, step: int) -> dict[str, Any]:
+        """What one step taught: the calls (and tokens, where they differ) that it pushed up and down most, with their
+        answers."""
+        return await self._show(Address("pushed", (run, str(step))))
 
     async def group(self, run: str, group: str) -> dict[str, Any]:
         """The rollouts of one task (a group such as RUN/3/0) and their branches as a prefix tree of calls: where they diverge,
@@ -230,6 +237,27 @@ class Tools:
     async def rewards(self, run: str) -> dict[str, Any]:
         """The distribution and correlation of a run's named rewards, and what other reward functions gave."""
         return await self._show(Address("rewards", (run,)))
+
+    async def tools(self, run: str, tool: str = "", step: int = 0) -> dict[str, Any]:
+        """The tools of a run by agent: runs, failures, errors, the arguments that fail, the reward beside them, and calls of
+        tools that were not offered; of one `tool`, or of the rollouts of one `step`."""
+        options = {name: value for name, value in (("tool", tool), ("step", str(step) if step else "")) if value}
+        return await self._show(Address("tools", (run,), options))
+
+    async def search(
+        self,
+        run: str,
+        text: str,
+        where: str = "",
+        cursor: int = 0,
+        above: float | None = None,
+        below: float | None = None,
+    ) -> dict[str, Any]:
+        """Find the rollouts of a run in which a text stands, without regard to case. `where`: task, prompt, answer, tool or
+        error (empty: anywhere); `above` and `below` bound the reward; `cursor`: how many rollouts to pass over."""
+        given = {"q": text, "where": where, "cursor": cursor or "", "above": above, "below": below}
+        options = {name: str(value) for name, value in given.items() if value not in ("", None)}
+        return await self._show(Address("search", (run,), options))
 
     async def resources(self, name: str = "") -> dict[str, Any]:
         """Versions of prompts and weights, their aliases and what each earned; with a name, that resource alone and the
@@ -282,7 +310,16 @@ def make_server(where: str) -> MCPServer[Any]:
         "lightning", version=__version__, instructions=INSTRUCTIONS, lifespan=lifespan, log_level="WARNING"
     )
     tools, reads = Tools(places), ToolAnnotations(read_only_hint=True, open_world_hint=False)
-    of_one_run = (tools.run, tools.step, tools.group, tools.rollout, tools.rewards)
+    of_one_run = (
+        tools.run,
+        tools.step,
+        tools.pushed,
+        tools.group,
+        tools.rollout,
+        tools.rewards,
+        tools.tools,
+        tools.search,
+    )
     for tool in (tools.runs, *of_one_run, tools.compare, tools.resources, tools.page):
         server.tool(annotations=reads)(tool)
     return server

@@ -14,11 +14,14 @@ from typing import Any, Final, Literal
 import orjson
 from lightning.types import Json
 
+from lightning_console.glossary import explained, with_hints
+
 HALF: Final = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair. Texts of agents may have such a character, but JSON in UTF-8 cannot."""
 
-Tone = Literal["", "good", "bad", "warn", "muted"]
-"""The colour of an item: whether it is good, bad, a warning or of little weight. A word or a sign always says the same."""
+Tone = Literal["", "good", "bad", "warn", "muted", "up", "down"]
+"""The colour of an item, with the sign beside it: good (✓) and bad (✕), a warning (!), of little weight, or a difference or an
+advantage above (▲) or below (▼) 0. Each colour means this one thing on all pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,18 @@ class Block:
     note: str = field(default="", kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON for the block's component: its name (the class's), `title`, `note`, and other fields as `value`."""
+        """Return the JSON for the block's component: its name (the class's), `title` with its `hint`, `note`, and other fields
+        as `value`. Names that the glossary has get its explanation as hint."""
         value = asdict(self)
         title, note = value.pop("title"), value.pop("note")
-        return {"component": type(self).__name__, "title": title, "note": note, "value": value}
+        with_hints(value)
+        return {
+            "component": type(self).__name__,
+            "title": title,
+            "hint": explained(title),
+            "note": note,
+            "value": value,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +205,9 @@ class Messages(Block):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. `role` is system, user, assistant, tool or state; `text` is shown as it is; `data` has
-    arguments or results as JSON text, by name; `tag` adds details (the agent's name, why the answer ended); `to` opens its
-    call."""
+    """One message of a conversation. `role` is system, user, assistant, tool, state, reward or judge; `text` is shown as it is;
+    `data` has arguments or results as JSON text, by name; `tag` adds details (the agent's name, why the answer ended); `to`
+    opens its call. `made` says that the model sampled it in this rollout: other messages came with a prompt."""
 
     role: str
     text: str
@@ -204,6 +215,7 @@ class Message:
     data: Sequence[tuple[str, str]] = ()
     tone: Tone = ""
     to: str = ""
+    made: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +279,8 @@ class Node:
     """How many branches begin after this call."""
     tools: Sequence[tuple[str, str]] = ()
     """The tools that the answer called, as `(name, result or error)`."""
+    label: str = ""
+    """The action as it stands beside its edge: the part in which it differs from its siblings. Empty: the action itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +304,7 @@ class Measure:
     unit: str = ""
     missing: str = ""
     """Why no token has a value; empty if some have one."""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +316,7 @@ class Reason:
     source: str = ""
     proved: bool | None = None
     """Whether an audit derives the same number again; None for a number that it does not derive."""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +335,9 @@ class TokenStrip(Block):
 @dataclass(frozen=True, slots=True)
 class Page:
     """The page of an address. `trail` links to the pages above it; `live` says that the page may still change (its run goes on,
-    or a slow part is missing); `previous` and `next` are the addresses that the keys `[` and `]` open."""
+    or a slow part is missing); `previous` and `next` are the addresses that the keys `[` and `]` open. `name` is the id of the
+    shown thing, where the title is not: it stands below the title, to be copied. `waits` says that the page could not be made
+    and is asked for again."""
 
     address: str
     title: str
@@ -328,14 +346,18 @@ class Page:
     live: bool = False
     previous: str = ""
     next: str = ""
+    name: str = ""
+    waits: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the page as the JSON that the browser's shell gets and that an export writes."""
         return {
             "address": self.address,
             "title": self.title,
+            "name": self.name,
             "trail": [asdict(link) for link in self.trail],
             "live": self.live,
+            "waits": self.waits,
             "previous": self.previous,
             "next": self.next,
             "blocks": [block.to_json() for block in self.blocks],

@@ -33,7 +33,7 @@ OTHER_PAGES: Final = 200
 BYTES: Final = 200 << 20
 LINKS: Final = frozenset({"to", "compare", "previous", "next", "to_left", "to_right"})
 """Names of the fields of pages and blocks that hold an address or a list of addresses."""
-KEPT: Final = frozenset({"call", "attempt", "cursor", "of", "from", "to", "store", "split", "runs"})
+KEPT: Final = frozenset({"call", "attempt", "cursor", "of", "from", "to", "store", "split", "runs", "tool", "agent"})
 """An export follows a link only if all options of its address are among these. Other options sort or filter a page, and each
 would add one more copy of it."""
 INDEX: Final = """<!doctype html>
@@ -174,14 +174,17 @@ def _texts(item: object) -> Iterable[str]:
 
 
 def _is_followed(link: str, runs: frozenset[str]) -> bool:
-    """Return whether an export follows a link: not to pages of runs outside `runs`, unless `runs` is empty."""
+    """Return whether an export follows a link: not to pages of runs outside `runs`, unless `runs` is empty; not to a search,
+    which needs the store; and of failed tool runs only to the first ones, so that other rollouts have room."""
     try:
         address = Address.parse(link)
     except DataError:
         return False
-    if address.page not in router.PAGES or set(address.options) - KEPT:
+    if address.page not in router.PAGES or address.page == "search" or set(address.options) - KEPT:
         return False
-    of_a_run = address.page in ("run", "step", "group", "rollout", "rewards")
+    if address.page == "tools" and "cursor" in address.options:
+        return False
+    of_a_run = address.page in ("run", "metrics", "step", "pushed", "group", "rollout", "rewards", "tools")
     return not (runs and of_a_run) or (bool(address.about) and address.about[0] in runs)
 
 

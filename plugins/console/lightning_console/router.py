@@ -69,7 +69,21 @@ CANNOT: Final = "This cannot be shown"
 """The title of the page that is shown in place of a page that failed."""
 logger = logging.getLogger(__name__)
 
-PAGES: Final = ("runs", "compare", "run", "step", "group", "rollout", "versions", "rewards", "resources")
+PAGES: Final = (
+    "runs",
+    "compare",
+    "run",
+    "metrics",
+    "step",
+    "pushed",
+    "group",
+    "rollout",
+    "versions",
+    "rewards",
+    "tools",
+    "search",
+    "resources",
+)
 """The names of all pages. Each has a module of that name in `pages/`, with a function `page(places, address)`."""
 
 
@@ -109,4 +123,4 @@ def fault_of(error: Exception) -> str:
 def cannot_show(address: str, why: str) -> Page:
     """Return a page that says why an address cannot be shown. It is marked as live, because the cause may soon be gone."""
     notices = Notices([Notice(why, "bad", links=(Link("all runs", "runs"),))])
-    return Page(address, CANNOT, [notices], (Link("Runs", "runs"),), live=True)
+    return Page(address, CANNOT, [notices], (Link("Runs", "runs"),), live=True, waits=True)

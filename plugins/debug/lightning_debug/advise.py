@@ -26,6 +26,7 @@ from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
 
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
+from lightning_debug.garbled import GARBLED, look_at, with_examples
 from lightning_debug.rules import diagnose
 
 LOOKS: Final = 400
@@ -38,7 +39,7 @@ LAST: Final = 5
 """Number of last steps whose mean reward is the outcome of a run without held-out tasks."""
 FIRST: Final = (
     ("drift", "gap", "not finite", "failures", "policy faults"),
-    ("collapsed", "held-out falls", "held-out stays", "second measure"),
+    ("collapsed", "garbled", "held-out falls", "held-out stays", "second measure"),
 )
 """Causes that are listed before all others: first those that cast doubt on the others, then those that lose what was
 learned."""
@@ -166,7 +167,7 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
         raise ConfigError(f"the run {run_id} has no committed step: there is nothing to look at yet")
     found, unread = await _of_rollouts(store, run, recorded)
     alarms = [*_of_course(recorded), *found]
-    alarms = [replace(each, found=await _with_examples(store, run_id, each.found)) for each in alarms]
+    alarms = [replace(each, found=await _with_examples(store, run_id, each.found, recorded)) for each in alarms]
     order = sorted(alarms, key=urgency)
     loud = tuple(alarm for alarm in order if not alarm.found.minor)
     me = await past_of(store, run, changed=True)
@@ -245,13 +246,17 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
     return list(found.values()), ""
 
 
-async def _with_examples(store: Store, run: str, found: Diagnosis) -> Diagnosis:
-    """Add to a finding the rollouts of its last step that earned least: held-out or failed ones if the finding is about
-    these."""
+async def _with_examples(store: Store, run: str, found: Diagnosis, recorded: Recorded) -> Diagnosis:
+    """Add to a finding the rollouts of its last step that earned least: held-out, failed or garbled ones if the finding is
+    about these."""
     if found.rollouts or not found.steps:
         return found
     held_out = found.cause in ("held-out falls", "held-out stays")
     rollouts = await all_rollouts(store, run, split=VAL if held_out else TRAIN, step=found.steps[-1])
+    if found.cause == GARBLED:
+        epoch = epoch_at(recorded.epochs, found.steps[-1])
+        groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
+        return with_examples(found, look_at(groups), recorded.steps[: found.steps[-1]])
     if held_out:  # rollouts without a reward last
         rollouts = of_generation(rollouts, newest_generation(rollouts))
         rollouts.sort(key=lambda each: (each.reward is None, _earned(each)))

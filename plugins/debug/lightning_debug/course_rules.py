@@ -38,6 +38,7 @@ from lightning_debug.diagnosis import (
     policy_fault_share,
     values_of,
 )
+from lightning_debug.garbled import garbled
 
 LEAST_ROLLOUTS: Final = 12
 """Rollouts that an evaluation needs so that its spread of rewards is trusted, even if all are equal."""
@@ -480,6 +481,7 @@ COURSE_RULES: Final[tuple[Callable[[Course], Iterator[Diagnosis]], ...]] = (
     policy_faults,
     masked,
     clipped,
+    garbled,
     longer,
     cut_off,
     second_measure,

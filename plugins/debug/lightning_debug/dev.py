@@ -86,11 +86,13 @@ class DevRow:
 
 @dataclass(frozen=True, slots=True)
 class DevReport:
-    """The result of a dry run. `problems` are sentences with the cure, empty if training can start; `hints` may be ignored."""
+    """The result of a dry run. `problems` are sentences with the cure, empty if training can start; `hints` may be ignored.
+    `rewards_differ` is False if all rewards were equal and the algorithm learns from differences."""
 
     rows: tuple[DevRow, ...]
     problems: tuple[str, ...]
     hints: tuple[str, ...] = ()
+    rewards_differ: bool = True
 
     @property
     def ok(self) -> bool:
@@ -125,7 +127,9 @@ async def dry_run(
     problems = _problems(rows, train_agents, compared=compared) + tried.problems
     if hidden := await hidden_tools(stack.gateway.parts):
         problems.append(f"{hidden} calls: {HIDDEN}")
-    report = DevReport(rows, tuple(problems), tuple(_hints(rows, train_agents) + tried.hints))
+    alike = equal_rewards(rows) if compared else ""
+    hints = [*([alike] if alike else []), *_hints(rows, train_agents), *tried.hints]
+    report = DevReport(rows, tuple(problems), tuple(hints), rewards_differ=not alike)
     show(report, reporter.console)
     return report
 
@@ -204,6 +208,20 @@ def _diagnosed(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[Diag
     return diagnose((row.recorded for row in rows), train_agents, failures)
 
 
+def equal_rewards(rows: Sequence[DevRow]) -> str:
+    """Say that all rewards of dry rollouts are equal and what to do; "" if two differ, or fewer than two are known."""
+    rewards = [row.reward for row in rows if row.reward is not None]
+    if len(rewards) < 2 or len(set(rewards)) > 1:
+        return ""
+    (value,) = set(rewards)
+    return (
+        f"All {len(rewards)} rewards were {value:.3g}. Training learns from differences between the rewards of one task's "
+        "rollouts, so nothing can be learned from rewards like these. Give the reward function a right and a wrong answer "
+        "yourself: it must tell them apart. If it does, take tasks that this model solves now and then, reward parts of an "
+        "answer, or take another model"
+    )
+
+
 def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str]:
     masked, trained = sum(row.constrained_calls for row in rows), sum(row.trained_calls for row in rows)
     hints = []
@@ -243,8 +261,10 @@ def show(report: DevReport, console: Terminal) -> None:
         console.print(f"[red]{escape(problem)}", highlight=False)
     for hint in report.hints:
         console.print(f"[yellow]{escape(hint)}", highlight=False)
-    if report.ok:
+    if report.ok and report.rewards_differ:
         console.print("everything that training needs was recorded", highlight=False)
+    elif report.ok:
+        console.print("calls and rewards were recorded, but no two rewards differ", highlight=False)
 
 
 def _said_reward(row: DevRow) -> str:

@@ -18,10 +18,12 @@ import typer
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.output import (
     AsJson,
+    LocalRunner,
     Overrides,
     SettingsFile,
     escape,
     load_agent,
+    next_steps,
     print_json,
     print_table,
     say,
@@ -46,10 +48,9 @@ AgentName = Annotated[
     str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
 ]
 Tasks = Annotated[Path, typer.Option(help="The tasks: JSON lines, each with `input` and optionally `expected`.")]
-Runs = Annotated[Path, typer.Option(help="Folder in which runs and their resources are looked for by name.")]
-Bounds = Annotated[str, typer.Option(metavar="LOW,HIGH", help="The lowest and the highest reward that there can be.")]
-Runner = Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")]
+Runs = Annotated[Path, typer.Option(help="Folder of the runs that are named by their id, and of their resources.")]
+Bounds = Annotated[str, typer.Option(metavar="LOW,HIGH", help="The lowest and the highest possible reward.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what was stopped in --out.")]
 
 
 def evaluate(
@@ -57,7 +58,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="A model folder or hub name; RUN or RUN@STEP; or a version of a run's weights: [RUN#]policy/weights@ALIAS.",
+            help="The model: a folder, a name on a hub, RUN, RUN@STEP, or a version of a run's weights "
+            "([RUN#]policy/weights@ALIAS).",
         ),
     ],
     agent: AgentName,
@@ -66,12 +68,12 @@ def evaluate(
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="Sampling temperature; default: what the agent asks for.")
     ] = None,
-    success: Annotated[float, typer.Option(help="The reward from which on a rollout is a success, for pass@k.")] = 1.0,
+    success: Annotated[float, typer.Option(help="The lowest reward that counts as a success, for pass@k.")] = 1.0,
     bounds: Bounds = "0,1",
     out: Annotated[Path | None, typer.Option(help="The evaluation's folder; default: runs/eval-TIME.")] = None,
     resume: Resume = False,
     runs: Runs = Path("runs"),
-    runner: Runner = "process",
+    runner: LocalRunner = "process",
     as_json: AsJson = False,
     config: SettingsFile = None,
     set_: Overrides = None,
@@ -154,7 +156,7 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
             say(f"  {count} x {escape(why)}")
     for warning in report.warnings:
         say(f"[yellow]{escape(warning)}")
-    say(f"what was recorded: `lightning runs show {escape(report.run)} --runs {escape(str(folder))}`")
+    next_steps(("see each rollout", ["runs", "show", report.run, "--runs", folder]))
 
 
 def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
@@ -174,25 +176,30 @@ NOT_PROMOTED: Final = (
 EXAMPLE: Final = "give one of --prompt NAME=a.txt,b.txt, --model A,B and --temperature 0.2,1.0 two values"
 
 
+Prompts = Annotated[
+    str,
+    typer.Option(metavar="NAME=A.txt,B.txt", help="Compare two texts (two files) as the prompt of the component NAME."),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Number of tasks after which the result is tested again.")]
+
+
 def ab(
     agent: AgentName,
     tasks: Tasks,
     model: Annotated[
         str,
-        typer.Option(help="The model, each as for `lightning eval`: one for both variants, or A,B to compare two."),
+        typer.Option(help="One model for both variants, or A,B to compare two models; each as for `lightning eval`."),
     ],
-    prompt: Annotated[
-        str, typer.Option(metavar="NAME=A.txt,B.txt", help="Compare two texts as the prompt of a component.")
-    ] = "",
+    prompt: Prompts = "",
     temperature: Annotated[
-        str, typer.Option(metavar="A,B", help="Compare two sampling temperatures; one: that of both variants.")
+        str, typer.Option(metavar="A,B", help="Compare two sampling temperatures, or give one for both variants.")
     ] = "",
     n: Annotated[int, typer.Option("-n", min=1, help="Rollouts of each task under each variant.")] = 1,
     max_rollouts: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum number of rollouts, of both variants together; default: all tasks."),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Tasks between two looks at the result.")] = None,
+    batch: Batch = None,
     bounds: Bounds = "0,1",
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of regressions to list.")] = 5,
     promote_to: Annotated[
@@ -207,7 +214,7 @@ def ab(
     out: Annotated[Path | None, typer.Option(help="The comparison's folder; default: runs/ab-TIME.")] = None,
     resume: Resume = False,
     runs: Runs = Path("runs"),
-    runner: Runner = "process",
+    runner: LocalRunner = "process",
     as_json: AsJson = False,
     config: SettingsFile = None,
     set_: Overrides = None,
@@ -332,7 +339,10 @@ def show_comparison(found: Comparison, folder: Path, a: Variant, b: Variant) -> 
             continue
         said = f"call {call.number} ({escape(call.caller)}) is the first that differs, in {escape(call.where)}"
         say(f"{escape(each.task)}: {said}:\n  A: {escape(call.a)}\n  B: {escape(call.b)}")
-    say(f"what was recorded: `lightning runs show {escape(a.run)} --runs {escape(str(folder))}`, and {escape(b.run)}")
+    next_steps(
+        ("see each rollout under A", ["runs", "show", a.run, "--runs", folder]),
+        ("see each rollout under B", ["runs", "show", b.run, "--runs", folder]),
+    )
 
 
 def _failed(found: Comparison, side: str) -> str:

@@ -48,7 +48,8 @@ from lightning_debug.transcript import REDACTED, Transcript, transcript_of
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A judge's answer: scores in the order in which rollouts were shown, or None and the beginning of an unusable text."""
+    """A judge's answer: scores in the order in which rollouts were shown, and the text that they stand in (shortened). None and
+    the beginning of the text if it is unusable."""
 
     scores: tuple[float, ...] | None
     said: str = ""
@@ -72,6 +73,17 @@ class Judgement:
 
 NOTHING: Final = Judgement((), None)
 """The judgement of a group without rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """A kept answer of a judge as it concerns one rollout: its `score` from 0 to 1, the whole `text` about the group (empty if
+    only scores were kept), and the `number` under which the text speaks of the rollout, of `count`."""
+
+    score: float
+    text: str
+    number: int
+    count: int
 
 
 class Judgements:
@@ -115,6 +127,8 @@ logger = logging.getLogger(__name__)
 
 SAID: Final = 200
 """Most characters of an unusable answer that are kept and shown."""
+REASONS: Final = 8_000
+"""Most characters of a usable answer that are kept: the last ones, which end with the scores."""
 CURE: Final = "Try another model or a plainer rubric, or give it more attempts"
 
 
@@ -226,6 +240,25 @@ class Judge:
         """Judge groups of transcripts and return one judgement for each, with scores in the order of its transcripts."""
         return outside_of_loops(lambda: asyncio.run(while_wanted(self._judge_all(groups))))
 
+    def opinions(self, group: Group) -> dict[str, tuple[Opinion, ...]]:
+        """Return what the kept answers say of each judged rollout of a group, by its id, in the order of the samples. Nothing
+        is asked. Raises `DataError` if the texts of a rollout are not recorded, `ConfigError` if the file cannot be used."""
+        judged = [member for member in group.trajectories if _is_judged(member)]
+        kept = Judgements(self.cache)
+        if not judged or not kept.file.is_file():
+            return {}
+        asked = self._question([_transcript(member) for member in judged])
+        found: dict[str, list[Opinion]] = {member.rollout.id: [] for member in judged}
+        for sample in range(self.samples):
+            order, _, key = asked.asked(sample)
+            answer = kept.get(key)
+            if answer is None or answer.scores is None:
+                continue
+            for member, text in zip(judged, asked.places, strict=True):
+                number = order.index(asked.texts.index(text))
+                found[member.rollout.id].append(Opinion(answer.scores[number], answer.said, number + 1, len(order)))
+        return {name: tuple(opinions) for name, opinions in found.items() if opinions}
+
     async def _judge_all(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
         client, kept = ChatClient(self._endpoint()), Judgements(self.cache)
         try:
@@ -238,6 +271,17 @@ class Judge:
             ) from error
 
     async def _judge(self, client: ChatClient, kept: Judgements, group: Sequence[Transcript]) -> Judgement:
+        asked = self._question(group)
+        texts, places = asked.texts, asked.places
+        answers = await asyncio.gather(*(self._sample(client, kept, asked, sample) for sample in range(self.samples)))
+        usable = [answer.scores for answer in answers if answer.scores is not None]
+        nonsense = tuple(answer.said for answer in answers if answer.scores is None)
+        if not usable:
+            return Judgement(None, None, nonsense)
+        means = dict(zip(texts, np.mean(np.array(usable, dtype=np.float64), axis=0).tolist(), strict=True))
+        return Judgement(tuple(means[text] for text in places), agreement(usable), nonsense)
+
+    def _question(self, group: Sequence[Transcript]) -> _Question:
         shown: dict[str, list[dict[str, Any]]] = {}  # equal rollouts are shown once, and have one score
         places = []
         for seen in group:
@@ -246,45 +290,23 @@ class Judge:
             shown.setdefault(text, items)
             places.append(text)
         task = {"input": group[0].task.input, "expected": group[0].task.expected}
-        texts = sorted(shown)
-        answers = await asyncio.gather(
-            *(self._sample(client, kept, task, shown, texts, sample) for sample in range(self.samples))
-        )
-        usable = [answer.scores for answer in answers if answer.scores is not None]
-        nonsense = tuple(answer.said for answer in answers if answer.scores is None)
-        if not usable:
-            return Judgement(None, None, nonsense)
-        means = dict(zip(texts, np.mean(np.array(usable, dtype=np.float64), axis=0).tolist(), strict=True))
-        return Judgement(tuple(means[text] for text in places), agreement(usable), nonsense)
+        return _Question(self, task, shown, tuple(sorted(shown)), tuple(places))
 
-    async def _sample(
-        self,
-        client: ChatClient,
-        kept: Judgements,
-        task: Mapping[str, object],
-        shown: Mapping[str, Sequence[Mapping[str, Any]]],
-        texts: Sequence[str],
-        sample: int,
-    ) -> Answer:
-        """Ask for one sample of scores, or take the kept answer; the scores are in the order of `texts`."""
-        order = order_of(texts, sample)
-        messages = question(self.rubric, task, [shown[texts[place]] for place in order])
-        asked = [self.base_url, self.model, self.temperature, self.attempts, sample, messages]
-        if self.max_tokens is not None:
-            asked.append(self.max_tokens)
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-        answer = kept.get(key) or kept.keep(key, await self._ask(client, messages, len(texts)))
+    async def _sample(self, client: ChatClient, kept: Judgements, asked: _Question, sample: int) -> Answer:
+        """Ask for one sample of scores, or take the kept answer; the scores are in the order of the question's texts."""
+        order, messages, key = asked.asked(sample)
+        answer = kept.get(key) or kept.keep(key, await self._ask(client, messages, len(order)))
         if answer.scores is None:
             return answer
         scores = dict(zip(order, answer.scores, strict=True))
-        return Answer(tuple(scores[place] for place in range(len(texts))))
+        return Answer(tuple(scores[place] for place in range(len(order))))
 
     async def _ask(self, client: ChatClient, messages: Any, count: int) -> Answer:
         asked, said = messages, ""
         for _ in range(self.attempts):
             said = await client.ask(asked)
             try:
-                return Answer(read_scores(said, count))
+                return Answer(read_scores(said, count), said[-REASONS:])
             except NonsenseError as problem:
                 asked = ask_again(messages, said, str(problem))
         return Answer(None, said[:SAID])
@@ -316,6 +338,27 @@ class Judge:
 
     def _spread(self) -> Credit:
         return plugins().credit(self.credit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """The question about a group: what is `shown` of each different rollout, by its text, these `texts` in order, and the text
+    of each of the group's rollouts (`places`)."""
+
+    judge: Judge
+    task: Mapping[str, object]
+    shown: Mapping[str, Sequence[Mapping[str, Any]]]
+    texts: tuple[str, ...]
+    places: tuple[str, ...]
+
+    def asked(self, sample: int) -> tuple[list[int], Sequence[Mapping[str, str]], str]:
+        """Return the order in which a sample shows the texts, its messages, and the key under which its answer is kept."""
+        judge, order = self.judge, order_of(self.texts, sample)
+        messages = question(judge.rubric, self.task, [self.shown[self.texts[place]] for place in order])
+        asked = [judge.base_url, judge.model, judge.temperature, judge.attempts, sample, messages]
+        if judge.max_tokens is not None:
+            asked.append(judge.max_tokens)
+        return order, messages, hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def _is_judged(member: Trajectory) -> bool:

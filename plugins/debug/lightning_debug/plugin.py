@@ -27,8 +27,9 @@ COMMANDS = {
 
 @hookimpl
 def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
-    """Register the setting `trainer.alerts`."""
+    """Register the setting `trainer.alerts`, and the section `budget`."""
     register("alerts", later("lightning_debug.config:AlertsConfig"))
+    register("budget", later("lightning_debug.config:BudgetConfig"))
 
 
 @hookimpl
@@ -40,8 +41,10 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 
 @hookimpl
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
-    """Register the stage that applies the rules to each step, sends `trainer.alerts`, and does dry runs."""
+    """Register the stage that applies the rules to each step, sends `trainer.alerts`, and does dry runs; and the stage that
+    ends a run whose `budget` is spent."""
     register("advice", made_later("lightning_debug.stage:Advice"))
+    register("budget", made_later("lightning_debug.budget:budget"))
 
 
 @hookimpl

@@ -26,8 +26,10 @@ from lightning.cli.output import (
     fail,
     import_named,
     locate,
+    next_steps,
     print_json,
     print_table,
+    run_words,
     say,
     with_store,
 )
@@ -47,9 +49,7 @@ from lightning_debug.regrade import Grader, GroupGrader, RewardTrial, try_grader
 
 def advise(
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
-    runs: Annotated[Path, typer.Option(help="Folder that holds the runs, with which this one is compared.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs with which this run is compared.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Name what is wrong in a run, and settings with which past runs of its tasks fared better."""
@@ -73,6 +73,11 @@ def advise(
         )
     else:
         show_advice(advice)
+        named = run_words(run, runs)
+        next_steps(
+            ("read the rollouts", ["runs", "show", *named]),
+            ("see where its time went", ["profile", *named]),
+        )
     raise typer.Exit(int(any(alarm.found.serious and alarm.still for alarm in advice.alarms)))
 
 
@@ -173,7 +178,7 @@ def profile(
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
     runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     steps: Annotated[
-        str, typer.Option(metavar="A:B", help="Steps from A to before B; default: all but the first.")
+        str, typer.Option(metavar="A:B", help="The steps from A up to, but without, B; default: all but the first.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -186,6 +191,11 @@ def profile(
         print_json(profile_json(found, helps))
     else:
         show_profile(found, helps)
+        named = run_words(run, runs)
+        next_steps(
+            ("simulate the run on other machines", ["plan", *named]),
+            ("learn what is wrong with what it learned", ["advise", *named]),
+        )
 
 
 def _range(steps: str) -> tuple[int | None, int | None]:
@@ -298,7 +308,8 @@ def reward(
     grader: Annotated[
         str,
         typer.Argument(
-            help="MODULE:FUNCTION, called with a transcript, which returns a reward as an agent does; or MODULE:JUDGE."
+            help="Your reward function as MODULE:FUNCTION: it is called with a transcript and returns a reward. Or a "
+            "judge as MODULE:JUDGE."
         ),
     ],
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
@@ -314,6 +325,7 @@ def reward(
         print_json(_trial_json(trial))
     else:
         show_trial(trial, limit)
+        next_steps(("read the rollouts", ["runs", "show", *run_words(run, runs)]))
     raise typer.Exit(0 if trial.same else 1)
 
 

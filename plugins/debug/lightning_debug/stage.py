@@ -31,6 +31,7 @@ from lightning_debug.call_advice import hidden_tools
 from lightning_debug.config import AlertsConfig
 from lightning_debug.dev import DevReport, dry_run
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
+from lightning_debug.garbled import look_at, with_examples
 from lightning_debug.rules import diagnose
 
 logger = logging.getLogger(__name__)
@@ -160,14 +161,16 @@ class Advice(StepStage):
         return await self._found()
 
     async def taken(self, step: StepTaken) -> Added:
-        """Apply the rules to a step, and return its alarms and, if tools were hidden from the model, the metric
-        `hidden_tools`."""
-        self._steps[step.step - 1 :] = [step.metrics]
+        """Apply the rules to a step, and return its alarms, the measures of its answers (`lightning_debug.garbled`) and, if
+        tools were hidden from the model, the metric `hidden_tools`."""
+        looked = await asyncio.to_thread(look_at, step.groups)
+        self._steps[step.step - 1 :] = [{**step.metrics, **looked.recorded}]
         attempts = [Attempted.of(member) for group in step.groups for member in group.trajectories]
         failures = [rollout.error for rollout in step.rollouts if rollout.status is Status.FAILED]
         hidden = await hidden_tools(step.parts) if step.parts is not None else 0
-        metrics = {"hidden_tools": float(hidden)} if hidden else {}
-        return Added(metrics, alarms=await self._found(attempts, step.train_agents, failures))
+        metrics = {**looked.metrics, **({"hidden_tools": float(hidden)} if hidden else {})}
+        found = await self._found(attempts, step.train_agents, failures)
+        return Added(metrics, alarms=[with_examples(each, looked, self._steps) for each in found])
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
         """Take all evaluations so far, and return the alarms that they give."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
+from itertools import combinations
 from typing import Final, TypeAlias
 
 import numpy as np
+from lightning.trainer.gains import LEVEL, student
 from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
-LEVEL: Final = 0.95
-"""The confidence level of all intervals."""
 BETS: Final = np.array([0.1, 0.25, 0.5, 0.85])
 """Bets, as shares of the largest possible stake. The best bet is about the mean over the variance, which is not known."""
 CANDIDATES: Final = 401
@@ -80,29 +79,13 @@ def interval(values: Floats) -> tuple[float, float]:
     tasks = len(values)
     if tasks == 1:
         return 0.0, 1.0
-    quantile = _student(0.5 + LEVEL / 2, tasks - 1)
+    quantile = student(0.5 + LEVEL / 2, tasks - 1)
     more = quantile**2 / 2
     total = tasks + 2 * more
     middle = (math.fsum(values) + more) / total
     squares = math.fsum((values - middle) ** 2) + more * (middle**2 + (1 - middle) ** 2)
     half = quantile * math.sqrt(squares) / total
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _student(p: float, freedom: int) -> float:
-    """Return a quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
-    expansion, which is less than 1 % off."""
-    if freedom == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if freedom == 2:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    z = NormalDist().inv_cdf(p)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + math.fsum(term / math.pow(freedom, power) for power, term in enumerate(terms, 1))
 
 
 @dataclass
@@ -183,3 +166,41 @@ def _log_mean(logs: Floats) -> Floats:
     most = logs.max(axis=1)
     found: Floats = most + np.log(np.exp(logs - most[:, None]).mean(axis=1))
     return found
+
+
+ORDERS: Final = 20_000
+"""Most orders of which a permutation test counts all."""
+DRAWN: Final = 4_000
+"""Orders that it draws, with a fixed seed, where there are more."""
+
+
+def p_regrouped(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the p-value of the difference of two means by a permutation test: the share of all ways to deal the values to two
+    sets of these sizes whose means differ at least as much. Values must be independent, such as one for each group of rollouts.
+    Raises `ValueError` for an empty set."""
+    if not one or not other:
+        raise ValueError("a permutation test needs values on both sides")
+    values, size = np.array([*one, *other], dtype=np.float64), len(one)
+    if math.comb(len(values), size) <= ORDERS:
+        chosen = np.array(list(combinations(range(len(values)), size)))
+    else:
+        chosen = np.argsort(np.random.default_rng(0).random((DRAWN, len(values))), axis=1)[:, :size]
+        chosen[0] = np.arange(size)  # the deal that was seen counts, so that p is never 0
+    sums = values[chosen].sum(axis=1)
+    differences = np.abs((values.sum() - sums) / len(other) - sums / size)
+    seen = abs(float(np.mean(values[size:]) - np.mean(values[:size])))
+    return float(np.mean(differences >= seen - 1e-9))
+
+
+def p_flipped(differences: Sequence[float]) -> float:
+    """Return the p-value of a mean of paired differences by a permutation test: the share of all ways to flip their signs whose
+    mean is at least as far from 0. Raises `ValueError` without a difference."""
+    if not differences:
+        raise ValueError("a permutation test needs a difference")
+    values = np.array(differences, dtype=np.float64)
+    if 2 ** len(values) <= ORDERS:
+        signs = 1.0 - 2.0 * ((np.arange(2 ** len(values))[:, None] >> np.arange(len(values))) & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWN, len(values)))
+        signs[0] = 1.0
+    return float(np.mean(np.abs(signs @ values) >= abs(values.sum()) - 1e-9))

@@ -38,12 +38,12 @@ def deploy(
         list[str] | None,
         typer.Argument(metavar="-- AGENT --model MODEL --tasks FILE ...", help="The arguments of `lightning train`."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the files, below this one.")] = Path("deploy"),
+    out: Annotated[Path, typer.Option(help="The folder for the files, below the current folder.")] = Path("deploy"),
     name: Annotated[str, typer.Option(help="Name of the deployment and of its run; default: the agent's module.")] = "",
     gpu: Annotated[str, typer.Option(help="The trainer's GPU: h100, h200 or a100.")] = "h100",
-    clients: Annotated[int, typer.Option(help="Clients that run agents.", min=1)] = 2,
+    clients: Annotated[int, typer.Option(help="Number of clients that run agents.", min=1)] = 2,
     image: Annotated[
-        str, typer.Option(help="Where images are: registry.example.org/team; /agent, /server, /trainer follow.")
+        str, typer.Option(help="Where images are: registry.example.org/team, then /agent, /server and /trainer.")
     ] = "lightning",
     include: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="Files that the agent opens; may be repeated.")
@@ -62,7 +62,7 @@ def deploy(
         list[str] | None, typer.Option(metavar="NAME", help="A variable that the trainer reads; by reference.")
     ] = None,
     no_secret: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A file in which a secret was seen, and there is none.")
+        list[Path] | None, typer.Option(metavar="FILE", help="A file that seems to contain a secret, but does not.")
     ] = None,
     tag: Annotated[str, typer.Option(help="The images' tag; default: a digest of what goes into them.")] = "",
     cloud: Annotated[
@@ -89,7 +89,7 @@ def deploy(
     show_diff: Annotated[bool, typer.Option("--diff", help="Show what would change, and write nothing.")] = False,
     run_check: Annotated[bool, typer.Option("--check", help="Validate the files by what is installed.")] = False,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Check, then run the target's script. Nothing is applied without.")
+        bool, typer.Option("--apply", help="Check the files, then run the target's script. The default only writes.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Also replace files that you have changed.")] = False,
     as_json: AsJson = False,

@@ -36,7 +36,7 @@ from typing import Annotated, Any
 
 import typer
 from lightning.cli.check import ProbeError
-from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
+from lightning.cli.output import AsJson, escape, next_steps, print_json, print_table, say, stoppable
 from lightning.errors import ConfigError
 from lightning.safe_text import read_text
 from lightning.store.places import store_in
@@ -153,9 +153,12 @@ def sweep(
         Path | None, typer.Option(help="The folder of the runs; default: runs/ and the file's name.")
     ] = None,
     at_once: Annotated[
-        int, typer.Option(help="Runs at the same time; 0: as many as --gpus allows, one without GPUs.", min=0)
+        int,
+        typer.Option(help="Number of runs at the same time; 0: as many as --gpus allows, and one without GPUs.", min=0),
     ] = 0,
-    gpus: Annotated[int, typer.Option(help="GPUs of each run, by CUDA_VISIBLE_DEVICES; 0 assigns none.", min=0)] = 0,
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs of each run (CUDA_VISIBLE_DEVICES); 0 assigns none.", min=0)
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, and begin none.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -230,7 +233,11 @@ def _show(rows: Sequence[dict[str, object]], folder: Path) -> None:
         assert isinstance(row["failed"], list)
         for text in row["failed"]:
             say(escape(f"not counted: {text}"))
-    say(escape(f"Held-out rewards count a failed rollout as 0. Compare curves: lightning console {folder}"))
+    say("Held-out rewards count a failed rollout as 0.")
+    next_steps(
+        ("compare the runs", ["runs", "compare", "--runs", folder]),
+        ("compare their curves, in a browser", ["console", folder]),
+    )
 
 
 LOOK_SECONDS = 0.2

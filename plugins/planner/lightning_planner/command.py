@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, escape, locate, print_json, print_table, say, with_store
+from lightning.cli.output import AsJson, escape, locate, next_steps, print_json, print_table, run_words, say, with_store
 from lightning.config import load_config
 from lightning.errors import ConfigError
 
@@ -97,6 +97,7 @@ def plan(
         print_json(_document(recorded, played, plans, shape, cluster))
     else:
         _show(recorded, played, plans, shape, cluster)
+        next_steps(("see where the recorded run's time went", ["profile", *run_words(run, runs)]))
 
 
 def _check(model: str, gpus: int, bounds: Sequence[int], factors: Sequence[float]) -> None:

@@ -105,6 +105,11 @@ def uncounted(engine: EngineConfig, ranks: int) -> list[str]:
     return notes
 
 
+def ranks_of(engine: EngineConfig) -> int:
+    """Return the number of GPUs that verl trains on with these settings, at least 1."""
+    return max(VerlConfig.of(engine).world_size, 1)
+
+
 def serving_items(shape: Shape, cluster: Cluster, share: float) -> list[Item]:
     """Return vLLM's uses of memory on each GPU: always its whole share, of which the KV cache gets the rest."""
     over = f" / {cluster.server_gpus}" if cluster.server_gpus > 1 else ""

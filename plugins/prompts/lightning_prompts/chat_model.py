@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from lightning.errors import ConfigError, LightningError
+from lightning.outside_requests import OUTSIDE
 
 Messages = Sequence[Mapping[str, str]]
 """A chat: `[{"role": "user", "content": "..."}]`."""
@@ -98,6 +99,8 @@ class ChatClient:
         import aiohttp  # here, because an algorithm is made without it
 
         model = self._model
+        if refused := OUTSIDE.refused(f"{model.role} {model.model!r}"):
+            raise model.failure(refused)
         key = os.environ.get(model.api_key_env, "").strip() if model.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         body = model.settings() | {"messages": list(messages)}

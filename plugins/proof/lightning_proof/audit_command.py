@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import escape, locate, print_json, say, with_store
+from lightning.cli.output import escape, locate, next_steps, print_json, run_words, say, with_store
 
 from lightning_proof.audit import audit as audit_run
 
@@ -17,7 +17,10 @@ def audit(
     runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check what was trained against the store. Exit code 1: an id, logprob, reward, version or the order differs."""
+    """Check that each step trained on exactly what the store has recorded.
+
+    Exit code 1: a token id, a logprob, a reward, a version or the order differs.
+    """
     url, run_id = locate(run, runs)
     report = asyncio.run(with_store(url, lambda store: audit_run(store, run_id)))
     if as_json:
@@ -37,7 +40,12 @@ def audit(
         epochs = f" in {report.epochs} config epochs" if report.epochs > 1 else ""
         again = f", trained {report.reused} times again (declared as reused)" if report.reused else ""
         say(
-            f"{escape(report.run)}: {report.steps} steps{epochs}, {report.rollouts} rollouts{again}, {report.calls} calls, "
-            f"{report.tokens} tokens {how}: {verdict}",
+            f"{escape(report.run)}: {report.steps} steps{epochs}, {report.rollouts} training rollouts{again}, {report.calls} "
+            f"calls, {report.tokens} tokens {how}: {verdict}",
         )
+        named = run_words(run, runs)
+        if report.ok:
+            next_steps(("see each step and rollout", ["runs", "show", *named]))
+        else:
+            next_steps(("train the run again from its record, and compare the weights", ["replay", *named, "--train"]))
     raise typer.Exit(0 if report.ok else 1)

@@ -24,7 +24,7 @@ from lightning.store.url import redacted
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.model import EARLIER_STEPS, earlier_steps
-from lightning.trainer.run_stages import API, FORKED, MODEL, Begun, RunStage, Start
+from lightning.trainer.run_stages import API, FORKED, MODEL, Begun, RunStage, Start, began_with
 from lightning.trainer.runs import not_loadable
 from lightning.types import Json, Run, StepRecord
 
@@ -190,10 +190,8 @@ class Forks(RunStage):
 def _check_same(run: Run, parent: str, folder: Path) -> None:
     """Raise `ConfigError` if a resumed run began with other weights than those of `parent`; an empty `parent` is always
     right."""
-    theirs, step = str(run.config[FORKED]).rsplit("@", 1)
-    name, _, asked = split_reference(parent, "@", folder.parent)
-    if parent and (theirs not in {run_id_of(Path(name)), run_id_of(folder.parent / name)} or asked not in ("", step)):
+    if parent and not began_with(run, parent, folder):
         raise ConfigError(
-            f"run {run.id!r} began with the weights of {theirs}@{step}, not of {parent}: leave --from out to go on "
+            f"run {run.id!r} began with the weights of {run.config[FORKED]}, not of {parent}: leave --from out to go on "
             "with it, or give another `out`"
         )

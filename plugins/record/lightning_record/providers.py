@@ -27,6 +27,7 @@ from lightning.gateway.identity import ALIAS, MODEL
 from lightning.gateway.stages import CallStage, PassOn
 from lightning.instrument.providers import is_policys
 from lightning.memory_budget import bounded
+from lightning.outside_requests import OUTSIDE
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
@@ -208,6 +209,7 @@ class ProvidersStage(CallStage):
         provider = self._providers.of_model(request.model)
         if provider is None:
             return None
+        count(provider)
         return partial(self._providers.pass_on, provider, call.dialect.path[1:], request.payload)
 
     def elsewhere(self, route: str, model: object) -> PassOn | None:
@@ -215,7 +217,20 @@ class ProvidersStage(CallStage):
         provider for it."""
         found = self._providers
         provider = found.of_model(model) if is_policys(route) else found.of_route(route, model)
-        return None if provider is None else partial(self._providers.pass_on, provider, route)
+        return None if provider is None else partial(self._pass_elsewhere, provider, route)
+
+    async def _pass_elsewhere(
+        self, provider: Provider, route: str, payload: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        count(provider)
+        await self._providers.pass_on(provider, route, payload, scope, receive, send)
+
+
+def count(provider: Provider) -> None:
+    """Count a request that goes to a provider. Raises `RefusalError` (503) beyond the run's budget of requests: an attempt that
+    meets it fails by the infrastructure's fault."""
+    if refused := OUTSIDE.refused(f"the provider {provider.name!r} ({SETTING})"):
+        raise RefusalError(503, "budget_spent", f"{refused}.")
 
 
 def stage(parts: Parts) -> ProvidersStage | None:

@@ -230,7 +230,7 @@ def put(
         str, typer.Argument(help="PLACE#NAME: a run's folder, a database file or a URL, and the resource's name.")
     ],
     source: Annotated[Path, typer.Argument(help="A text file; a JSON file for `config`; a folder for `weights`.")],
-    kind: Annotated[ResourceKind, typer.Option(help="What it is.")] = ResourceKind.PROMPT,
+    kind: Annotated[ResourceKind, typer.Option(help="The kind of the resource.")] = ResourceKind.PROMPT,
 ) -> None:
     """Add a version by hand. Content that a version already has adds no new version."""
     reference = parse_reference(name)
@@ -252,7 +252,9 @@ def put(
 def prune(
     name: Annotated[str, typer.Argument(help="The weights; prefix PLACE# to choose one of several stores.")],
     keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest versions keep their files.")] = 3,
-    apply: Annotated[bool, typer.Option("--apply", help="Delete; without it only say what would be.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Delete the files; without this option, only show what would be deleted.")
+    ] = False,
     where: Runs = "runs",
 ) -> None:
     """Delete the files of old versions of weights, but not of those that an alias points to, or would after a rollback."""

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import aiohttp
 import typer
-from lightning.cli.output import escape, say, with_store
+from lightning.cli.output import escape, next_steps, say, with_store
 from lightning.errors import ConfigError, DataError, UnavailableError
 from lightning_resources.command import locate
 from lightning_resources.nouns import Resource
@@ -80,6 +80,7 @@ def pull(
     say(f"{escape(named)} is in {escape(str(folder))}, every file as it was made")
     for line in commands_for(folder):
         say(escape(line))
+    next_steps(("serve it and record every call", ["serve", folder]))
 
 
 def commands_for(folder: Path) -> list[str]:

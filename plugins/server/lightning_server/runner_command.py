@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import Overrides, fail, load_agent, say
+from lightning.cli.output import LocalRunner, Overrides, fail, load_agent, say
 from lightning.config import load_config
 
 AgentName = Annotated[
@@ -44,9 +44,7 @@ def runner(
     ] = None,
     rollouts: Annotated[int | None, typer.Option(help="Stop after this many attempts.")] = None,
     idle: Annotated[float | None, typer.Option(help="Stop after this many seconds without work.")] = None,
-    executor: Annotated[
-        str, typer.Option("--runner", help="What executes agents: process, inline, or a plugin's.")
-    ] = "process",
+    executor: LocalRunner = "process",
     config: Annotated[
         Path | None, typer.Option(help="A TOML file of settings; only the section runner is used.")
     ] = None,

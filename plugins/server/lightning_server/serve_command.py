@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from lightning.asyncio_utils import run_to_end
-from lightning.cli.output import Overrides, SettingsFile, say, timestamp
+from lightning.cli.output import Overrides, SettingsFile, next_steps, say, timestamp
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.places import existing_store
-from lightning.store.url import parse
+from lightning.store.url import parse, redacted
 from lightning.trainer.model import resolve_model
 from lightning.trainer.run_stages import PREFIX
 from lightning_resources.command import locate
@@ -46,7 +47,8 @@ def serve(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the database and logs; with --store, for the first tokens, and of the weights that it gives away."
+            help="Folder for the database and logs; with --store, for the first tokens and for the weights that the "
+            "server sends."
         ),
     ] = None,
     ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
@@ -96,8 +98,9 @@ async def _serve_model(model: str, settings: Config, out: Path | None, ttl: floa
             say(f"export {name}={value}")
         say(f"model: {llm.model}")
         for path in serving.web_apps:
-            made = f"lightning token create viewer --store {place}"
+            made = shlex.join(["lightning", "token", "create", "viewer", "--store", str(place)])
             say(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")
+        next_steps(("see each call, in a browser", ["console", place]))
         await serving.wait(seconds)
 
 
@@ -120,11 +123,13 @@ async def _serve_store(place: str, settings: Config, out: Path | None, seconds: 
         if server.admin_file is not None:
             say(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
         for path in server.web_apps:
-            say(f"{server.url}{path} is a page for people; it asks for a token: lightning token create viewer")
-        token = f"$(cat {server.runner_file})" if server.runner_file else "..."
-        say(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
+            made = shlex.join(["lightning", "token", "create", "viewer", "--store", redacted(place)])
+            say(f"{server.url}{path} is a page for people; it asks for a token: {made}")
+        token = f"$(cat {shlex.quote(str(server.runner_file))})" if server.runner_file else "TOKEN"
         if server.runner_file is None:
-            say("(a token for them: lightning token create runner --store URL)")
+            made = shlex.join(["lightning", "token", "create", "runner", "--store", redacted(place)])
+            say(f"a token for agents: {made}")
+        say(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
         await server.wait(seconds)
 
 

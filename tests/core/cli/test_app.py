@@ -257,3 +257,46 @@ def test_train_refuses_an_argument_that_the_algorithm_does_not_take(lightning, t
     assert "grpo has no argument 'grop_size'; did you mean 'group_size'? It takes: " in ran.err
     assert "kl_coefficient (a number)" in ran.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_start_checks_what_costs_nothing_before_the_model_is_fetched(
+    lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, agent, tasks, held-out tasks, folder; then the model, and vLLM last."""
+    fetched: list[str] = []
+
+    def fetch(model: str) -> Path:
+        fetched.append(model)
+        raise ConfigError("the hub did not give it")
+
+    monkeypatch.setattr("lightning.trainer.trainer.resolve_model", fetch)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "one"}\n')
+    (tmp_path / "file").write_text("")
+    right = {
+        "--set": "trainer.steps=1",
+        "agent": "operator:add",
+        "--tasks": str(tmp_path / "tasks.jsonl"),
+        "--val": str(tmp_path / "tasks.jsonl"),
+        "--out": str(tmp_path / "run"),
+    }
+    wrong = {
+        "--set": ("trainer.stops=1", "unknown setting 'trainer.stops'"),
+        "agent": ("no_such_module:agent", "no_such_module"),
+        "--tasks": (str(tmp_path / "tasks"), "cannot read tasks"),
+        "--val": (str(tmp_path / "held out"), "cannot read tasks.*held out"),
+        "--out": (str(tmp_path / "file" / "run"), "cannot write to the run's folder"),
+    }
+
+    def said(given: dict[str, str]) -> str:
+        options = [part for name, value in given.items() if name != "agent" for part in (name, value)]
+        ran = lightning("train", given["agent"], "--model", "an-org/a-model", *options)
+        assert ran.code
+        return " ".join(ran.err.split())
+
+    given = {name: value for name, (value, _) in wrong.items()}
+    for name, (_, message) in wrong.items():
+        assert re.search(message, said(given)), f"{name} is told first of what is still wrong"
+        given[name] = right[name]
+    assert fetched == []
+    assert "the hub did not give it" in said(given)
+    assert fetched == ["an-org/a-model"]

@@ -7,12 +7,14 @@ import json
 import math
 from array import array
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lightning.cli.report import Story, draw_rewards, show_story, show_summary, tell_story
 from lightning.store.memory import MemoryStore
 from lightning.terminal import Terminal
+from lightning.trainer.gains import MAY_BE_CHANCE
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task, Transition
 
@@ -60,7 +62,13 @@ async def test_a_named_part_of_the_reward_is_what_the_table_shows(store: MemoryS
     table = printed(lambda console: show_summary(summary, "title", console, "correct"))
     assert "correct before" in table
     assert "+0.500" in table
-    assert "+0.850" in printed(lambda console: show_summary(summary, "title", console))
+    told = printed(lambda console: show_summary(summary, "title", console))
+    assert "+0.850" in told
+    assert "1 steps: 1 training rollouts (0 failed) and 4 held-out rollouts in 2 evaluations" in told
+    few = replace(summary, evaluations=tuple(replace(one, reward=0.5) for one in summary.evaluations))
+    assert f"2 held-out tasks: {MAY_BE_CHANCE}" in printed(lambda console: show_summary(few, "title", console))
+    none = replace(summary, evaluations=())
+    assert "no held-out tasks were given" in printed(lambda console: show_summary(none, "title", console))
 
 
 async def test_what_failed_counts_as_0_beside_the_reward_of_what_came_through(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lightning.cli.app import main
-from lightning.cli.output import fail, print_json, print_table, say, warn
+from lightning.cli.output import fail, next_steps, print_json, print_table, say, warn
 from lightning.plugins import plugins
 from lightning.safe_text import PrintableFormatter
 from lightning.store.url import sqlite_url
@@ -61,6 +61,37 @@ def test_whatever_is_printed_is_shown_and_not_obeyed(
     assert ours.count(r"\x1b]52;c;cm0gLXJm") == 7
     assert ours.count(r"\ud800") == 7
     assert ":cat:" in ours
+
+
+def test_a_pipe_gets_each_row_in_one_line_with_whole_ids(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    ids = [f"demo-calculator-20261129-201003/{number}/0" for number in range(2)]
+    print_table(["rollout", "why"], [[one, "a reason of\nmany words " * 4] for one in ids], title="rollouts")
+    title, header, *rows = capsys.readouterr().out.splitlines()
+    assert (title, header.split()) == ("rollouts", ["rollout", "why"])
+    assert [row.split()[0] for row in rows] == ids
+    assert all(row.count("many words") == 4 for row in rows)
+
+
+@pytest.mark.parametrize("columns", [30, 60])
+def test_a_terminal_gets_whole_ids_and_wrapped_words(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    one = "demo-calculator-20261129-201003/1/0"
+    print_table(["rollout", "why"], [[one, "many words " * 9]])
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert one in lines[1].split()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= max(columns, len(one) + len("  words")) + 2
+
+
+def test_the_next_commands_are_on_standard_error_as_a_shell_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    next_steps(("see it", ["runs", Path("a b/$c")]), ("do what no plugin brings", ["no-such-command"]))
+    assert capsys.readouterr() == ("", "Next: see it: lightning runs 'a b/$c'\n")
 
 
 def test_logs_are_shown_and_not_obeyed() -> None:

@@ -19,7 +19,9 @@ from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, Step
 
 def test_list(lightning, runs: Path) -> None:
     (row,) = json.loads(lightning("runs", "--runs", str(runs), "--json").out)
-    assert (row["id"], row["steps"], row["rollouts_ok"], row["rollouts_failed"]) == ("small", 1, 2, 1)
+    counted = {key: row[f"{key}_rollouts"] for key in ("training", "held_out", "other")}
+    assert (row["id"], row["steps"], counted) == ("small", 1, {"training": 4, "held_out": 0, "other": 0})
+    assert row["rollouts_failed"] == 1
     assert row["rewards"] == [0.5, 0.5]
     table = lightning("runs", "--runs", str(runs)).out
     assert "small" in table
@@ -35,7 +37,11 @@ def test_a_place_can_be_a_folder_of_runs_a_run_a_file_or_a_url(lightning, runs: 
 
 def test_the_default_place_is_runs_and_may_be_missing(lightning, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs)
-    assert "no runs in runs yet; `lightning demo` makes one" in lightning("runs").out
+    ran = lightning("runs")
+    assert ("no runs in runs yet" in ran.out, ran.err) == (
+        True,
+        "Next: make one with a demonstration: lightning demo\n",
+    )
     assert lightning("runs", "--json").out == "[]\n"
     monkeypatch.chdir(runs.parent)
     assert [row["id"] for row in json.loads(lightning("runs", "--json").out)] == ["small"]
@@ -186,7 +192,8 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
     assert "held-out after 0 steps: 0.500, correct 0.250 over 1 tasks" in shown
     assert "held-out after 1 steps: - (0.000 if failures count as 0) over 1 tasks" in shown
     assert "correct 0.25, polite 0.75 of 2 calls" in shown
-    assert "1 of 2 failed: broken" in shown
+    assert "rollouts: 2 of 2 (2 held-out)" in shown
+    assert "1 of 2 rollouts failed: broken" in shown
     told = json.loads(lightning("runs", "show", "run", "--runs", str(tmp_path), "--json").out)
     assert [reward["value"] for reward in told["step_rewards"]["v0"]] == [0.5, 0.25]
     assert [(one["count"], one["reason"]["message"]) for one in told["failures"]] == [(1, "broken")]
@@ -278,8 +285,38 @@ def test_runs_are_compared_by_what_they_differ_in(lightning, tmp_path: Path) -> 
         {"engine.lr": 2e-3, "trainer.seed": 1},
     ]
     assert rows[0]["error"] > rows[1]["error"] > 0
-    table = lightning("runs", "compare", "two", "one", "--runs", place).out
-    assert table.index("lr=0.002, seed=1") < table.index("lr=0.001, seed=0")
+    ran = lightning("runs", "compare", "one", "two", "--runs", place)
+    lines = [line.split() for line in ran.out.splitlines()]
+    first, second = (lines[row][:2] for row in (1, 2))
+    assert (first, second) == (["1", "two"], ["2", "one"]), "the best first"
+    assert ["engine.lr", "0.002", "0.001"] in lines
+    assert ["trainer.seed", "1", "0"] in lines
+    assert rows[1]["gain"]["interval"][0] > 0 > rows[0]["gain"]["interval"][0]
+    assert f"lightning runs --runs {place} two" in ran.err
+
+
+def test_a_comparison_of_long_settings_fits_on_a_screen(lightning, tmp_path: Path) -> None:
+    async def fill(store: Store) -> None:
+        for number in range(6):
+            tasks: list[Json] = [f"{number}/{task}" for task in range(500)]
+            many: dict[str, Json] = {f"setting{place}": number for place in range(40)}
+            await store.put_run(Run(f"run-{number}", f"run-{number}", {"tasks": {"train": tasks}, "many": many}))
+
+    asyncio.run(with_store(sqlite_url(tmp_path / "lightning.db"), fill, make=True))
+    place = ("--runs", str(tmp_path))
+    shown = lightning("runs", "compare", *place).out
+    assert len(shown.splitlines()) < 40
+    assert "21 more settings differ: --all-settings shows them" in shown
+    whole = lightning("runs", "compare", "--all-settings", *place).out
+    assert "more settings" not in whole
+    assert "5/499" in whole
+
+
+def test_a_run_s_name_alone_shows_it(lightning, runs: Path) -> None:
+    shown = lightning("runs", "show", "small", "--runs", str(runs)).out
+    assert lightning("runs", "--runs", str(runs), "small").out == shown
+    assert lightning("runs", str(runs / "small")).out == shown
+    assert json.loads(lightning("runs", str(runs / "small"), "--json", "--limit", "1").out)["run"]["id"] == "small"
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_config_can_be_derived() -> None:
         ("trainer.stpes=3", "unknown setting 'trainer.stpes'; did you mean 'trainer.steps'?"),
         ("steps=3", "unknown setting 'steps'; did you mean 'trainer.steps'?"),
         ("lora.rank=3", "did you mean 'engine.lora.rank'?"),
-        ("wandb.entity=x", "Sections are: trainer, engine, policy_server, gateway, runner, opt"),
+        ("wandb.entity=x", "Sections are: trainer, engine, policy_server, gateway, runner, budget, opt"),
         ("runner.zzzzzz=1", "[runner] has: concurrency, timeout"),
         ("trainer.steps.more=1", "unknown setting 'trainer.steps.more'"),
         ("trainer..steps=1", "unknown setting 'trainer..steps'"),

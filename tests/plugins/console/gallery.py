@@ -541,15 +541,12 @@ def pages() -> dict[str, Page]:
     }
 
 
+PHONE: dict[str, Any] = {"has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 LOOKS: dict[str, dict[str, Any]] = {
-    "light": {"viewport": {"width": 1280, "height": 900}},
-    "dark": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
-    "phone": {
-        "viewport": {"width": 360, "height": 760},
-        "has_touch": True,
-        "is_mobile": True,
-        "device_scale_factor": 2,
-    },
+    "light": {"viewport": {"width": 1440, "height": 900}},
+    "dark": {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 844}, **PHONE},
+    "dark phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", **PHONE},
 }
 
 
@@ -571,7 +568,7 @@ def main(folder: Path) -> None:
                 if name == "rollout":
                     tab.locator(".t:not(.given)").nth(9).click()
                     tab.evaluate("scrollTo(0, 0)")
-                path = folder / f"{name}-{look}.png"
+                path = folder / f"{name}-{look.replace(' ', '-')}.png"
                 tab.screenshot(path=path, full_page=True)
                 print(path)
             context.close()

@@ -44,9 +44,11 @@ def tokenizer(folder: Path) -> Path:
     return folder
 
 
-async def train(store: Store, model: str = "", *, own_code: bool = False, run: str = "run") -> None:
-    """One committed step."""
-    described: Json = {**describe_algorithm(ALGORITHM), **({"name": "my_own"} if own_code else {})}
+async def train(
+    store: Store, model: str = "", *, own_code: bool = False, run: str = "run", algorithm: LightningRL = ALGORITHM
+) -> None:
+    """One committed step, of a run that names the `algorithm`."""
+    described: Json = {**describe_algorithm(algorithm), **({"name": "my_own"} if own_code else {})}
     await store.put_run(Run(run, run, {"algorithm": described, "train_agents": ["solver"], "model": model}))
     tasks = [Task(f"question {number} {MARKUP}", expected=number) for number in range(2)]
     await store.create_rollouts(train_rollouts(run, 1, tasks, 3, 2))

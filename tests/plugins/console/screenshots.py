@@ -92,12 +92,12 @@ def main(run: Path) -> None:
         tab.goto((out / "index.html").resolve().as_uri())
         for kind in ("run", "step", "group", "rollout"):
             show(tab, with_splits(out, files) if kind == "group" else chosen(files, kind))
-            if kind == "rollout":
-                token = tab.locator(".t:not(.given)").nth(2)
-                token.scroll_into_view_if_needed()
-                token.click()
-                tab.wait_for_timeout(300)
             tab.screenshot(path=IMAGES / f"console-{kind}.png", full_page=kind == "group")
+            if kind == "rollout":
+                tab.locator(".t:not(.given)").nth(2).click()
+                tab.evaluate("document.querySelector('.block.TokenStrip').scrollIntoView()")
+                tab.wait_for_timeout(300)
+                tab.screenshot(path=IMAGES / "console-tokens.png")
         for look, options in {
             "dark": {"color_scheme": "dark", "viewport": {"width": WIDTH, "height": HEIGHT}},
             "phone": {"viewport": {"width": 360, "height": 760}, "has_touch": True, "is_mobile": True},

@@ -94,7 +94,7 @@ async def test_the_command_that_branches_has_the_calls_number_and_place(store: M
     assert "with a vLLM that has the weights of this call" in said["detail"]
     served = await shown(places_of(store, SERVER), f"{address}?call=3")
     assert served["Branch it"]["notices"][0]["commands"][0].endswith("--at 3 -n 8 --runs PLACE")
-    assert served["Replay it"]["notices"][0]["commands"][0].endswith("--runs PLACE")
+    assert served["Replay this rollout"]["notices"][0]["commands"][0].endswith("--runs PLACE")
 
 
 async def test_an_earlier_attempt_is_branched_as_such(store: MemoryStore) -> None:
@@ -178,7 +178,7 @@ async def test_a_tree_names_what_tools_gave(store: MemoryStore) -> None:
 
     record = rollout(agent, Task("cats"), [ToolCall("search", '{"query": "cats"}'), "CATS"], adapters=("raw",))
     await stored(store, record)
-    nodes = (await shown(places_of(store), "group/run/g"))["Calls that siblings share"]["nodes"]
+    nodes = (await shown(places_of(store), "group/run/g"))["The calls of all rollouts, as a tree"]["nodes"]
     ((name, gave),) = nodes[1]["tools"]
     assert (name, json.loads(gave)) == ("search", {"found": "CATS"})
     assert [node["tools"] for node in nodes[2:]] == [[]]
@@ -199,12 +199,12 @@ def test_branches_of_the_command_are_read_with_what_they_change(runs: ScriptedVL
             await places.close()
 
     blocks = asyncio.run(read())
-    assert [(row["at call"], row["changed"], row["status"]) for row in texts(blocks["Branches"])] == [
-        ("3", "–", "succeeded"),
-        ("3", "edit: said 9, temperature 0.7", "succeeded"),
+    assert [(row["at call"], row["changed"], row["how it ended"]) for row in texts(blocks["Branches"])] == [
+        ("3", "–", "no error"),
+        ("3", "edit: said 9, temperature 0.7", "no error"),
     ]
     assert texts(blocks["Calls"])[2]["branches"] == "2"
     assert blocks["Branch it"]["notices"][0]["commands"][0].startswith(
         f"lightning branch {parent} wandering:agent --at 3"
     )
-    assert f"lightning replay {parent} wandering:agent" in blocks["Replay it"]["notices"][0]["commands"][0]
+    assert f"lightning replay {parent} wandering:agent" in blocks["Replay this rollout"]["notices"][0]["commands"][0]

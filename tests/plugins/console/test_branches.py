@@ -40,7 +40,7 @@ async def store() -> AsyncIterator[MemoryStore]:
 async def test_branches_stand_where_they_leave_their_parents_line(store: MemoryStore) -> None:
     await write(store)
     blocks = await shown(places_of(store), GROUP)
-    nodes = blocks["Calls that siblings share"]["nodes"]
+    nodes = blocks["The calls of all rollouts, as a tree"]["nodes"]
     told = [(each["parent"], each["action"], each["visits"], each["value"], each["branch"]) for each in nodes]
     edited = "edit: look again <img src=x onerror=alert(1)>"
     assert told == [
@@ -72,8 +72,8 @@ async def test_branches_stand_where_they_leave_their_parents_line(store: MemoryS
     assert not blocks["page"].live
     split = await shown(places_of(store), to("group", "run", "run/1/0", split=2))
     diff = next(value for value in split.values() if isinstance(value, dict) and "before" in value)
-    assert (diff["before"], diff["after"]) == ("[solver]\n#30", f"[edited]\n{EDIT}\n\n[solver]\n#40")
-    assert (diff["to_left"], diff["to_right"]) == (
+    assert (diff["after"], diff["before"]) == ("[solver]\n#30", f"[edited]\n{EDIT}\n\n[solver]\n#40")
+    assert (diff["to_right"], diff["to_left"]) == (
         to("rollout", "run", TRUNK, call=3),
         to("rollout", "again", "again/1"),
     )
@@ -86,11 +86,11 @@ async def test_a_group_lists_its_branches_apart_from_its_rollouts(store: MemoryS
     assert (facts["rollouts"]["value"], facts["branches"]["value"], facts["branches"]["detail"]) == ("2", "4", "1 void")
     assert [row["rollout"] for row in texts(blocks["Rollouts"])] == ["0", "1"]
     rows = texts(blocks["Branches"])
-    assert [(row["branch"], row["of"], row["at call"], row["status"], row["calls"]) for row in rows] == [
-        ("2", "0", "2", "succeeded", "2"),
+    assert [(row["branch"], row["of"], row["at call"], row["how it ended"], row["calls"]) for row in rows] == [
+        ("2", "0", "2", "no error", "2"),
         ("3", "0", "2", "void", "0"),
-        ("0", "0", "3", "succeeded", "0"),
-        ("1", "0", "3", "succeeded", "1"),
+        ("0", "0", "3", "no error", "0"),
+        ("1", "0", "3", "no error", "1"),
     ]
     assert rows[1]["why"] == VOID
     assert {row["changed"] for row in rows[:2]} == {"–"}
@@ -107,11 +107,11 @@ async def test_a_rollout_shows_what_each_of_its_calls_is_worth(store: MemoryStor
         ("3", "2", "–"),  # edited answers are not the policy's
     ]
     rows = texts(blocks["Branches"])
-    assert [(row["at call"], row["branch"], row["status"], row["reward"]) for row in rows] == [
-        ("2", "run/1/0/2", "succeeded", "0.500"),
+    assert [(row["at call"], row["branch"], row["how it ended"], row["reward"]) for row in rows] == [
+        ("2", "run/1/0/2", "no error", "0.500"),
         ("2", "run/1/0/3", "void", "–"),
-        ("3", "again/0", "succeeded", "0.250"),
-        ("3", "again/1", "succeeded", "0.750"),
+        ("3", "again/0", "no error", "0.250"),
+        ("3", "again/1", "no error", "0.750"),
     ]
     assert blocks["Branches"]["rows"][2][1]["to"] == to("rollout", "again", "again/0")
     alone = await shown(places_of(store), to("rollout", "run", "run/1/0/1"))
@@ -146,7 +146,7 @@ async def test_a_branch_is_replayed_with_its_parents_calls(store: MemoryStore) -
         to("rollout", "again", "again/1"): 3,  # two recorded calls, and the edited one
         to("rollout", "run", TRUNK, call=3): 2,
     }.items():
-        commands = (await shown(places_of(store), address))["Replay it"]["notices"][0]["commands"]
+        commands = (await shown(places_of(store), address))["Replay this rollout"]["notices"][0]["commands"]
         assert commands[1].endswith(f"--until {until}"), address
 
 
@@ -171,7 +171,7 @@ async def test_branches_come_while_one_looks(store: MemoryStore) -> None:
     places = places_of(store)
     for address in (GROUP, to("rollout", "run", TRUNK)):
         assert (await show(places, address)).live, address
-    assert texts((await shown(places, GROUP))["Branches"])[3]["status"] == "running"
+    assert texts((await shown(places, GROUP))["Branches"])[3]["how it ended"] == "running"
     await end(store, "again/1", 0.75, [(2, 40)])
     for address in (GROUP, to("rollout", "run", TRUNK)):
         assert not (await show(places, address)).live, address
@@ -203,7 +203,7 @@ async def test_a_run_that_cannot_be_read_hides_no_branches(tmp_path: Path) -> No
 async def test_the_group_of_branches_has_their_parents_line(store: MemoryStore) -> None:
     await write(store)
     blocks = await shown(places_of(store), "group/again/again")
-    nodes = blocks["Calls that siblings share"]["nodes"]
+    nodes = blocks["The calls of all rollouts, as a tree"]["nodes"]
     assert [(each["parent"], each["action"]) for each in nodes] == [
         (-1, ""), (0, "#10"), (1, "#20"), (2, "#30"), (2, EDIT), (4, "#40"),
     ]  # fmt: skip
@@ -229,12 +229,12 @@ async def test_a_branch_whose_beginning_is_not_known_is_shown_and_not_counted(
     await store.lease("run", "worker")
     await end(store, lost.id, 0.125, [(0, 50)])
     blocks = await shown(places_of(store), GROUP)
-    nodes = blocks["Calls that siblings share"]["nodes"]
+    nodes = blocks["The calls of all rollouts, as a tree"]["nodes"]
     assert (nodes[0]["value"], nodes[0]["visits"], nodes[0]["branches"]) == (0.5, 2, 1)
     assert [(each["parent"], each["action"]) for each in nodes[1:3]] == [(0, "#10"), (0, "#50")]
     (row,) = [row for row in blocks["Branches"]["rows"] if row[0]["text"] == "4"]
     assert why in row[2]["hint"]
-    assert (await show(places_of(store), to("rollout", "run", lost.id))).title == f"Rollout {lost.id}"
+    assert (await show(places_of(store), to("rollout", "run", lost.id))).name == lost.id
 
 
 async def test_what_a_branch_said_is_read_with_its_parents_calls(store: MemoryStore) -> None:

@@ -93,7 +93,7 @@ def test_a_link_with_a_modifier_is_the_browsers_own(show: Show) -> None:
 
 
 def test_hints_are_shown_to_pointer_and_keyboard_and_stay_in_the_window(show: Show) -> None:
-    tab = show(gallery.one(Facts([Fact("Gap", "0.1", hint="how far trainer and sampler are apart")])))
+    tab = show(gallery.one(Facts([Fact("Distance", "0.1", hint="how far trainer and sampler are apart")])))
 
     tab.locator("main [data-hint]").focus()
     tip = tab.locator(".tip")
@@ -420,7 +420,7 @@ def test_a_timeline_goes_from_span_to_span(show: Show) -> None:
     assert tab.locator(".span.selected").inner_text() == "call 2"
     tab.locator(".span.selected").focus()
     tab.keyboard.press("ArrowDown")
-    assert tab.evaluate("document.activeElement.getAttribute('aria-label')").startswith("model call call 3")
+    assert tab.evaluate("document.activeElement.getAttribute('aria-label')").startswith("call 3, ")
     tab.keyboard.press("End")
     assert "reward answer +1.0, at 11.5 s" in tab.locator(".Timeline .detail").inner_text()
     tab.keyboard.press("Home")
@@ -602,45 +602,3 @@ def test_one_extreme_token_does_not_bleach_the_others(scripts: Tab) -> None:
     )
 
     assert shades == "p7"
-
-
-# Looks
-
-
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  const over = (colour, under) => {
-    canvas.fillStyle = under;
-    canvas.fillRect(0, 0, 1, 1);
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
-    return `rgb(${r} ${g} ${b})`;
-  };
-  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  const light = (colour) => colour.match(/\\d+/g).reduce((sum, v, k) => sum + linear(v / 255) * [0.2126, 0.7152, 0.0722][k], 0);
-  const poor = new Map();
-  const walker = document.createTreeWalker(document.querySelector(".lightning"), NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const at = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || !at.checkVisibility() || at.closest(".unseen, svg, .sign")) continue;
-    let ground = "white";
-    const grounds = [];
-    for (let up = at; up; up = up.parentElement) grounds.unshift(getComputedStyle(up).backgroundColor);
-    for (const one of grounds) ground = over(one, ground);
-    const [a, b] = [light(over(getComputedStyle(at).color, ground)), light(ground)].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) poor.set(at.className || at.tagName, at.textContent.slice(0, 20));
-  }
-  return [...poor];
-}"""
-
-
-@pytest.mark.parametrize("look", gallery.LOOKS)
-def test_all_text_can_be_read_and_no_page_is_wider_than_its_window(
-    open_page: OpenPage, tmp_path: Path, look: str
-) -> None:
-    tab = gallery.shown(open_page(**gallery.LOOKS[look]), tmp_path, None)
-    for page in gallery.pages().values():
-        tab.evaluate("(page) => draw(page)", page.to_json())
-        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), page.title
-        assert tab.evaluate(CONTRAST) == [], page.title

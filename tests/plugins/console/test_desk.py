@@ -189,7 +189,7 @@ async def test_an_unknown_action_is_refused(world: World) -> None:
 async def test_without_a_server_the_chat_says_how_to_start_one(world: World) -> None:
     page = (await world.show(TRAINER, "chat"))["page"]
     (notice,) = page["blocks"][0]["value"]["notices"]
-    assert "lightning serve RUN" in notice["commands"]
+    assert "lightning serve RUN --out runs/chat" in notice["commands"]
 
 
 async def test_a_run_whose_model_is_not_served_cannot_be_talked_to() -> None:

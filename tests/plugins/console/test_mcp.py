@@ -25,7 +25,20 @@ from lightning_console.places import Places
 from tests.core.trainer.conftest import open_bench
 from tests.plugins.console import made_pages
 
-TOOLS = {"runs", "run", "step", "group", "rollout", "compare", "rewards", "resources", "page"}
+TOOLS = {
+    "runs",
+    "run",
+    "step",
+    "pushed",
+    "group",
+    "rollout",
+    "compare",
+    "rewards",
+    "tools",
+    "search",
+    "resources",
+    "page",
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +99,7 @@ async def test_an_agent_goes_through_a_run_over_stdio(recorded: Path) -> None:
         groups = block(await ask("step", run="run", step=3), "Groups")
         assert len(groups["rows"]) == 2
         taught = next(row for row in groups["rows"] if row[5] == "yes")[0]["to"].rpartition("/")[2].replace("%2F", "/")
-        tree = block(await ask("group", run="run", group=taught), "Calls that siblings share")
+        tree = block(await ask("group", run="run", group=taught), "The calls of all rollouts, as a tree")
         assert sum(len(node.get("rollouts", ())) for node in tree["nodes"]) == 4
         whys = []
         for index in range(4):

@@ -198,7 +198,7 @@ async def test_a_step_is_derived_once_for_all_of_its_rollouts(
     monkeypatch.setattr(steps, "_derived", lambda *given: derived.append(given) or derive(*given))
     places = Places("db", stores={"db": store})
     for number in range(3):
-        assert (await show(places, f"rollout/run/run%2F1%2F0%2F{number}")).title.startswith("Rollout")
+        assert (await show(places, f"rollout/run/run%2F1%2F0%2F{number}")).title.startswith("question 0")
     await show(places, "group/run/run%2F1%2F1")
     assert len(derived) == 1
     monkeypatch.setattr(steps, "FRESH", 0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,10 +22,14 @@ from lightning.testing import ToolCall, rollout
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_ids
 from lightning_console.blocks import Page
+from lightning_console.pages.rollout import _consent
+from lightning_console.pages.words import differing, task_text
 from lightning_console.places import Places
+from lightning_console.queries.conversation import one_line
 from lightning_console.router import Address, show
 from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
+from lightning_debug.judge import Opinion
 
 from tests.plugins.console.made_rollouts import ALGORITHM, MARKUP, call, tokenizer, train
 
@@ -95,11 +100,11 @@ async def test_siblings_are_one_tree_of_calls(places: Places) -> None:
 
 async def test_a_split_shows_how_the_best_and_the_worst_went_on(places: Places) -> None:
     diff = (await shown(places, to("group", "run", "run/1/0", split=0)))["Diff"]
-    assert diff["before"] == "[solver]\nword10 word11\n\n[critic]\nword20 word30"
-    assert diff["after"] == "[solver]\nword12 word13\n\n[critic]\nword22 word30"
-    assert diff["to_right"] == to("rollout", "run", "run/1/0/2", call=1)
+    assert diff["after"] == "[solver]\nword10 word11\n\n[critic]\nword20 word30"
+    assert diff["before"] == "[solver]\nword12 word13\n\n[critic]\nword22 word30"
+    assert diff["to_left"] == to("rollout", "run", "run/1/0/2", call=1)
     later = (await shown(places, to("group", "run", "run/1/0", split=1)))["Diff"]
-    assert (later["before"], later["after"]) == ("[critic]\nword20 word30", "[critic]\nword21 word30")
+    assert (later["before"], later["after"]) == ("[critic]\nword21 word30", "[critic]\nword20 word30")
     for bad in ("2", "77", "-1", "x"):
         assert "This cannot be shown" in await text_of(places, to("group", "run", "run/1/0", split=bad))
 
@@ -217,25 +222,107 @@ async def test_messages_are_those_that_were_sent(tmp_path: Path) -> None:
     places = Places(stores={"memory://": store})
     blocks = await shown(places, to("rollout", "run", record.rollout.id))
     messages = blocks["Messages"]["messages"]
-    assert [each["role"] for each in messages] == ["state", "system", "user", "assistant", "tool", "assistant"]
+    assert [(each["role"], each["made"]) for each in messages] == [
+        ("state", False),
+        ("system", False),
+        ("user", False),
+        ("assistant", True),
+        ("reward", False),
+        ("tool", False),
+        ("assistant", True),
+        ("reward", False),
+    ]
     assert messages[0]["data"] == [["left", "2"]]
     assert messages[2]["text"] == MARKUP
     ((name, arguments),) = messages[3]["data"]
     assert (name, json.loads(arguments)) == ("search", {"query": "cats"})
-    assert (json.loads(messages[4]["text"]), messages[4]["tag"]) == ({"found": "CATS"}, "search")
-    assert (messages[5]["text"], messages[5]["to"]) == ("CATS", to("rollout", "run", record.rollout.id, call=2))
+    assert (messages[4]["text"], messages[4]["to"]) == ("+0.25: form", to("rollout", "run", record.rollout.id, call=1))
+    assert (json.loads(messages[5]["text"]), messages[5]["tag"]) == ({"found": "CATS"}, "search")
+    assert (messages[6]["text"], messages[6]["to"]) == ("CATS", to("rollout", "run", record.rollout.id, call=2))
     kinds = [each["kind"] for each in blocks["Timeline"]["spans"]]
     assert sorted(kinds) == ["call", "call", "reward", "reward", "state", "tool"]
     assert any(name.endswith("· tools") for name in blocks["Timeline"]["lanes"])
     said = await text_of(places, to("rollout", "run", record.rollout.id))
     assert "lightning.reward, for call 1" in said
     assert f"lightning replay {record.rollout.id}" in said
+    commands = re.findall(r'"(lightning replay [^"]*)"', said)
+    assert commands
+    assert not any("--yes" in command for command in commands), "a @lightning.tool is answered from the record"
     # Without what was sent, as releases before have recorded it.
     bare = await stored(replace(record, transitions=tuple(replace(each, extras={}) for each in record.transitions)))
     old = Places(stores={"memory://": bare})
     blocks = await shown(old, to("rollout", "run", record.rollout.id))
     assert "not recorded" in blocks["Messages"]["messages"][1]["tag"]
     assert "some messages are not as they were sent" in await text_of(old, to("rollout", "run", record.rollout.id))
+
+
+async def test_what_a_judge_said_stands_beside_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts are those that were kept while training asked: the page asks nobody."""
+    judge = lightning.Judge("Short is good.", model="judge-1", weight=0.5, cache=tmp_path / "judged.db")
+    store = MemoryStore()
+    await store.open()
+    await train(store, algorithm=replace(ALGORITHM, credit=judge))
+    opinion = Opinion(0.25, "Rollout 2 says it twice. <b>", 2, 3)
+    monkeypatch.setattr(lightning.Judge, "opinions", lambda _, group: {"run/1/0/0": (opinion,)})
+    places = Places(stores={"memory://": store})
+    messages = (await shown(places, to("rollout", "run", "run/1/0/0")))["Messages"]["messages"]
+    assert [each["role"] for each in messages[-2:]] == ["judge", "reward"]
+    assert messages[-2]["text"] == opinion.text
+    assert "judge-1: score 0.25 of 1, with weight 0.5; in this text the rollout is number 2 of 3" in messages[-2]["tag"]
+    other = (await shown(places, to("rollout", "run", "run/1/0/1")))["Messages"]["messages"]
+    assert "no answer of the judge is kept in" in other[-2]["text"]
+
+
+async def test_what_a_grader_notes_stands_at_the_end(tmp_path: Path) -> None:
+    def agent(task: Task, llm: lightning.LLM) -> float:
+        import openai
+
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
+        client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task.input}])
+        lightning.state(judge="the answer names no city", score=0.2)
+        return 0.2
+
+    record = rollout(agent, Task("Where?"), ["Here."])
+    blocks = await shown(Places(stores={"memory://": await stored(record)}), to("rollout", "run", record.rollout.id))
+    said = [(each["role"], each["text"], each["tag"]) for each in blocks["Messages"]["messages"]]
+    assert said[2:] == [
+        ("note", "judge: the answer names no city\nscore: 0.2", "after the last call"),
+        ("reward", "0.500", "of the whole rollout"),
+    ]
+
+
+def test_texts_are_shortened_to_the_part_in_which_they_differ() -> None:
+    same = "I look the invoices of March up, and then I "
+    assert differing([f"{same}add them", f"{same}stop", "No."], 40) == ["… add them", "… stop", "No."]
+    assert differing(["short a", "short b"], 40) == ["short a", "short b"]
+    assert differing([same, same], 20) == [one_line(same, 20)] * 2
+    assert differing(["x" * 100 + "1", "x" * 100 + "2"], 40) == ["… 1", "… 2"]
+
+
+def test_a_task_is_told_without_json() -> None:
+    assert task_text({"question": "What is it?"}) == "What is it?"
+    assert task_text({"city": "Rome", "days": 3}) == "city: Rome; days: 3"
+    assert (
+        task_text([{"role": "user", "content": "Hi"}, {"role": "user", "content": [{"text": "there"}]}]) == "Hi; there"
+    )
+    assert task_text("a\u202eb\x00 c\n\nd") == "a⟨202e⟩b⟨0⟩ c d"
+
+
+@pytest.mark.parametrize(
+    ("reward", "tone", "said"),
+    [
+        (0, "good", "its group has 0.000 to 1.000"),
+        (1, "", "0.000 to 1.000"),
+        (2, "bad", "its group has 0.000 to 1.000"),
+    ],
+)
+async def test_a_reward_is_seen_beside_those_of_its_group(places: Places, reward: int, tone: str, said: str) -> None:
+    facts = (await shown(places, to("rollout", "run", f"run/1/0/{reward}")))["Facts"]["facts"]
+    found = {each["name"]: each for each in facts}
+    assert (found["reward"]["tone"], said in found["reward"]["detail"]) == (tone, True)
+    assert (found["how it ended"]["value"], found["how it ended"]["tone"]) == ("no error", "")
+    equal = (await shown(places, to("rollout", "run", "run/1/1/0")))["Facts"]["facts"][0]
+    assert (equal["value"], equal["tone"], equal["detail"]) == ("0.250", "", "as all 3 rollouts of its group")
 
 
 async def stored(record: Any) -> MemoryStore:
@@ -334,3 +421,9 @@ async def test_parallel_calls_and_tools_have_lanes_of_their_own(tmp_path: Path) 
     calls = [(each["name"], each["lane"]) for each in timeline["spans"] if each["kind"] == "call"]
     assert calls == [("call 1", 0), ("call 2", 1), ("call 3", 1)]
     assert timeline["seconds"] == 10.0
+
+
+def test_a_command_lets_tools_run_again_and_names_them_where_it_could_not_run_otherwise() -> None:
+    assert _consent([]) == ("", "")
+    option, said = _consent(["search", "mail", "search"])
+    assert (option, said.startswith("These tools run again: mail, search.")) == (" --yes", True)

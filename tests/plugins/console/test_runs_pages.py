@@ -500,7 +500,7 @@ async def test_the_reward_lab_shows_parts_what_the_reward_follows_and_trials(cop
     places = Places(str(copied))
     over = await chart(places, "rewards/one", "Over the steps")
     assert [series["name"] for series in over["series"]] == ["reward", "brief", "correct"]
-    rows = {row["the reward and"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
+    rows = {row["quantity"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
     assert float(rows["the part correct"]["rank correlation"]["text"]) > 0.5
     assert rows["the length of the answers (tokens)"]["rank correlation"]["text"][0] in "+-"
     assert rows["the number of calls"]["rank correlation"]["text"] == "does not vary"
@@ -512,20 +512,19 @@ async def test_the_reward_lab_shows_parts_what_the_reward_follows_and_trials(cop
     await places.close()
 
 
-async def test_a_part_against_which_others_work_has_a_share_beyond_100_percent(copied: Path) -> None:
+async def test_a_part_against_which_others_work_explains_more_than_all(copied: Path) -> None:
     with sqlite3.connect(copied / "one" / "lightning.db") as database:
         database.execute(
             "UPDATE rollouts SET reward = n % 2, rewards = json_object('gain', 2 * (n % 2), 'cost', -(n % 2)) "
             "WHERE reward IS NOT NULL"
         )
     places = Places(str(copied))
-    rows = {row["the reward and"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
-    assert rows["the part gain"]["share of covariance"]["text"] == "200 %"
-    assert rows["the part cost"]["share of covariance"]["text"] == "-100 %"
-    found = await fact(places, "rewards/one", "the reward varies most with")
+    rows = {row["quantity"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
+    assert rows["the part gain"]["explains"]["text"] == "2.00"
+    assert rows["the part cost"]["explains"]["text"] == "-1.00"
+    found = await fact(places, "rewards/one", "the reward follows most")
     assert found["value"] == "gain"
-    assert found["detail"] == "200 % of its variance is covariance with this part"
-    assert "beyond 100 %" in found["hint"]
+    assert found["detail"] == "rank correlation +1.00"
     await places.close()
 
 
@@ -543,6 +542,12 @@ async def test_results_of_reward_try_stand_side_by_side(copied: Path, capsys: py
     assert float(rows["mean reward"]["length"]["text"]) > 8
     assert "follows the length" in rows["warnings"]["length"]["text"]
     assert "reward-broken.json cannot be shown" in await shown(places, "rewards/one")
+    graded = trial.rollouts[0]
+    address = str(Address("rollout", ("one", graded.rollout)))
+    row = next(
+        row for row in await table(places, address, "Where the reward comes from") if row["name"]["text"] == "length"
+    )
+    assert (float(row["value"]["text"]), row["kind"]["text"]) == (graded.now, "tried")
     await places.close()
 
 

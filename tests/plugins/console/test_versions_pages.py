@@ -69,8 +69,8 @@ async def test_two_versions_win_lose_and_tie(store: MemoryStore) -> None:
     blocks = await shown(store, of("run@0", "run@4"))
     found = facts(blocks)
     assert (found["wins"], found["losses"], found["ties"]) == ("2", "2", "1")
-    assert found["B less A"] == "+0.100"  # (1 + 1 - 0.5 - 1) / 5: what failed is 0
-    assert detail(blocks, "B less A").endswith("(95 %)")
+    assert found["B − A"] == "+0.100"  # (1 + 1 - 0.5 - 1) / 5: what failed is 0
+    assert detail(blocks, "B − A").endswith("(95 %)")
     said = json.dumps(blocks["Notices"])
     assert "not told apart" in said
     assert "0 tasks were given to A alone and 1 to B alone" in said
@@ -81,12 +81,51 @@ async def test_two_versions_win_lose_and_tie(store: MemoryStore) -> None:
     assert rows[1][4]["text"] == "call 2 (solver), in answer"
     assert rows[1][4]["to"] == str(Address("rollout", ("run", "run/val/0/3"), {"call": "2"}))
     assert "Tokens of call 2, by solver" in await shown(store, rows[1][4]["to"])
-    every = blocks["Every task, the worst first"]["rows"]
+    every = blocks["Every task, the largest difference first"]["rows"]
     assert [(row[0]["text"], row[0]["hint"], row[3]["text"]) for row in every][:2] == [
         ("question 4", "t4", "-1.000"),
-        ("question 3", "t3", "-0.500"),
+        ("question 1", "t1", "+1.000"),
     ]
     assert len(every) == 5
+
+
+async def test_two_runs_are_compared_task_by_task_on_the_page_that_compares_them(store: MemoryStore) -> None:
+    await evaluated(store, "one", 0, {"t0": 0.0, "t1": 0.0})
+    await evaluated(store, "one", 4, {"t0": 1.0, "t1": 0.0, "t2": 0.0, "t3": 1.0})
+    await evaluated(store, "two", 9, {"t0": 1.0, "t1": 0.5, "t2": 1.0, "t3": 0.0, "t5": 1.0})
+    blocks = await shown(store, "compare?runs=one,two")
+    solved = blocks["Solved by one alone (A 1, B 1)"]
+    assert [[cell["text"] for cell in row] for row in solved["rows"]] == [
+        ["question 3", "A alone", "1.000", "0.000", "-1.000"],
+        ["question 2", "B alone", "0.000", "1.000", "+1.000"],
+    ]
+    every = blocks["Every task, the largest difference first"]["rows"]
+    assert [row[0]["text"] for row in every] == ["question 3", "question 2", "question 1", "question 0"]
+    assert solved["rows"][0][2]["to"] == str(Address("rollout", ("one", "one/val/4/3")))
+    assert solved["rows"][0][3]["to"] == str(Address("rollout", ("two", "two/val/9/3")))
+    said = json.dumps(blocks["Notices"])
+    assert "A is one after 4 steps, B is two after 9 steps" in json.dumps(blocks)
+    assert "not told apart from chance" in said
+    assert "0 tasks were given to A alone and 1 to B alone" in said
+    half = await shown(store, "compare?runs=one,two&success=0.5")
+    assert "Solved by one alone (A 1, B 2)" in half
+    other = await shown(store, str(Address("compare", (), {"runs": "one,two", "a": "one@0", "b": "one@4"})))
+    assert "Solved by one alone (A 0, B 1)" in other
+    assert "Solved by one alone (A 0, B 1)" in await shown(store, "compare?runs=one"), (
+        "its first and its last evaluation"
+    )
+
+
+async def test_runs_that_cannot_be_compared_task_by_task_say_why(store: MemoryStore) -> None:
+    await evaluated(store, "one", 0, {"t0": 1.0})
+    await evaluated(store, "other", 0, {"t1": 1.0})
+    await store.put_run(Run("bare", "bare"))
+    assert "not given one common task" in json.dumps(await shown(store, "compare?runs=one,other"))
+    bare = json.dumps(await shown(store, "compare?runs=one,bare"))
+    assert "no held-out evaluation of bare: its tasks cannot be compared one by one" in bare
+    assert "Every task" not in bare
+    assert "is no number" in json.dumps(await shown(store, "compare?runs=one,other&a=one@0&b=one@0&success=x"))
+    assert "names no evaluation" in json.dumps(await shown(store, "compare?runs=one,other&a=moon"))
 
 
 async def test_the_variants_of_an_ab_have_an_interval_that_holds_at_any_time(store: MemoryStore) -> None:
@@ -96,7 +135,7 @@ async def test_the_variants_of_an_ab_have_an_interval_that_holds_at_any_time(sto
     assert {"text": "ab.a@0 and ab.b@0", "to": of("ab.a@0", "ab.b@0")} in choices["Notices"]["notices"][0]["links"]
     assert choices["Held-out evaluations"]["select"] == "of"
     assert sorted(choices["Held-out evaluations"]["keys"]) == ["ab.a@0", "ab.b@0"]
-    assert "holds at any time" in detail(await shown(store, of("ab.a@0", "ab.b@0")), "B less A")
+    assert "holds at any time" in detail(await shown(store, of("ab.a@0", "ab.b@0")), "B − A")
 
 
 async def test_two_runs_of_two_stores_are_compared(store: MemoryStore) -> None:
@@ -114,9 +153,9 @@ async def test_rewards_outside_the_bounds_have_no_interval(store: MemoryStore) -
     await evaluated(store, "run", 0, {"t0": 2.0, "t1": 0.0})
     await evaluated(store, "run", 1, {"t0": 3.0, "t1": 1.0})
     blocks = await shown(store, of("run@0", "run@1"))
-    assert detail(blocks, "B less A") == "no interval"
+    assert detail(blocks, "B − A") == "no interval"
     assert "&bounds=LOW,HIGH" in json.dumps(blocks)
-    assert "95 %" in detail(await shown(store, of("run@0", "run@1", bounds="0,4")), "B less A")
+    assert "95 %" in detail(await shown(store, of("run@0", "run@1", bounds="0,4")), "B − A")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +201,7 @@ async def test_a_prompt_shows_its_versions_and_what_they_earned(prompts: MemoryS
     rows = [[cell["text"] for cell in row] for row in blocks["Versions"]["rows"]]
     assert [row[:2] for row in rows] == [["3", "latest"], ["2", "production"], ["1", "–"]]
     assert [row[3:5] for row in rows] == [["0", "–"], ["1", "0.750"], ["0", "–"]]
-    assert [row[0]["text"] for row in blocks["What each earned"]["rows"]] == ["2"]
+    assert [row[0]["text"] for row in blocks["Reward of each version"]["rows"]] == ["2"]
     diff = blocks["What is different"]
     assert (diff["before"], diff["after"]) == ("Answer briefly.", MARKUP)
     first = (await shown(prompts, "resources/writer?from=1&to=2"))["What is different"]

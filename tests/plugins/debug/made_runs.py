@@ -42,6 +42,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_debug.garbled import look_at
 from lightning_record import exchanges
 
 MAX_TOKENS = 320
@@ -191,6 +192,7 @@ class Maker:
         batch = self.algorithm.batch(groups)
         result = StepResult(self.engine_metrics(batch, state), {})
         metrics = step_metrics(rollouts, groups, batch, result) | staleness(step - 1, batch)
+        metrics |= look_at(groups).recorded
         seconds = {
             "rollout": (4.0 + 0.03 * state.length + 40 * state.timeouts) * float(self.rng.lognormal(0, 0.12)),
             "checkpoint": 0.02,

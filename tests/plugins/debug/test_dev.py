@@ -14,7 +14,7 @@ from lightning.terminal import Terminal
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.summary import Reporter
 from lightning.types import Caller, CallStatus, Task, Transition, logprobs, token_ids
-from lightning_debug.dev import DevReport, DevRow, _hints, _problems, dry_run, show
+from lightning_debug.dev import DevReport, DevRow, _hints, _problems, dry_run, equal_rewards, show
 from lightning_debug.diagnosis import Attempted
 
 from tests.core.cli.test_output import EVIL, SHOWN, STEERS
@@ -259,6 +259,17 @@ async def test_a_memory_that_rollouts_share_is_a_problem(bench: Any, tmp_path: P
             assert shared[0].startswith("prompts of ")
             assert "InMemorySaver" not in shared[0]
             assert "thread_id" in shared[0]
+
+
+def test_equal_rewards_are_not_approved() -> None:
+    said = equal_rewards([row(reward=0.0)] * 4)
+    assert said.startswith("All 4 rewards were 0. Training learns from differences")
+    assert equal_rewards([row(reward=0.0), row(reward=0.5)]) == ""
+    assert equal_rewards([row(reward=0.0), row(reward=None)]) == "", "one reward has no other beside it"
+    out = io.StringIO()
+    show(DevReport((row(),), (), (said,), rewards_differ=False), Terminal(file=out, width=1000))
+    assert said in out.getvalue()
+    assert "everything that training needs" not in out.getvalue()
 
 
 def test_a_report_shows_a_glob_with_brackets_as_it_is() -> None:

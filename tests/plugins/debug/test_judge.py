@@ -125,6 +125,24 @@ def credited(judge: Judge, group: Group) -> list[float]:
     return [float(values[0]) for values in judge(group, lambda returns: returns)]
 
 
+def test_what_the_judge_said_is_kept_for_each_rollout_and_read_without_asking(
+    make: Callable[..., Judge], server: ChatServer, recorded: Group
+) -> None:
+    judge = make(samples=2)
+    assert judge.opinions(recorded) == {}
+    assert not Judgements(judge.cache).file.exists()
+    credited(judge, recorded)
+    asked = len(server.calls)
+    found = judge.opinions(recorded)
+    assert len(server.calls) == asked == 2
+    for place, text in enumerate(ANSWERS):
+        for opinion in found[f"rollout-{place}"]:
+            assert (opinion.score, opinion.count) == (len(text) / 8, 4)
+            assert opinion.text.startswith("Let me see. {")
+            assert json.loads(opinion.text.removeprefix("Let me see. "))["scores"][str(opinion.number)] == opinion.score
+    assert make(samples=1, temperature=0.5).opinions(recorded) == {}, "another judge was not asked"
+
+
 def test_a_group_is_judged_side_by_side_in_one_request(
     make: Callable[..., Judge], server: ChatServer, recorded: Group
 ) -> None:

@@ -22,7 +22,7 @@ from lightning.plugins import plugins
 from lightning.store.protocol import MetricPoint, Store
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
-from lightning_debug.bottlenecks import TOKEN, Help, find_helps
+from lightning_debug.bottlenecks import TOKEN, Help, WhatIf, _prefixes, find_helps
 from lightning_debug.profile import Interval, Profile, read_profile, share_out
 from lightning_planner.recorded import recorded_config
 
@@ -248,6 +248,15 @@ def test_sampling_while_training_saves_what_either_takes() -> None:
     found = helped(profiled(train=6.0), "sampling and training in turns")
     assert found.settings[0].startswith("trainer.max_staleness=")
     assert found.saves == pytest.approx(0.45, abs=0.12), "6.5 s of sampling and 6.1 s of the trainer, at once"
+
+
+@pytest.mark.parametrize(("args", "helps"), [(["--block-size=4"], True), (["--block-size", "4"], True), ([], False)])
+def test_more_room_is_no_help_where_prompts_have_no_whole_block_in_common(args: list[str], helps: bool) -> None:
+    profile = profiled(metrics={"prefix_hit_share": 0.0}, settings={"policy_server.args": args})
+    what_if = WhatIf.of(profile)
+    assert what_if is not None
+    found = [*_prefixes(profile, recorded_config(profile.recorded.config), what_if)]
+    assert ["give it more room" in one.text for one in found] == [True] * helps
 
 
 def test_groups_that_teach_nothing_are_counted_by_reason() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from lightning_debug import statistics
-from lightning_debug.statistics import SequentialTest, avg_at_k, ks_of, pass_at_k
+from lightning_debug.statistics import SequentialTest, avg_at_k, ks_of, p_flipped, p_regrouped, pass_at_k
 
 REWARDS = some.lists(some.lists(some.floats(0.0, 1.0), min_size=1, max_size=6), min_size=1, max_size=12)
 
@@ -178,3 +178,26 @@ def test_a_difference_that_always_shows_is_found_soon_and_its_direction_told() -
         assert test.count <= 8
     with pytest.raises(ValueError, match="outside"):
         test.add([1.5])
+
+
+# permutation tests -------------------------------------------------------------------------------------------------------
+def test_a_permutation_test_counts_the_deals_that_differ_as_much() -> None:
+    assert p_regrouped([0.0, 0.0], [1.0, 1.0]) == pytest.approx(2 / 6)
+    assert p_regrouped([0.5, 0.5], [0.5, 0.5]) == 1.0
+    assert p_flipped([1.0, 1.0, 1.0]) == pytest.approx(2 / 8)
+    with pytest.raises(ValueError, match="both sides"):
+        p_regrouped([], [1.0])
+    with pytest.raises(ValueError, match="needs a difference"):
+        p_flipped([])
+
+
+@pytest.mark.parametrize("size", [6, 30])
+def test_equal_groups_differ_by_chance_as_often_as_the_p_value_says(size: int) -> None:
+    """Of two draws from one distribution a twentieth is below 0.05, whether all deals are counted or some are drawn."""
+    rng = np.random.default_rng(5)
+    draws = [rng.beta(0.5, 0.5, (2, size)).tolist() for _ in range(60)]
+    regrouped = [p_regrouped(one, other) for one, other in draws]
+    flipped = [p_flipped([a - b for a, b in zip(one, other, strict=True)]) for one, other in draws]
+    for found in (regrouped, flipped):
+        assert sum(p <= 0.05 for p in found) <= 9
+        assert 0.3 < np.mean(found) < 0.7

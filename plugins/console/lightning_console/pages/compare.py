@@ -1,4 +1,4 @@
-"""The page that compares runs: their curves, their held-out rewards, and the settings in which they differ."""
+"""The page that compares runs: their curves, their held-out rewards, two of them task by task, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
+from lightning_console.pages.versions import bounds_of, compare_versions, comparison_blocks
 from lightning_console.pages.words import NONE, change, count, name_of, number, seconds, to, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import (
@@ -42,6 +43,8 @@ from lightning_console.router import Address
 
 MOST: Final = 24
 """Most runs that one page compares."""
+MOST_CHOICES: Final = 200
+"""Most evaluations that can be chosen for the comparison task by task."""
 MEASURES: Final[Mapping[str, str]] = {
     "reward_with_failures": "reward, failed rollouts as 0",
     "reward": "reward of those that succeeded",
@@ -67,7 +70,7 @@ class Compared:
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `compare?runs=KEY,KEY&x=step|tokens|time&measure=`, which shows several runs side by side."""
+    """Make the page `compare?runs=KEY,KEY&x=step|tokens|time&measure=&a=KEY@STEP&b=KEY@STEP&bounds=&success=`."""
     keys = list(dict.fromkeys(key for key in address.option("runs").split(",") if key))
     asked = address.option("x", "step")
     axis: Axis = "tokens" if asked == "tokens" else "time" if asked == "time" else "step"
@@ -95,7 +98,7 @@ async def page(places: Places, address: Address) -> Page:
         _runs(groups),
         _chart(groups, axis, measure),
         _held_out(groups, axis),
-        *_versions(runs),
+        *await _task_by_task(places, address, runs),
         _settings(runs),
     ]
     title = f"Compare {len(runs)} {'run' if len(runs) == 1 else 'runs'}"
@@ -219,14 +222,34 @@ def _held_out(groups: Mapping[str, list[Compared]], axis: Axis) -> Chart:
     )
 
 
-def _versions(runs: list[Compared]) -> list[Block]:
-    """Return a link to the task-by-task comparison of the first two runs that have held-out evaluations; none for fewer."""
-    evaluated = [each for each in runs if each.curves.evaluations][:2]
-    if len(evaluated) < 2:
-        return []
-    of = ",".join(f"{each.key}@{each.curves.evaluations[-1].step}" for each in evaluated)
-    text = f"the last held-out evaluations of {' and '.join(each.name for each in evaluated)}"
-    return [Notices([Notice(text, links=[Link("task by task, the worst first", to("versions", of=of))])])]
+async def _task_by_task(places: Places, address: Address, runs: list[Compared]) -> list[Block]:
+    """Compare two held-out evaluations of these runs task by task: those that the address names as `a` and `b`, by default the
+    last ones of the first two runs, or the first and the last one of a single run."""
+    evaluated = [each for each in runs if each.curves.evaluations]
+    names = {
+        f"{run.key}@{each.step}": f"{run.name} after {each.step} steps"
+        for run in evaluated
+        for each in run.curves.evaluations
+    }
+    blocks: list[Block] = []
+    if missing := [each.name for each in runs if each not in evaluated]:
+        text = f"no held-out evaluation of {', '.join(missing)}: its tasks cannot be compared one by one"
+        blocks.append(Notices([Notice(text, "muted", "give fit() `val` tasks, or use `lightning eval`")]))
+    if len(names) < 2:
+        return blocks
+    usual = [next(iter(names)), next(reversed(names))]
+    if len(evaluated) > 1:
+        usual = [f"{each.key}@{each.curves.evaluations[-1].step}" for each in evaluated[:2]]
+    a, b = address.option("a", usual[0]), address.option("b", usual[1])
+    choices = list(names.items())[:MOST_CHOICES]
+    blocks.append(Controls(str(address), [Control("a", "task by task: A", a, choices), Control("b", "B", b, choices)]))
+    try:
+        found = await compare_versions(places, a, b, bounds_of(address))
+    except LightningError as error:
+        return [*blocks, Notices([Notice("these two cannot be compared", "warn", str(error))], title="Task by task")]
+    text = f"A is {names.get(a, a)}, B is {names.get(b, b)}"
+    links = [Link("the worst tasks, and the first call that differs", to("versions", of=f"{a},{b}"))]
+    return [*blocks, Notices([Notice(text, links=links)], title="Task by task"), *comparison_blocks(found, address)]
 
 
 def _settings(runs: list[Compared]) -> Table:

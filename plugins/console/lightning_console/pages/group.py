@@ -38,15 +38,18 @@ from lightning_console.blocks import (
 from lightning_console.pages.words import (
     NONE,
     count,
+    differing,
+    ending_of,
     located,
     mean_of,
     number,
     seconds,
     step_links,
+    task_text,
+    title_of,
     to,
     tone_of,
     trail,
-    written,
 )
 from lightning_console.places import Located, Places, group_of, may_change, neighbours, why_no_calls
 from lightning_console.queries.branches import (
@@ -65,8 +68,10 @@ from lightning_console.router import Address
 MOST_NODES: Final = 1_500
 """Most calls of a tree that are shown: those nearest to the root."""
 MOST_MEMBERS: Final = 512
-LONGEST_ACTION: Final = 200
-"""Most characters of an action's text."""
+LONGEST_ACTION: Final = 2_000
+"""Most characters of an action's text that are compared with those of other rollouts."""
+SHOWN: Final = 200
+"""Most characters of an action or an answer that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,17 +328,7 @@ async def page(places: Places, address: Address) -> Page:
     view = await group_view(found, address.about[1], patience=places.patience)
     blocks: list[Block] = [_facts(view), *_words(view)]
     if len(view.nodes) > 1:
-        values = [node.value for node in view.nodes if node.value is not None]
-        blocks.append(
-            GroupTree(
-                [_node(found, view, place, node) for place, node in enumerate(view.nodes)],
-                min(values, default=0.0),
-                max(values, default=0.0),
-                title="Calls that siblings share",
-                note="a node is a call: its value is the mean return below it, its width how many came by"
-                + ("; a branch counts from the call on behind which it begins" if view.branches else ""),
-            )
-        )
+        blocks.append(_tree(found, view))
     if address.option("split"):
         blocks += _split(found, view, address)
     blocks.append(_members(view))
@@ -341,20 +336,38 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_branches(view))
     return Page(
         str(address),
-        f"Group {view.id}",
+        title_of(view.members[0].rollout),
         blocks,
         trail(found, *step_links(found, view.proof.record)),
         live=view.live,
         previous=to("group", found.key, view.before) if view.before else "",
         next=to("group", found.key, view.after) if view.after else "",
+        name=view.id,
+    )
+
+
+def _tree(found: Located, view: GroupView) -> GroupTree:
+    values = [node.value for node in view.nodes if node.value is not None]
+    labels = [""] * len(view.nodes)
+    for node in view.nodes:
+        texts = differing([view.nodes[child].action for child in node.children], SHOWN)
+        for child, text in zip(node.children, texts, strict=True):
+            labels[child] = text
+    return GroupTree(
+        [_node(found, view, place, node, labels[place]) for place, node in enumerate(view.nodes)],
+        min(values, default=0.0),
+        max(values, default=0.0),
+        title="The calls of all rollouts, as a tree",
+        note="Rollouts that gave the same answers share a line until they part. A box shows the mean return of the rollouts "
+        "that came through it." + (" A branch counts from its first own call on." if view.branches else ""),
     )
 
 
 def _facts(view: GroupView) -> Facts:
     first, proof = view.members[0].rollout, view.proof
-    facts = [Fact("task", first.task.id, written(first.task.input))]
+    facts = []
     if first.task.expected is not None:
-        facts.append(Fact("expected", written(first.task.expected, 60), "what the grader is given"))
+        facts.append(Fact("expected", one_line(task_text(first.task.expected), 60), "given to the grader"))
     if spread := proof.groups.get(view.id):
         facts.append(Fact("mean return", number(spread[0]), f"deviation {number(spread[1])} over {spread[2]} rollouts"))
     failed = sum(1 for each in view.own if each.rollout.status == "failed")
@@ -363,7 +376,9 @@ def _facts(view: GroupView) -> Facts:
         void = sum(each.void for each in view.branches)
         said = f"{void} void" if void else "they begin at calls of rollouts"
         facts.append(Fact("branches", count(len(view.branches)), said, "warn" if void else ""))
-    facts.append(Fact("calls", count(sum(len(each.calls) for each in view.members)), f"{len(view.nodes) - 1} nodes"))
+    facts.append(
+        Fact("calls", count(sum(len(each.calls) for each in view.members)), f"{len(view.nodes) - 1} different ones")
+    )
     facts.append(_proof_fact(view))
     return Facts(facts)
 
@@ -373,7 +388,7 @@ def _proof_fact(view: GroupView) -> Fact:
     if proof.proved is None:
         return Fact("advantages", "not derived", proof.why, "muted")
     if proof.proved:
-        return Fact("advantages", "proved", "derived again; the step's digest is the same", "good")
+        return Fact("advantages", "proved", "computed again, and equal to the recorded ones", "good")
     return Fact("advantages", "not proved", proof.why, "bad")
 
 
@@ -392,7 +407,7 @@ def _words(view: GroupView) -> Sequence[Block]:
     return [Notices(said)] if said else []
 
 
-def _node(found: Located, view: GroupView, place: int, node: TreeNode) -> Node:
+def _node(found: Located, view: GroupView, place: int, node: TreeNode, label: str) -> Node:
     members = [view.members[each] for each in node.members]
     branch = ""
     if place and all(each.branch is not None for each in members):
@@ -400,7 +415,7 @@ def _node(found: Located, view: GroupView, place: int, node: TreeNode) -> Node:
     there = _to(members[0], call=node.call) if node.call else ""
     return Node(
         node.parent,
-        node.action,
+        one_line(node.action, SHOWN),
         len(node.members),
         node.value,
         node.advantage,
@@ -411,6 +426,7 @@ def _node(found: Located, view: GroupView, place: int, node: TreeNode) -> Node:
         branch,
         len(node.branches),
         node.tools,
+        "" if label == node.action else label,
     )
 
 
@@ -428,16 +444,17 @@ def _to(member: Member, **options: int) -> str:
 
 def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
     ways = split_of(view, address.number("split", 0))
-    left, right = address.number("left", ways[0]), address.number("right", ways[-1])
+    left, right = address.number("left", ways[-1]), address.number("right", ways[0])
     if left not in ways or right not in ways:
-        raise DataError(f"of what parts here there are {', '.join(map(str, ways))}, not {left} and {right}")
+        raise DataError(f"the ways that part here are {', '.join(map(str, ways))}, not {left} and {right}")
     here = view.nodes[address.number("split", 0)]
     came = len(here.members) + len(here.branches)
     names = {way: f"return {number(view.nodes[way].value)}, {len(view.nodes[way].members)} of {came}" for way in ways}
     (before, one, first), (after, other, second) = view.continuation(left), view.continuation(right)
     blocks: list[Block] = []
     if len(ways) > 2:
-        choices = [(str(way), f"{names[way]}: {view.nodes[way].action[:60]}") for way in ways]
+        labels = differing([view.nodes[way].action for way in ways], 60)
+        choices = [(str(way), f"{names[way]}: {label}") for way, label in zip(ways, labels, strict=True)]
         blocks.append(
             Controls(
                 str(address),
@@ -454,7 +471,8 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
             _to(one, call=first) if first else _to(one),
             _to(other, call=second) if second else _to(other),
             title=f"Where they part, before call {depth + 1}",
-            note="the best rollout of each way; the way with the highest mean return is on the left",
+            note="The best rollout of each way. The way with the lowest mean return is on the left (orange), the one with the "
+            "highest on the right (blue).",
         )
     )
     return blocks
@@ -462,7 +480,7 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
 
 NUMBERS: Final = ("reward", "return", "advantage", "calls", "tokens", "seconds")
 EARNED: Final = (
-    Column("status"),
+    Column("how it ended"),
     *(Column(name, "number") for name in NUMBERS),
     Column("last answer"),
     Column("why"),
@@ -473,14 +491,19 @@ EARNED: Final = (
 def _members(view: GroupView) -> Table:
     columns = [Column("rollout"), *EARNED]
     rows = []
+    answers = _last_answers(view)
     for place, each in enumerate(view.members):
         if each.branch is None:
             name = f"{each.rollout.index}" if not each.guest else each.rollout.id
             first = Cell(
                 name, _to(each), hint="of another group: it has the branches of this one" if each.guest else ""
             )
-            rows.append([first, *_earned(view, place)])
-    return Table(columns, rows, title="Rollouts")
+            rows.append([first, *_earned(view, place, answers[place])])
+    return Table(columns, rows, title="Rollouts", note="▲ did better than the group, ▼ worse")
+
+
+def _last_answers(view: GroupView) -> list[str]:
+    return differing([view.last_answer(place) for place in range(len(view.members))], SHOWN)
 
 
 def _branches(view: GroupView) -> Table:
@@ -489,12 +512,11 @@ def _branches(view: GroupView) -> Table:
         Column("branch"),
         Column("of"),
         Column("at call", "number"),
-        Column(
-            "changed", hint="what is another than in its parent; where nothing is, it is a sample of the same policy"
-        ),
+        Column("changed", hint="the difference to its parent; a branch without one is a sample of the same policy"),
         *EARNED,
     ]
     placed = [(place, each) for place, each in enumerate(view.members) if each.branch is not None]
+    answers = _last_answers(view)
     rows = []
     for place, each in sorted(placed, key=lambda pair: _begins(pair[1])):
         origin = each.origin
@@ -508,10 +530,10 @@ def _branches(view: GroupView) -> Table:
                 Cell(NONE if parent is None else parent.rollout.id if parent.guest else str(parent.rollout.index)),
                 at,
                 Cell(each.changed or NONE),
-                *_earned(view, place),
+                *_earned(view, place, answers[place]),
             ]
         )
-    note = "the calls before it are its parent's, and are not counted here"
+    note = "The calls before a branch are its parent's, and are not counted here."
     return Table(columns, rows, title="Branches", note=note)
 
 
@@ -521,19 +543,18 @@ def _begins(member: Member) -> tuple[int, int, str, int]:
     return *at, member.key, member.rollout.index
 
 
-def _earned(view: GroupView, place: int) -> list[Cell]:
-    """Return the cells of a member's results: status, reward, counts, last answer, and why it failed."""
+def _earned(view: GroupView, place: int, answer: str) -> list[Cell]:
+    """Return the cells of a member's results: how it ended, reward, counts, last answer, and why it failed."""
     each = view.members[place]
-    rollout, bad = each.rollout, each.rollout.status == "failed"
-    status = "void" if each.void else str(rollout.status) + (f" ({rollout.fault})" if rollout.fault else "")
+    rollout, (ending, tone) = each.rollout, ending_of(each.rollout)
     return [
-        Cell(status, tone="bad" if bad else ""),
+        Cell(ending, tone=tone),
         Cell(number(rollout.reward)),
         Cell(number(each.total)),
         Cell(number(each.advantage), tone=tone_of(each.advantage)),
         Cell(count(len(own_calls(each.calls)))),
         Cell(count(each.tokens)),
         Cell(seconds(rollout.seconds) if rollout.status.ended else NONE),
-        Cell(view.last_answer(place)),
+        Cell(answer, hint=view.last_answer(place) if answer != view.last_answer(place) else ""),
         Cell(each.error, tone="bad" if each.error else ""),
     ]

@@ -10,6 +10,7 @@ from typing import Final
 from lightning.errors import DataError
 from lightning.store.protocol import Store
 from lightning.trainer.agents import of_project
+from lightning.types import Json
 from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse
 from lightning_resources.operations import alias_history, list_aliases, list_resources, resource_uses
 
@@ -38,6 +39,15 @@ from lightning_console.router import Address
 MOST_VERSIONS: Final = 200
 """Most versions of a resource that are shown: the newest."""
 MOST_MOVES: Final = 200
+ORIGINS: Final = {
+    "made_by": "made by {}",
+    "parent": "from version {}",
+    "run": "in the run {}",
+    "steps": "after {} steps",
+    "reward": "held-out reward {}",
+    "difference": "{} better than the version before",
+}
+"""Words for the usual entries of a version's metadata, in their order in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,7 @@ async def page(places: Places, address: Address) -> Page:
         own = Address(address.page, address.about)
         blocks.insert(0, Controls(str(own), [Control("store", "store", view.mark, marks)]))
     blocks += _content(address, view, before, after)
-    blocks.append(_moves(view))
+    blocks += [*_record(after), _moves(view)]
     return Page(str(address), view.name, blocks, ABOVE)
 
 
@@ -194,8 +204,8 @@ def _versions(view: ResourceView) -> Table:
                 Cell(when(each.created_at)),
                 Cell(count(sum(use.rollouts for use in scored))),
                 Cell(number(_mean(scored))),
-                Cell(written(dict(each.metadata)) if each.metadata else NONE),
-                Cell(each.digest[:12]),
+                Cell(_origin(each.metadata)),
+                Cell(each.digest[:12], hint=each.digest),
             ]
         )
     columns = [
@@ -204,11 +214,36 @@ def _versions(view: ResourceView) -> Table:
         Column("made"),
         Column("rollouts", "number"),
         Column("mean reward", "number", "over all runs and splits"),
-        Column("how it came to be"),
+        Column("where it comes from"),
         Column("SHA-256"),
     ]
     note = f"{count(view.left_out)} older versions are not shown" if view.left_out else ""
     return Table(columns, rows, title="Versions", note=note)
+
+
+def _origin(metadata: Mapping[str, Json]) -> str:
+    """Return in words what is recorded about the making of a version. What is no short text or number is left out: all of it
+    stands below, as JSON."""
+    told = dict(metadata)
+    parts = []
+    for name, words in ORIGINS.items():
+        value = told.pop(name, None)
+        if isinstance(value, str | int | float):
+            parts.append(words.format(number(value) if isinstance(value, float) else value))
+    parts += [f"{name.replace('_', ' ')} {written(value, 60)}" for name, value in told.items() if _is_short(value)]
+    return ", ".join(parts) or NONE
+
+
+def _is_short(value: Json) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and 0 < len(value) <= 60)
+
+
+def _record(chosen: Resource) -> list[Block]:
+    if not chosen.metadata:
+        return []
+    text = json.dumps(dict(chosen.metadata), ensure_ascii=False)
+    said = Message("record", "", f"version {chosen.version}", [("all that is recorded about its making", text)])
+    return [Messages([said], title="Record")]
 
 
 def _mean(uses: Sequence[ResourceUse]) -> float | None:
@@ -240,13 +275,14 @@ def _uses(view: ResourceView) -> Table:
         Column("failed", "number"),
         Column("mean reward", "number"),
     ]
-    return Table(columns, rows, title="What each earned", empty="no rollout has run with it yet")
+    return Table(columns, rows, title="Reward of each version", empty="no rollout has used it yet")
 
 
 def _content(address: Address, view: ResourceView, before: Resource, after: Resource) -> list[Block]:
     if before.version == after.version:
         text = _text(after)
-        return [Messages([Message("system", text, f"version {after.version}")], title="Content")]
+        role = "system" if isinstance(after.content, str) else "files"
+        return [Messages([Message(role, text, f"version {after.version}")], title="Content")]
     choices = [(str(each.version), f"version {each.version}") for each in view.versions]
     return [
         Controls(
@@ -270,6 +306,9 @@ def _content(address: Address, view: ResourceView, before: Resource, after: Reso
 
 def _text(resource: Resource) -> str:
     content = resource.content
+    if isinstance(content, Mapping) and isinstance(files := content.get("files"), Mapping):
+        lines = [f"{name}  SHA-256 {digest}" for name, digest in sorted(files.items())]
+        return cut("\n".join([f"folder {content.get('path')}", *lines]), LONGEST)
     text = content if isinstance(content, str) else json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False)
     return cut(text, LONGEST)
 
@@ -317,4 +356,9 @@ def _moves(view: ResourceView) -> Table:
         [Cell(move.alias), Cell(str(move.version), _shown(view, move.version)), Cell(when(move.at))] for move in moves
     ]
     columns = [Column("alias"), Column("version", "number"), Column("since")]
-    return Table(columns, rows, title="Where aliases pointed", empty="no alias but latest, which moves by itself")
+    return Table(
+        columns,
+        rows,
+        title="Where aliases pointed",
+        empty="there is no alias except latest, which always names the newest version",
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -91,8 +92,8 @@ class Correlation:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of another grader, as `lightning reward try --json` printed it. `why` says why a file cannot be read; empty if
-    it can."""
+    """The result of another grader, as `lightning reward try --json` printed it: `graded` has its rewards by the rollout's id.
+    `why` says why a file cannot be read; empty if it can."""
 
     file: str
     grader: str = ""
@@ -107,6 +108,12 @@ class Trial:
     follows: Mapping[str, tuple[float | None, float | None]] | None = None
     warnings: tuple[str, ...] = ()
     why: str = ""
+    graded: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name that the file was given: NAME of `reward-NAME.json`."""
+        return self.file.removeprefix("reward-").removesuffix(".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +233,12 @@ def trials_of(found: Located) -> list[Trial]:
     if not folder:
         return []
     files = sorted(Path(folder).glob(TRIALS), key=lambda file: file.stat().st_mtime, reverse=True)
-    return [_trial(file) for file in files[:MOST_TRIALS]]
+    return [_trial(file, file.stat().st_mtime_ns) for file in files[:MOST_TRIALS]]
 
 
-def _trial(file: Path) -> Trial:
+@functools.lru_cache(maxsize=MOST_TRIALS)
+def _trial(file: Path, _changed: int) -> Trial:
+    """Read a file of `TRIALS`, again if it `_changed` (time in ns)."""
     try:
         if file.stat().st_size > LARGEST:
             return Trial(file.name, why=f"it has more than {LARGEST} bytes")
@@ -248,6 +257,7 @@ def _trial(file: Path) -> Trial:
             advantages=tuple(found["advantages"]) if found["advantages"] else None,
             follows={str(name): (pair["before"], pair["now"]) for name, pair in found["follows"].items()},
             warnings=tuple(map(str, found["warnings"])),
+            graded={str(each["rollout"]): float(each["now"]) for each in given},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Trial(
@@ -286,7 +296,7 @@ def _warnings(rewards: Rewards) -> list[Block]:
         Notice(
             f"the reward follows {each.name}: rank correlation {each.value:+.2f}",
             "warn" if "length" in each.name else "",
-            detail="is this what the task asks for? Look at the rollouts that earned most and least",
+            detail="Does the task ask for this? Look at the rollouts with the highest and the lowest reward.",
         )
         for each in rewards.correlations
         if not each.part and each.value is not None and abs(each.value) >= STRONG
@@ -302,26 +312,33 @@ def _facts(rewards: Rewards) -> Facts:
     first, last = rewards.measures[0].steps[0], rewards.measures[0].steps[-1]
     main = max(rewards.explained, key=lambda name: rewards.explained[name], default="")
     facts = [
-        Fact("mean reward", change(first.mean, last.mean), f"steps {first.step} and {last.step}, those that succeeded"),
+        Fact(
+            "mean reward", change(first.mean, last.mean), f"steps {first.step} and {last.step}, without failed rollouts"
+        ),
         Fact("rollouts", count(rewards.rollouts), f"{count(rewards.failed)} failed and have no reward"),
         Fact(
             "groups with equal rewards",
             share(rewards.equal_groups),
-            "most algorithms learn nothing from those",
+            "most algorithms learn nothing from them",
             "warn" if (rewards.equal_groups or 0.0) > 0.7 else "",
         ),
     ]
     if main:
         facts.append(
             Fact(
-                "the reward varies most with",
+                "the reward follows most",
                 main,
-                f"{share(rewards.explained[main])} of its variance is covariance with this part",
-                hint="beyond 100 % where other parts work against it",
+                _correlation_with(rewards, main),
+                hint="the part whose differences explain most of the reward's differences",
             )
         )
     looked = f"{len(rewards.steps)} of {rewards.of_steps} steps were looked at"
     return Facts(facts, note=looked if len(rewards.steps) < rewards.of_steps else "")
+
+
+def _correlation_with(rewards: Rewards, part: str) -> str:
+    value = next((each.value for each in rewards.correlations if each.part and each.name == part), None)
+    return "" if value is None else f"rank correlation {value:+.2f}"
 
 
 def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
@@ -344,7 +361,7 @@ def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
         "reward",
         whole=True,
         title="Over the steps",
-        note=f"the means, that of {chosen.name} with the middle half of the rollouts",
+        note=f"Means over the rollouts of each step. The band around {chosen.name} holds the middle half of the rollouts.",
     )
 
 
@@ -374,25 +391,26 @@ def _correlations(rewards: Rewards) -> Table:
                 "does not vary" if each.value is None else f"{each.value:+.2f}",
                 tone="warn" if strong and not each.part else "",
             ),
-            Cell(share(explained) if explained is not None else NONE),
+            Cell(number(explained, 2)),
             Cell(count(each.rollouts)),
         ]
 
     return Table(
         [
-            Column("the reward and"),
-            Column("rank correlation", "number", "Spearman's rho; from ±0.5 on it is worth a look"),
+            Column("quantity"),
+            Column("rank correlation", "number", "from ±0.5 on it is worth a look"),
             Column(
-                "share of covariance",
+                "explains",
                 "number",
-                "the part's covariance with the reward, of the reward's variance: parts that add up to the reward have shares "
-                "that add up to 100 %; one of them is beyond 100 % where others work against it, and those are below 0 %",
+                "how much of the reward's differences come from this part (covariance with the reward, divided by the reward's "
+                "variance): parts that add up to the reward have values that add up to 1; a part with more than 1 has others "
+                "that work against it, and these are below 0",
             ),
             Column("rollouts", "number"),
         ],
         [row(each) for each in rewards.correlations],
         title="What the reward follows",
-        note="a reward should follow its parts, and not how long answers are",
+        note="A reward should follow its parts, and not how long answers are.",
         empty="the reward has no named parts, and no calls are in the store",
     )
 
@@ -400,16 +418,17 @@ def _correlations(rewards: Rewards) -> Table:
 def _trials(found: Located, trials: list[Trial]) -> list[Block]:
     folder = folder_of(found)
     if not folder:
-        text = "another grader can be tried on these rollouts where the run's folder is: lightning reward try"
+        text = "On the machine with the run's folder, lightning reward try grades these rollouts with another grader."
         return [Notices([Notice(text, "muted")], title="Try another reward")]
     place = shlex.quote(folder)
     command = f"lightning reward try MODULE:FUNCTION {place}"
     notices = [
         Notice(
-            "grade these rollouts again with another function; nothing runs and nothing is changed", commands=[command]
+            "Grade these rollouts again with another function. No agent runs, and nothing is changed.",
+            commands=[command],
         ),
         Notice(
-            "keep what it says in the run's folder, as reward-NAME.json, and it stands here beside the others",
+            "Keep the result in the run's folder as reward-NAME.json: this page then shows it beside the others.",
             commands=[f"{command} --json > {place}/reward-NAME.json"],
         ),
     ]
@@ -468,6 +487,6 @@ def _side_by_side(trials: list[Trial]) -> Table:
     columns = [
         Column(""),
         Column("recorded"),
-        *(Column(trial.file.removeprefix("reward-").removesuffix(".json"), hint=trial.grader) for trial in trials),
+        *(Column(trial.name, hint=trial.grader) for trial in trials),
     ]
     return Table(columns, rows, title="Graders side by side")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from lightning.errors import DataError
 from lightning.trainer.summary import reason
-from lightning.types import Json, Status, by_key
+from lightning.types import Json, by_key
 from lightning_branching.recorded import is_void
 
 from lightning_console.blocks import (
@@ -35,15 +35,23 @@ from lightning_console.blocks import (
     TokenStrip,
     Tone,
 )
+from lightning_console.glossary import explained
+from lightning_console.pages.rewards import Trial, trials_of
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
+    LONGEST_TITLE,
     NONE,
     count,
+    ending_of,
+    inside,
     located,
     mean_of,
     number,
     place_of,
     seconds,
     step_links,
+    task_text,
+    title_of,
     to,
     tone_of,
     trail,
@@ -51,6 +59,7 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import is_sample
+from lightning_console.queries.conversation import LONGEST, cut, one_line
 from lightning_console.queries.rollouts import PROMPT_TOKENS, BranchLine, CallLine, RolloutView, Tokens, rollout_view
 from lightning_console.queries.steps import StepProof
 from lightning_console.router import Address
@@ -62,7 +71,7 @@ TONES: Final[dict[str, Tone]] = {
     "blocked": "warn",
     "unknown": "muted",
 }
-PROOFS: Final = {True: "proved by the step's digest", False: "not what the step recorded", None: "not derived"}
+PROOFS: Final = {True: "proved", False: "not the recorded ones", None: "not derived"}
 NO_ENTROPY: Final = "the entropy of single tokens is not recorded: the run's page has its mean over each step"
 NO_RATIO: Final = "the trainer's logprobs of single tokens are not recorded: the run's page has the step's gap"
 LONGEST_ERROR: Final = 4_000
@@ -82,6 +91,9 @@ async def page(places: Places, address: Address) -> Page:
         patience=places.patience,
     )
     blocks: list[Block] = [_facts(found, view), *_words(view)]
+    task = task_text(view.rollout.task.input)
+    if len(task) > LONGEST_TITLE:
+        blocks.append(Messages([Message("user", cut(written(view.rollout.task.input, LONGEST)))], title="Task"))
     if view.attempts > 1:
         choices = [(str(each), f"attempt {each}") for each in range(1, view.attempts + 1)]
         chosen = Control("attempt", "attempt", str(view.rollout.attempt), choices)
@@ -89,17 +101,19 @@ async def page(places: Places, address: Address) -> Page:
     if view.calls:
         blocks.append(_timeline(address, view))
     numbers = {line.at: _call(address, line.at) for line in view.branches}
-    blocks += [_rewards(view), *_calls(address, view), *branches_table(view, numbers)]
-    blocks += [*_tokens(address, view), *_messages(address, view), _commands(found, view), *branch_it(found, view)]
-    group = Link(f"group {view.rollout.group}", to("group", found.key, view.rollout.group))
+    blocks += [*_messages(address, view), _rewards(view, trials_of(found)), *_calls(address, view)]
+    blocks += [*branches_table(view, numbers), *_tokens(address, view), more_links(found, rollout=view.rollout.id)]
+    blocks += [*_commands(found, view), *branch_it(found, view)]
+    group = Link(f"group {inside(found, view.rollout.group)}", to("group", found.key, view.rollout.group))
     return Page(
         str(address),
-        f"Rollout {view.rollout.id}",
+        title_of(view.rollout),
         blocks,
         trail(found, *step_links(found, view.proof.record), group),
         live=view.live,
         previous=_call(address, view.chosen - 1) if view.chosen > 1 else "",
         next=_call(address, view.chosen + 1) if 0 < view.chosen < len(view.calls) else "",
+        name=view.rollout.id,
     )
 
 
@@ -109,27 +123,23 @@ def _call(address: Address, call: int) -> str:
 
 def _facts(found: Located, view: RolloutView) -> Facts:
     rollout, current = view.rollout, view.rollout.attempt == view.attempts
-    facts = [Fact("task", rollout.task.id, written(rollout.task.input), to=to("group", found.key, rollout.group))]
-    facts += origin_facts(view)
+    facts = [_reward_fact(view), _ending_fact(view)] if current else [Fact("attempt", str(rollout.attempt))]
     if rollout.task.expected is not None:
-        facts.append(Fact("expected", written(rollout.task.expected, 60), "what the grader is given"))
-    tone: Tone = "bad" if rollout.status is Status.FAILED else "good" if rollout.status is Status.SUCCEEDED else ""
-    fault = f"fault: {rollout.fault}" if rollout.fault else ""
-    facts.append(Fact("status", str(rollout.status), fault, tone) if current else Fact("attempt", str(rollout.attempt)))
+        facts.append(Fact("expected", one_line(task_text(rollout.task.expected), 60), "given to the grader"))
+    facts += origin_facts(view)
     if current:
-        parts = ", ".join(f"{name} {number(value)}" for name, value in rollout.rewards.items())
-        facts.append(Fact("reward", number(rollout.reward), parts))
         facts.append(Fact("seconds", seconds(rollout.seconds) if rollout.status.ended else NONE))
     versions = sorted({run.version for call in view.calls for run in call.transition.versions})
     if versions:
         span = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
         step = view.proof.record.step if view.proof.record is not None else None
-        facts.append(Fact("policy version", span, "" if step is None else f"looked at by step {step}"))
+        facts.append(Fact("policy version", span, "" if step is None else f"used by step {step}"))
     sampled = sum(len(call.transition.response_ids) for call in view.calls)
     given = sum(len(call.transition.prompt_ids) for call in view.calls if not call.transition.choice)
-    facts.append(Fact("tokens", count(sampled), f"sampled, {count(given)} of prompts"))
+    facts.append(Fact("tokens", count(sampled), f"written by the model; prompts have {count(given)}"))
     trained = sum(len(call.transition.response_ids) for call in view.calls if call.credit is not None)
-    facts.append(Fact("trained tokens", count(trained), PROOFS[view.proof.proved]))
+    why = view.proof.why if view.proof.proved is None else ""
+    facts.append(Fact("trained tokens", count(trained), one_line(why, 90) or PROOFS[view.proof.proved]))
     for name, version in view.rollout.resources.items():
         facts.append(Fact(name, f"version {version}", to=to("resources", name, to=version)))
     if len(view.siblings) > 1 and view.beginning is None:
@@ -137,9 +147,39 @@ def _facts(found: Located, view: RolloutView) -> Facts:
     return Facts(facts)
 
 
+def _reward_fact(view: RolloutView) -> Fact:
+    """Return the reward beside those of the group: the best of different ones is good, the least is bad."""
+    rollout = view.rollout
+    known = [each.reward for each in view.siblings if each.reward is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    tone: Tone = ""
+    said = [", ".join(f"{name} {number(value)}" for name, value in rollout.rewards.items() if name != "reward")]
+    if rollout.reward is not None and len(known) > 1:
+        tone = "" if low == high else "good" if rollout.reward >= high else "bad" if rollout.reward <= low else ""
+        said.append(
+            f"as all {len(known)} rollouts of its group"
+            if low == high == rollout.reward
+            else f"its group has {number(low)} to {number(high)}"
+        )
+    return Fact("reward", number(rollout.reward), "; ".join(filter(None, said)), tone)
+
+
+def _ending_fact(view: RolloutView) -> Fact:
+    """Return how the rollout ended, and how many of its tool runs failed."""
+    text, tone = ending_of(view.rollout)
+    with_id = {event.name for event in view.ended.tool_events if not event.call_id}
+    runs = [each for each in view.ended.tool_events if not each.call_id or each.name not in with_id]
+    failed = [event.name for event in runs if event.status in ("error", "blocked")]
+    if not failed or tone:
+        return Fact("how it ended", text, f"{len(failed)} of {len(runs)} tool runs failed" if failed else "", tone)
+    value = "a tool run failed" if len(failed) == 1 else f"{len(failed)} tool runs failed"
+    return Fact("how it ended", value, f"{', '.join(dict.fromkeys(failed))}; {text} of the agent", "warn")
+
+
 def _sibling(found: Located, view: RolloutView) -> str:
-    place = view.siblings.index(view.rollout.id) if view.rollout.id in view.siblings else -1
-    return to("rollout", found.key, view.siblings[(place + 1) % len(view.siblings)])
+    ids = [each.id for each in view.siblings]
+    place = ids.index(view.rollout.id) if view.rollout.id in ids else -1
+    return to("rollout", found.key, ids[(place + 1) % len(ids)])
 
 
 def _words(view: RolloutView) -> list[Block]:
@@ -149,7 +189,7 @@ def _words(view: RolloutView) -> list[Block]:
         said = why if is_void(view.rollout) else f"it failed: {why}"
         notices.append(Notice(said, "bad", view.rollout.error[:LONGEST_ERROR]))
     if view.empty:
-        notices.append(Notice(f"nothing was said: {view.empty}", "muted"))
+        notices.append(Notice(f"there are no messages: {view.empty}", "muted"))
     if view.texts:
         notices.append(Notice(f"some messages are not as they were sent: {view.texts}", "muted"))
     if view.proof.proved is False:
@@ -172,18 +212,19 @@ def _timeline(address: Address, view: RolloutView) -> Timeline:
         )
         for lane, each in view.lanes.moments
     ]
-    note = "a tool is drawn from the answer that asked for it to its end: when it began is not recorded"
+    note = "A tool run is drawn from the answer that asked for it to its own end. When it really began is not recorded."
     return Timeline(view.lanes.lanes, spans, view.lanes.seconds, title="What ran when", note=note)
 
 
-def _rewards(view: RolloutView) -> Table:
+def _rewards(view: RolloutView, trials: Sequence[Trial]) -> Table:
     rollout, rows = view.rollout, []
     numbers = {call.transition.id: call.number for call in reversed(view.calls)}
     if rollout.attempt == view.attempts:
         for name, value in rollout.rewards.items():
-            rows.append([Cell(name), Cell(number(value)), Cell("part"), Cell("returned by the agent")])
+            if name != "reward":
+                rows.append([Cell(name), Cell(number(value)), Cell("part"), Cell("returned by the agent")])
         if rollout.reward is not None:
-            total = "the sum or other total of its parts" if rollout.rewards else "returned by the agent"
+            total = "returned by the agent, with its parts" if rollout.rewards else "returned by the agent"
             rows.append([Cell("reward"), Cell(number(rollout.reward)), Cell("outcome"), Cell(total)])
     for given in view.ended.step_rewards:
         call = numbers.get(given.response_id)
@@ -203,12 +244,22 @@ def _rewards(view: RolloutView) -> Table:
                 [Cell("rules"), Cell(number(more)), Cell("the algorithm's"), Cell("tool_reward and overlong_penalty")]
             )
         rows.append(
-            [Cell("return"), Cell(number(credit.total)), Cell("all of it"), Cell("what rollouts are compared by")]
+            [
+                Cell("return"),
+                Cell(number(credit.total)),
+                Cell("all of it"),
+                Cell("the sum by which rollouts are compared"),
+            ]
         )
+    rows += [
+        [Cell(trial.name), Cell(number(trial.graded[rollout.id])), Cell("tried"), Cell(f"{trial.grader} (reward try)")]
+        for trial in trials
+        if rollout.id in trial.graded
+    ]
     empty = "it has no reward: " + (f"fault of {rollout.fault}" if rollout.fault else "it has not ended")
     columns = [Column("name"), Column("value", "number"), Column("kind"), Column("from")]
     note = f"the agent and its grader: {view.agent}" if view.agent else ""
-    return Table(columns, rows, title="How it was rewarded", note=note, empty=empty)
+    return Table(columns, rows, title="Where the reward comes from", note=note, empty=empty)
 
 
 def _calls(address: Address, view: RolloutView) -> list[Block]:
@@ -282,7 +333,7 @@ def _measures(line: CallLine, tokens: Tokens) -> list[Measure]:
     return [
         Measure("advantage", tokens.advantages, "diverging", missing=untrained),
         Measure("logprob", tokens.logprobs, unit="nats", missing=unsampled),
-        Measure("version", tokens.versions),
+        Measure("version", tokens.versions, hint=explained("policy version")),
         Measure("trained", tokens.trained),
         Measure("entropy", nothing, unit="nats", missing=NO_ENTROPY),
         Measure("sampler/trainer ratio", nothing, "diverging", missing=NO_RATIO),
@@ -350,22 +401,57 @@ def _messages(address: Address, view: RolloutView) -> list[Block]:
             line.data,
             "warn" if line.missing else "",
             _call(address, line.call) if line.call else "",
+            line.made,
         )
         for line in view.lines
     ]
+    messages += _judge(view)
+    if view.rollout.reward is not None and view.rollout.attempt == view.attempts:
+        parts = "".join(
+            f"\n{name}: {number(value)}" for name, value in view.rollout.rewards.items() if name != "reward"
+        )
+        messages.append(Message("reward", f"{number(view.rollout.reward)}{parts}", "of the whole rollout"))
     note = f"{count(view.lines_left_out)} later messages are not shown" if view.lines_left_out else ""
     return [Messages(messages, title="What was said", note=note)]
 
 
-def _commands(found: Located, view: RolloutView) -> Notices:
+def _judge(view: RolloutView) -> list[Message]:
+    """Return what the judge said: the score, and the text about the group, in which the rollout has a number."""
+    judged = view.judged
+    if judged.missing:
+        return [Message("judge", judged.missing, judged.model, tone="warn")]
+    return [
+        Message(
+            "judge",
+            each.text or "only the score was kept",
+            f"{judged.model}: score {number(each.score, 2)} of 1, with weight {judged.weight:g}; in this text the rollout is "
+            f"number {each.number} of {each.count}",
+        )
+        for each in judged.opinions
+    ]
+
+
+def _commands(found: Located, view: RolloutView) -> list[Block]:
+    if not view.calls:
+        return []
     command = f"lightning replay {shlex.quote(view.rollout.id)} {named(view.agent)} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
-    commands = [command]
+    # tools of @lightning.tool are answered from the record; their runs belong to no call of the model
+    again, detail = _consent(event.name for event in view.ended.tool_events if not event.kind and event.call_id)
+    commands = [command + again]
     if view.chosen:
-        commands.append(f"{command} --until {view.before}")
-    text = "run its agent again from the record, without a model; or up to the chosen call"
-    return Notices([Notice(text, commands=commands if view.calls else ())], title="Replay it")
+        commands.append(f"{command} --until {view.before}{again}")
+    text = "Run the agent again from the record, without a model, or up to the chosen call."
+    return [Notices([Notice(text, detail=detail, commands=commands)], title="Replay this rollout")]
+
+
+def _consent(tools: Iterable[str]) -> tuple[str, str]:
+    """Return the option that lets these tools run again, and a sentence that names them; both are empty without tools."""
+    names = sorted(set(tools))
+    if not names:
+        return "", ""
+    return " --yes", f"These tools run again: {', '.join(names)}. Leave --yes out if that may do harm."
 
 
 SAMPLES: Final = 8
@@ -374,8 +460,8 @@ ROWS: Final = 200
 INHERITED: Final = 100
 """Most calls of its parent that are shown with a branch: the last ones."""
 OTHERWISE: Final = (
-    "The command makes a run of their own, with a vLLM that has the weights of this call. With --edit TEXT, --prompt "
-    "NAME=FILE, --set temperature=1 or --weights RUN@STEP something is another than it was."
+    "The command makes a run of its own, with a vLLM that has the weights of this call. Add --edit TEXT, --prompt NAME=FILE, "
+    "--set temperature=1 or --weights RUN@STEP to change something."
 )
 FORK: Final = "fork"
 """The action that makes branches beside the training. Only the console on a person's own machine has it."""
@@ -393,7 +479,7 @@ def origin_facts(view: RolloutView) -> list[Fact]:
         there = to("rollout", beginning.key, beginning.parent, **options)
     facts = [Fact("branch of", beginning.parent, at, to=there)]
     if beginning.branch.changed:
-        facts.append(Fact("changed", beginning.branch.changed, "what is another than in its parent"))
+        facts.append(Fact("changed", beginning.branch.changed, "the difference to its parent"))
     return facts
 
 
@@ -454,22 +540,22 @@ def branches_table(view: RolloutView, here: Mapping[int, str]) -> list[Table]:
     rows = []
     for line in view.branches[:ROWS]:
         rollout = line.branch.rollout
-        void, failed = is_void(rollout), rollout.status == "failed"
+        ending, tone = ending_of(rollout)
         rows.append(
             [
                 Cell(str(line.at), here.get(line.at, "")),
                 Cell(rollout.id, to("rollout", line.branch.key, rollout.id)),
                 Cell(line.branch.changed or NONE),
-                Cell("void" if void else str(rollout.status), tone="bad" if failed else ""),
+                Cell(ending, tone=tone),
                 Cell(number(rollout.reward)),
-                Cell(rollout.error[:200], tone="bad" if failed else ""),
+                Cell(rollout.error[:200], tone=tone),
             ]
         )
     columns = [
         Column("at call", "number"),
         Column("branch"),
         Column("changed"),
-        Column("status"),
+        Column("how it ended"),
         Column("reward", "number"),
         Column("why"),
     ]
@@ -489,8 +575,9 @@ def branch_it(found: Located, view: RolloutView) -> list[Block]:
     command = f"lightning branch {rollout} {agent} --at {view.fork.at} -n {SAMPLES} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
-    text = f"{SAMPLES} rollouts that begin as this one did and are sampled anew from call {view.chosen} on"
-    said = Notice(text, detail=OTHERWISE, commands=[command])
+    again, detail = _consent(event.name for event in view.ended.tool_events if not event.kind)
+    text = f"Make {SAMPLES} rollouts that begin as this one did and are sampled anew from call {view.chosen} on."
+    said = Notice(text, detail=" ".join(filter(None, [OTHERWISE, detail])), commands=[command + again])
     return [Notices([said], title="Branch it"), *([_fork_here(found, view)] if view.fork.live else [])]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from lightning.errors import LightningError, UnavailableError
@@ -19,6 +20,8 @@ from lightning_debug.run_commands import override
 from lightning_debug.run_commands import written as setting_written
 
 from lightning_console.blocks import Block, Cell, Chart, Column, Fact, Facts, Link, Notice, Notices, Page, Series, Table
+from lightning_console.pages.metrics import charts_of, picker
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     NONE,
     change,
@@ -154,7 +157,7 @@ CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float 
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `run/KEY`; with `?profile=yes`, a long run is profiled as well."""
+    """Make the page `run/KEY?chart=NAME,NAME`; with `profile=yes`, a long run is profiled as well."""
     found = await located(places, address)
     line = await line_of(found.store, found.run, found.url)
     try:
@@ -169,8 +172,9 @@ async def page(places: Places, address: Address) -> Page:
         advised = await advice_of(places, found)
         blocks += advice_blocks(found, advised)
         waiting = advised is None
-    blocks.append(_facts(found, line, curves))
+    blocks += [_facts(found, line, curves), more_links(found)]
     blocks += _charts(found, curves)
+    blocks += [*picker(address, curves), *charts_of(found, curves, address)]
     if curves.steps:
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
@@ -197,7 +201,7 @@ def _unread(found: Located, line: RunLine, address: Address, why: str) -> Page:
 
 async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
     """Return the notices at the top of the page: the run's state, missing data, and where it started from."""
-    tones = {"running": "good", "stopped": "warn", "failed": "bad"}
+    tones = {"stopped": "warn", "failed": "bad"}
     notices = [Notice(f"{line.state.name}: {line.state.why}", tones.get(line.state.name, ""))]  # type: ignore[arg-type]
     pruned = await found.store.get_state(found.run.id, PRUNED)
     if isinstance(pruned, dict):
@@ -330,10 +334,17 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
     held_out = held_out_points(curves)
     blocks: list[Block] = [
         Chart(
-            rewards, "step", "reward", marks=marks, whole=True, title="Reward", note="a click on a point opens its step"
+            rewards,
+            "step",
+            "reward",
+            marks=marks,
+            whole=True,
+            title="Reward",
+            note="a click on a point opens its step, which says why the reward moved there",
         )
         if curves.steps
         else Notices([]),
+        _moves(found, curves),
         Chart(
             [Series("held-out", held_out)],
             "after so many steps",
@@ -354,6 +365,28 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
             blocks.append(small)
     blocks += _failures(curves, series, marks)
     return [block for block in blocks if not (isinstance(block, Notices) and not block.notices)]
+
+
+def _moves(found: Located, curves: Curves) -> Notices:
+    """Return links to the steps at which the reward fell and rose most, and to what the last step pushed most."""
+    values = zip(curves.steps, curves.named("reward_with_failures"), strict=True)
+    known = [(step, value) for step, value in values if value is not None]
+    moves = [(now - before, step) for (_, before), (step, now) in pairwise(known)]
+    links = []
+    if moves and (lowest := min(moves))[0] < 0:
+        links.append(Link(f"why it fell by {number(-lowest[0])} at step {lowest[1]}", to("step", found.key, lowest[1])))
+    if moves and (highest := max(moves))[0] > 0:
+        text = f"why it rose by {number(highest[0])} at step {highest[1]}"
+        links.append(Link(text, to("step", found.key, highest[1])))
+    notices = [Notice("The steps at which the reward moved most", links=links)] if links else []
+    if curves.steps:
+        last = curves.steps[-1]
+        link = Link(f"calls and tokens that step {last} pushed most", to("pushed", found.key, last))
+        notices.append(Notice("What was taught", links=[link]))
+        notices.append(
+            Notice("Every metric", links=[Link("all metrics, and charts of them", to("metrics", found.key))])
+        )
+    return Notices(notices)
 
 
 def _failures(curves: Curves, series: Callable[..., Series], marks: Sequence[tuple[float, str]]) -> list[Block]:

@@ -42,7 +42,7 @@ COLUMNS: Final = (
     ("started", "text", "started", "when the run began"),
 )
 TONES: Final[dict[Name, Tone]] = {
-    "running": "good",
+    "running": "",
     "finished": "",
     "stopped": "warn",
     "failed": "bad",
@@ -134,7 +134,7 @@ def _table(address: Address, found: RunList, marked: list[str], sort: str, place
         select="runs",
         selected=marked,
         pages=page_links(address, found.matched, ROWS),
-        note=f"sorted by {sort.removeprefix('-')}, {'from the largest on' if sort.startswith('-') else 'from the least on'}; "
+        note=f"sorted by {sort.removeprefix('-')}, {'the largest first' if sort.startswith('-') else 'the least first'}; "
         "mark rows to compare runs"
         if found.lines
         else "",

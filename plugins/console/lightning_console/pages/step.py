@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning.errors import ConfigError, DataError
+from lightning.errors import ConfigError, DataError, UnavailableError
 from lightning.store.protocol import Store
 from lightning.trainer.context import read_epochs
 from lightning.trainer.metrics import REASONS
@@ -34,6 +34,8 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
+from lightning_console.pages.reward_change import change_blocks
+from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     count,
     inside,
@@ -50,7 +52,9 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
-from lightning_console.queries.runs import line_of
+from lightning_console.queries.curves import read_curves
+from lightning_console.queries.reward_change import reward_change_of
+from lightning_console.queries.runs import ODD, line_of, said_of
 from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address
 
@@ -184,20 +188,30 @@ async def page(places: Places, address: Address) -> Page:
     axis = address.option("x") if address.option("x") in AGAINST else "tokens" if step.record else "seconds"
     goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
     is_last = step.last is None or step.number >= step.last
+    try:
+        curves = await read_curves(found.store, found.run)
+        change = await reward_change_of(found.store, found.run, step.proof, step.number, curves, places.patience)
+    except UnavailableError:
+        raise
+    except ODD as error:
+        change = said_of(error)
     return Page(
         str(address),
         f"Step {step.number}",
         [
             *_notices(step),
             _facts(step),
+            *change_blocks(found, change),
+            *_taught(found, step),
             _groups(found, step, address, first),
             Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
             _scatter(found, step, axis),
             *_untaught(found, step),
             *_failures(found, step),
+            more_links(found, step=step.number),
         ],
         trail(found),
-        live=step.record is None and goes_on,
+        live=(step.record is None and goes_on) or change is None,
         previous=to("step", found.key, step.number - 1) if step.number > 1 else "",
         next=to("step", found.key, step.number + 1) if not is_last or (step.record and goes_on) else "",
     )
@@ -245,6 +259,14 @@ def _facts(step: Step) -> Facts:
             Fact("committed", when(record.at), f"config epoch {step.proof.epoch.number}"),
         ]
     )
+
+
+def _taught(found: Located, step: Step) -> list[Block]:
+    """Return the link to what the step pushed most; none for a step that is not committed."""
+    if step.record is None:
+        return []
+    link = Link("calls and tokens that it pushed most", to("pushed", found.key, step.number))
+    return [Notices([Notice("What this step taught", links=[link])])]
 
 
 def _groups(found: Located, step: Step, address: Address, first: int) -> Table:

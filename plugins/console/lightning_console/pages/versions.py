@@ -109,9 +109,10 @@ async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], di
 
 
 async def compare_versions(
-    places: Places, one: str, other: str, bounds: tuple[float, float] = (0.0, 1.0)
+    places: Places, one: str, other: str, bounds: tuple[float, float] = (0.0, 1.0), *, worst: int = 0
 ) -> VersionComparison:
-    """Compare two evaluations, each named `KEY@STEP`, whose rewards lie within `bounds`. Raises `DataError` for a name without
+    """Compare two evaluations, each named `KEY@STEP`, whose rewards lie within `bounds`. For the `worst` tasks the first call
+    that differs is looked for. Raises `DataError` for a name without
     an evaluation and if they share no task, `ConfigError` for an unknown run."""
     (a, run_a), (b, run_b) = await _rollouts(places, one), await _rollouts(places, other)
     tasks_a, tasks_b = _by_task(run_a), _by_task(run_b)
@@ -139,7 +140,7 @@ async def compare_versions(
         bounds,
         anytime,
         tuple(paired),
-        tuple(await _regressions(a, b, paired, inputs)),
+        tuple(await _regressions(a, b, paired, inputs, worst)),
         len(tasks_a) - len(common),
         len(tasks_b) - len(common),
         lost,
@@ -191,10 +192,10 @@ def _interval(
 
 
 async def _regressions(
-    a: Located, b: Located, paired: Sequence[PairedTask], inputs: Mapping[str, Json]
+    a: Located, b: Located, paired: Sequence[PairedTask], inputs: Mapping[str, Json], worst: int
 ) -> list[Regression]:
     found = []
-    for each in sorted((each for each in paired if each.difference < 0), key=lambda one: one.difference)[:SHOWN]:
+    for each in sorted((each for each in paired if each.difference < 0), key=lambda one: one.difference)[:worst]:
         try:
             call, unread = await divergent_call(a.store, each.rollout_a, each.rollout_b, b.store), ""
         except LightningError as error:
@@ -204,7 +205,10 @@ async def _regressions(
 
 
 ABOVE = (Link("Runs", "runs"),)
-MOST_ROWS = 200
+MOST_ROWS: Final = 200
+ROUNDING: Final = 1e-9
+"""A mean reward this much below the reward of a success is one, too."""
+BETTER: Final = Column("B − A", "number", "the reward of B minus the reward of A: above 0 where B is better")
 
 
 async def page(places: Places, address: Address) -> Page:
@@ -214,13 +218,25 @@ async def page(places: Places, address: Address) -> Page:
         return await _choices(places, address, names)
     if len(names) > 2:
         raise DataError(f"two versions are compared, and the address names {len(names)}: versions?of=RUN@STEP,RUN@STEP")
-    found = await compare_versions(places, names[0], names[1], _bounds(address))
-    blocks: list[Block] = [_facts(found), *_words(found), _regression_table(found), _tasks(found)]
+    found = await compare_versions(places, names[0], names[1], bounds_of(address), worst=SHOWN)
+    blocks = [*comparison_blocks(found, address), _regression_table(found)]
     trail = (*ABOVE, Link("Versions", "versions"))
     return Page(str(address), f"{found.a.name} beside {found.b.name}", blocks, trail)
 
 
-def _bounds(address: Address) -> tuple[float, float]:
+def comparison_blocks(found: VersionComparison, address: Address) -> list[Block]:
+    """Return the comparison as blocks: its figures, the tasks that one side alone solves, and each task. The option `success`
+    of the address is the mean reward from which on a task is solved, by default the highest reward."""
+    success = address.option("success")
+    try:
+        least = float(success) if success else found.bounds[1]
+    except ValueError:
+        raise DataError(f"success={success[:40]!r} in the address is no number") from None
+    return [_facts(found), *_words(found), _solved(found, least), _tasks(found)]
+
+
+def bounds_of(address: Address) -> tuple[float, float]:
+    """Return the least and the highest reward of an address, `bounds=LOW,HIGH`; 0 and 1 without. Raises `DataError`."""
     low, _, high = address.option("bounds", "0,1").partition(",")
     try:
         found = float(low), float(high)
@@ -293,7 +309,7 @@ def _facts(found: VersionComparison) -> Facts:
     difference = NONE if found.difference is None else f"{found.difference:+.3f}"
     return Facts(
         [
-            Fact("B less A", difference, detail, tone),
+            Fact("B − A", difference, detail, tone),
             Fact("wins", count(found.wins), "tasks on which B is better", "good" if found.wins else ""),
             Fact("losses", count(found.losses), "tasks on which A is better", "bad" if found.losses else ""),
             Fact("ties", count(found.ties), "tasks on which both are alike"),
@@ -321,7 +337,9 @@ def _words(found: VersionComparison) -> list[Block]:
         )
     elif found.interval[0] <= 0 <= found.interval[1]:
         said.append(
-            Notice("A and B are not told apart: more tasks, or more rollouts of each, tell smaller differences")
+            Notice(
+                "A and B are not told apart from chance: more tasks, or more rollouts of each, tell smaller differences"
+            )
         )
     if found.only_a or found.only_b:
         said.append(
@@ -336,9 +354,7 @@ def _regression_table(found: VersionComparison) -> Table:
     rows = [
         [
             Cell(written(each.input, 100), hint=each.task.task),
-            Cell(number(each.task.a), to("rollout", found.a.located.key, each.task.rollout_a)),
-            Cell(number(each.task.b), to("rollout", found.b.located.key, each.task.rollout_b)),
-            Cell(f"{each.task.difference:+.3f}", tone="bad"),
+            *_rewards(found, each.task),
             Cell(_where(each), _call(found, each)),
             Cell(each.call.a if each.call else ""),
             Cell(each.call.b if each.call else ""),
@@ -349,7 +365,7 @@ def _regression_table(found: VersionComparison) -> Table:
         Column("task"),
         Column("A", "number"),
         Column("B", "number"),
-        Column("B less A", "number"),
+        BETTER,
         Column("first call that differs"),
         Column("in A"),
         Column("in B"),
@@ -373,17 +389,51 @@ def _call(found: VersionComparison, each: Regression) -> str:
     return to("rollout", found.a.located.key, each.task.rollout_a, call=each.call.number)
 
 
-def _tasks(found: VersionComparison) -> Table:
+def _solved(found: VersionComparison, success: float) -> Table:
+    """Return the tasks that one side alone solves. A task is solved if its mean reward is at least `success`."""
+    both = [(each, each.a >= success - ROUNDING, each.b >= success - ROUNDING) for each in found.tasks]
+    apart = sorted(((each, a) for each, a, b in both if a != b), key=lambda one: (not one[1], -abs(one[0].difference)))
     rows = [
         [
             Cell(written(found.inputs[each.task], 100) or each.task, hint=each.task),
-            Cell(number(each.a), to("rollout", found.a.located.key, each.rollout_a)),
-            Cell(number(each.b), to("rollout", found.b.located.key, each.rollout_b)),
-            Cell(f"{each.difference:+.3f}", tone=tone_of(each.difference)),
+            Cell("A alone" if by_a else "B alone", tone="bad" if by_a else "good"),
+            *_rewards(found, each),
         ]
-        for each in sorted(found.tasks, key=lambda one: one.difference)[:MOST_ROWS]
+        for each, by_a in apart[:MOST_ROWS]
     ]
-    columns = [Column("task"), Column("A", "number"), Column("B", "number"), Column("B less A", "number")]
+    alone = sum(by_a for _, by_a in apart)
+    solved, unsolved = sum(a and b for _, a, b in both), sum(not a and not b for _, a, b in both)
+    more = f"; the first {MOST_ROWS} are shown" if len(apart) > MOST_ROWS else ""
+    columns = [Column("task"), Column("solved by"), Column("A", "number"), Column("B", "number"), BETTER]
+    return Table(
+        columns,
+        rows,
+        title=f"Solved by one alone (A {count(alone)}, B {count(len(apart) - alone)})",
+        note=f"both solve {count(solved)} tasks, neither solves {count(unsolved)}; a task is solved if the mean reward of its "
+        f"rollouts is at least {success:g} (&success= in the address){more}",
+        empty="each task is solved by both or by neither",
+    )
+
+
+def _rewards(found: VersionComparison, each: PairedTask) -> list[Cell]:
+    """Return the cells of a task's two rewards, which open the pair of rollouts in which B is worst, and of the
+    difference."""
+    return [
+        Cell(number(each.a), to("rollout", found.a.located.key, each.rollout_a)),
+        Cell(number(each.b), to("rollout", found.b.located.key, each.rollout_b)),
+        Cell(f"{each.difference:+.3f}", tone=tone_of(each.difference)),
+    ]
+
+
+def _tasks(found: VersionComparison) -> Table:
+    largest = sorted(found.tasks, key=lambda one: (-abs(one.difference), one.difference))[:MOST_ROWS]
+    rows = [
+        [Cell(written(found.inputs[each.task], 100) or each.task, hint=each.task), *_rewards(found, each)]
+        for each in largest
+    ]
+    columns = [Column("task"), Column("A", "number"), Column("B", "number"), BETTER]
     more = len(found.tasks) - len(rows)
-    note = f"the worst {MOST_ROWS} of {count(len(found.tasks))} tasks: on the others B does better" if more > 0 else ""
-    return Table(columns, rows, title="Every task, the worst first", note=note)
+    note = (
+        f"{MOST_ROWS} of {count(len(found.tasks))} tasks: on the others the difference is smaller" if more > 0 else ""
+    )
+    return Table(columns, rows, title="Every task, the largest difference first", note=note)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 from lightning.cli.output import local_time
 from lightning.errors import DataError
 from lightning.store.url import parse
-from lightning.types import Json, StepRecord
+from lightning.types import Json, Rollout, Status, StepRecord
+from lightning_branching.recorded import is_void
 
 from lightning_console.blocks import Block, Link, Notice, Notices, Tone
 from lightning_console.places import SERVER, Located, Places
@@ -91,8 +95,8 @@ def mean_of(values: Sequence[float | None]) -> float | None:
 
 
 def tone_of(value: float | None) -> Tone:
-    """Return the colour of a number: good above 0, bad below, none for 0 or None."""
-    return "" if not value else "good" if value > 0 else "bad"
+    """Return the colour of a difference or an advantage: up above 0, down below, none for 0 or None."""
+    return "" if not value else "up" if value > 0 else "down"
 
 
 def share(value: float | None) -> str:
@@ -120,6 +124,74 @@ def when(at: float | None) -> str:
 def change(before: float | None, after: float | None) -> str:
     """Format two numbers as "before → after"; only the first if there is no second."""
     return number(before) if after is None else f"{number(before)} → {number(after)}"
+
+
+UNSEEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, and those that turn the text around them to another direction."""
+
+
+def task_text(value: Json) -> str:
+    """Return a task's input as one line that people read: a text as it is, messages as their texts, an object as
+    `name: value; name: value`. Characters that nobody sees become their codes."""
+    return UNSEEN.sub(lambda found: f"⟨{ord(found[0]):x}⟩", " ".join(_flat(value).split()))
+
+
+def _flat(value: Json) -> str:
+    match value:
+        case str():
+            return value
+        case {"role": _, "content": content}:
+            return _flat(content)
+        case dict() if len(value) == 1:
+            return _flat(next(iter(value.values())))
+        case dict():
+            return "; ".join(f"{name}: {_flat(item)}" for name, item in value.items())
+        case list() | tuple():
+            return "; ".join(map(_flat, value))
+        case _:
+            return written(value)
+
+
+LONGEST_TITLE: Final = 240
+"""Most characters of a task's text as the title of a page."""
+
+
+def title_of(rollout: Rollout) -> str:
+    """Return the text of a rollout's task as a title; the task's id if the text is empty."""
+    return one_line(task_text(rollout.task.input), LONGEST_TITLE) or rollout.task.id
+
+
+def ending_of(rollout: Rollout) -> tuple[str, Tone]:
+    """Return in words, with their colour, how a rollout ended. An end without an error has no colour: how good the rollout was,
+    only its reward says."""
+    if is_void(rollout):
+        return "void", "bad"
+    if rollout.status is Status.FAILED:
+        return f"failed ({rollout.fault})" if rollout.fault else "failed", "bad"
+    return ("no error" if rollout.status is Status.SUCCEEDED else str(rollout.status)), ""
+
+
+SHARED: Final = 16
+"""Beginnings shared by texts are left out from this many characters on, up to the word in which the texts part."""
+
+
+def differing(texts: Sequence[str], longest: int) -> list[str]:
+    """Shorten each text to `longest` characters so that the part in which it differs from the others stands in front: the
+    beginning that it shares with another text is left out."""
+    ordered = sorted(set(texts))
+    shared = dict.fromkeys(ordered, 0)
+    for one, other in pairwise(ordered):
+        parted = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+        length = next(parted, min(len(one), len(other)))
+        shared[one], shared[other] = max(shared[one], length), max(shared[other], length)
+    return [one_line(_without_start(text, shared[text]), longest) for text in texts]
+
+
+def _without_start(text: str, shared: int) -> str:
+    if shared < SHARED:
+        return text
+    begin = text.rfind(" ", shared - SHARED, shared) + 1 or shared
+    return f"… {text[begin:]}"
 
 
 def written(value: Json, longest: int = 160) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.errors import StoreError
 from lightning.store.url import parse
-from lightning.types import Json, StepState, Transition
+from lightning.types import Json, StepReward, StepState, Transition
 from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
 from lightning_record import exchanges
 from lightning_record.exchanges import Exchange, Parent
@@ -148,7 +148,8 @@ PROMPTS: Final = 2_000
 @dataclass(frozen=True, slots=True)
 class Line:
     """One message. `call` is the number, from 1, of the call that first sent it, or whose answer it is. `data` has arguments or
-    values as JSON, by name. `missing` says why the text is not the recorded one."""
+    values as JSON, by name. `missing` says why the text is not the recorded one. `made` says that the call's model wrote it:
+    an assistant message without it came with the prompt."""
 
     role: str
     text: str
@@ -157,16 +158,22 @@ class Line:
     tag: str = ""
     data: tuple[tuple[str, str], ...] = ()
     missing: str = ""
+    made: bool = False
 
 
 def conversation(
-    calls: Sequence[Transition], said: Sequence[Said], states: Sequence[StepState], vocabulary: Vocabulary
+    calls: Sequence[Transition],
+    said: Sequence[Said],
+    states: Sequence[StepState],
+    vocabulary: Vocabulary,
+    rewards: Sequence[StepReward] = (),
 ) -> tuple[list[Line], int]:
-    """Return the messages of an attempt, at most `MOST`, and how many are left out."""
+    """Return the messages of an attempt, at most `MOST`, and how many are left out. A state stands before its call, a reward
+    after it; those that belong to no call stand at the end."""
     lines: list[Line] = []
     told: dict[str, list[_Message]] = {}
     asked: dict[str, str] = {}
-    waiting = list(states)
+    waiting, given_rewards = list(states), list(rewards)
     for number, (call, one) in enumerate(zip(calls, said, strict=True), 1):
         name = call.caller.name
         for state in [each for each in waiting if each.response_id == call.id]:
@@ -174,16 +181,20 @@ def conversation(
             waiting.remove(state)
         if not call.choice:
             given = list(_sent(one.request, asked)) if one.request else _decoded(call, vocabulary)
-            lines += [_line(each, number, name) for each in given[_shared(told.get(name, ()), given) :]]
+            lines += [_line(each, number) for each in given[_shared(told.get(name, ()), given) :]]
             told[name] = given
         answer = _Message("assistant", one.text, tuple((made.name, made.arguments) for made in one.tool_calls))
         if answer.text or answer.calls or not call.status.answered:
             end = call.finish_reason if call.finish_reason not in ("stop", "") else ""
             choice = f"choice {call.choice + 1}" if call.choice else ""
             tag = ", ".join(filter(None, [str(call.status) if call.status != "ok" else "", end, choice]))
-            lines.append(_line(answer, number, name, tag, one.missing))
+            lines.append(replace(_line(answer, number, name, tag, one.missing), made=True))
+        for reward in [each for each in given_rewards if each.response_id == call.id]:
+            lines.append(Line("reward", f"{reward.value:+g}: {reward.name}", number))
+            given_rewards.remove(reward)
         told[name] = [*told.get(name, ()), answer]
-    lines += [_state(state, len(calls)) for state in waiting]
+    lines += [_note(state) for state in waiting]
+    lines += [Line("reward", f"{reward.value:+g}: {reward.name}", 0, tag="of no call") for reward in given_rewards]
     return lines[:MOST], max(0, len(lines) - MOST)
 
 
@@ -274,13 +285,12 @@ def _text(value: Any) -> str:
     return "" if value is None else written(value)
 
 
-def _line(message: _Message, number: int, who: str, tag: str = "", missing: str = "") -> Line:
+def _line(message: _Message, number: int, who: str = "", tag: str = "", missing: str = "") -> Line:
     data = tuple(
         (name, cut(arguments if isinstance(arguments, str) else written(arguments)))
         for name, arguments in message.calls
     )
-    shown = who if message.role == "assistant" else message.tool
-    return Line(message.role, cut(message.text), number, shown, tag, data, missing or message.missing)
+    return Line(message.role, cut(message.text), number, who or message.tool, tag, data, missing or message.missing)
 
 
 def _state(state: StepState, number: int) -> Line:
@@ -289,6 +299,14 @@ def _state(state: StepState, number: int) -> Line:
     if isinstance(values, Mapping):
         data = tuple((str(name), cut(written(value))) for name, value in values.items())
     return Line("state", "" if data else cut(written(values)), number, state.name, data=data)
+
+
+def _note(state: StepState) -> Line:
+    """Return a state that no call followed: what the agent, or its grader, noted at the end."""
+    values = state.values
+    named = values.items() if isinstance(values, Mapping) else [("", values)]
+    text = "\n".join(f"{name}: {written(value)}" if name else written(value) for name, value in named)
+    return Line("note", cut(text), 0, state.name if state.name != "state" else "", "after the last call")
 
 
 def written(value: Json) -> str:

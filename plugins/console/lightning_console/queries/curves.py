@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
@@ -58,7 +58,8 @@ class Gain:
 class Curves:
     """A run's course. `steps` are the numbers of its committed steps, `values[i]` the metrics of step `steps[i]`. `tokens[i]`
     and `seconds[i]` are the sampled tokens and the time up to the end of that step; tokens are an estimate, the measured speed
-    times the time of sampling. `phases` are the seconds of each phase of the trainer, over all steps."""
+    times the time of sampling. `phases` are the seconds of each phase of the trainer, over all steps. `start` are the metrics
+    that were logged before the first step, such as those of the first evaluation."""
 
     about: About
     steps: tuple[int, ...]
@@ -69,6 +70,7 @@ class Curves:
     changes: tuple[Change, ...]
     settings: Mapping[str, Json]
     phases: Mapping[str, float]
+    start: Mapping[str, float] = field(default_factory=dict)
 
     def x(self, axis: Axis) -> Sequence[float]:
         """The position of each step on an axis."""
@@ -84,6 +86,13 @@ class Curves:
     def named(self, name: str) -> list[float | None]:
         """A metric at each step; None if the step lacks it or it is not finite."""
         return [finite(values.get(name)) for values in self.values]
+
+    def course(self, name: str, axis: Axis) -> tuple[list[int], list[float], list[float | None]]:
+        """A metric over the steps, as their numbers, their positions on an axis, and its values. It begins with step 0 if the
+        metric was logged before the first step."""
+        before = [finite(self.start[name])] if name in self.start else []
+        zeros = [0] * len(before)
+        return [*zeros, *self.steps], [*map(float, zeros), *self.x(axis)], [*before, *self.named(name)]
 
     @property
     def lengths(self) -> list[float | None]:
@@ -136,6 +145,7 @@ async def _read(store: Store, run: Run) -> Curves:
         changes=tuple(Change(each.first, tuple(changes_of(epochs, each.number))) for each in epochs[1:]),
         settings=settings_and_tasks(epochs[-1].config) if whole.config else {},
         phases=phases,
+        start=dict(points[0].values) if 0 in points else {},
     )
 
 

@@ -7,15 +7,18 @@ before it. Tools report only their end; their span starts at the answer of the c
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
-from lightning.errors import DataError
-from lightning.store.protocol import Attempt
+from lightning.errors import DataError, LightningError
+from lightning.store.protocol import Attempt, Store
 from lightning.trainer.runs import agent_of
+from lightning.trainer.training_data import load_groups
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
+from lightning_debug.judge import Judge, Judgements, Opinion
 from lightning_record.exchanges import parents_of
 
 from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
@@ -89,10 +92,24 @@ class BranchLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """What the judge of the run's algorithm said of a rollout, once for each sample: the kept `opinions`. `model` names it, and
+    `weight` is that of its score in the return. `missing` says why there are none; empty without a judge."""
+
+    model: str = ""
+    weight: float = 0.0
+    opinions: tuple[Opinion, ...] = ()
+    missing: str = ""
+
+
+NOT_JUDGED: Final = Judged()
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutView:
     """One attempt of a rollout. `chosen` is the number of the call whose `tokens` are given, 0 if there is no call, and then
-    `empty` says why. `texts` says why messages are not as recorded. `siblings` are the ids of the group's rollouts that are not
-    branches. `beginning` is where a branch starts (None for any other rollout), `branches` are the branches of this rollout,
+    `empty` says why. `texts` says why messages are not as recorded. `siblings` are the group's rollouts that are not branches.
+    `beginning` is where a branch starts (None for any other rollout), `branches` are the branches of this rollout,
     and `fork` says whether one can begin at the chosen call. `agent` is the run's agent as MODULE:FUNCTION; empty if not
     known."""
 
@@ -106,7 +123,7 @@ class RolloutView:
     lanes: Lanes
     ended: Attempt
     proof: StepProof
-    siblings: tuple[str, ...]
+    siblings: tuple[Rollout, ...]
     live: bool = False
     empty: str = ""
     texts: str = ""
@@ -114,6 +131,7 @@ class RolloutView:
     branches: tuple[BranchLine, ...] = ()
     fork: Fork = NOWHERE
     agent: str = ""
+    judged: Judged = NOT_JUDGED
 
     @property
     def before(self) -> int:
@@ -157,7 +175,7 @@ async def rollout_view(
     vocabulary = vocabulary_of(located)
     (parent,) = await parents_of(store, [own])
     said = said_by(transitions, vocabulary, parent)
-    lines, left_out = conversation(transitions, said, ended.step_states, vocabulary)
+    lines, left_out = conversation(transitions, said, ended.step_states, vocabulary, ended.step_rewards)
     reward = found.reward if own.attempt == newest else None
     group = await group_of(located, found.group, found)
     branches, grows = await _branches(located, own, transitions, group, patience)
@@ -172,7 +190,7 @@ async def rollout_view(
         lanes_of(transitions, ended.tool_events, ended.step_rewards, ended.step_states, reward),
         ended,
         proof,
-        tuple(each.id for each in group if each.parent is None),
+        tuple(each for each in group if each.parent is None),
         grows or await may_change(store, [found]),
         "" if calls else await why_no_calls(store, own),
         next((each.missing for each in said if each.missing and not each.reply), ""),
@@ -180,7 +198,24 @@ async def rollout_view(
         branches,
         await _fork(located, own, newest, transitions, ended, chosen),
         await agent_of(store, located.run),
+        await _judged(store, proof, own) if own.attempt == newest else NOT_JUDGED,
     )
+
+
+async def _judged(store: Store, proof: StepProof, rollout: Rollout) -> Judged:
+    """Read what the judge said of a rollout when it was trained on; the judge is not asked."""
+    judge = getattr(proof.algorithm, "credit", None)
+    if not isinstance(judge, Judge) or proof.epoch is None:
+        return NOT_JUDGED
+    members = [each for each in proof.rollouts if each.group == rollout.group]
+    missing = f"no answer of the judge is kept in {Judgements(judge.cache).file} of this machine"
+    try:
+        groups = await load_groups(store, members, proof.epoch.train_agents, proof.epoch.policy_fault)
+        found = [await asyncio.to_thread(judge.opinions, group) for group in groups]
+    except LightningError as error:
+        return Judged(judge.model, judge.weight, missing=str(error))
+    opinions = next((each[rollout.id] for each in found if rollout.id in each), ())
+    return Judged(judge.model, judge.weight, opinions, "" if opinions else missing)
 
 
 async def _fork(

@@ -48,24 +48,32 @@ ASKS: Final = "its credit function has rewards of its own (a judge), which is no
 @dataclass(frozen=True, slots=True)
 class CallCredit:
     """The credit of a call in training: the advantage and the weight that each of its `tokens` has in the step's rows. `own`
-    is the sum of the call's step rewards, those of tools included."""
+    is the sum of the call's step rewards, those of tools included. Where the tokens of the call are pushed differently,
+    `pushes` has the push of each, and `advantage` and `weight` are those of the first; else `pushes` is empty."""
 
     advantage: float
     weight: float
     tokens: int
     own: float = 0.0
+    pushes: tuple[float, ...] = ()
 
     @property
     def push(self) -> float:
         """How hard each token's logprob is pushed, before a clip or a mask: advantage times weight."""
         return self.advantage * self.weight
 
+    @property
+    def whole(self) -> float:
+        """The pushes of all tokens of the call together."""
+        return sum(self.pushes) if self.pushes else self.push * self.tokens
+
 
 @dataclass(frozen=True, slots=True)
 class MemberCredit:
     """The credit of a rollout in training, with that of its `calls`, by sequence number. `total` is its return: `reward` plus
-    step rewards and tool rewards, less the penalty for its length. `tokens` were sampled for it in `turns` calls. `recorded`
-    says whether the stored rollout has the digest that the step recorded; None if it was not trained on."""
+    step rewards and tool rewards, less the penalty for its length. `tokens` were sampled for it in `turns` calls; `cut_off`
+    of these ended at the limit of tokens, and `failed_tools` of its tool runs failed. `recorded` says whether the stored
+    rollout has the digest that the step recorded; None if it was not trained on."""
 
     reward: float
     total: float
@@ -73,6 +81,8 @@ class MemberCredit:
     tokens: int
     turns: int
     recorded: bool | None = None
+    cut_off: int = 0
+    failed_tools: int = 0
 
     @property
     def advantage(self) -> float | None:
@@ -184,7 +194,10 @@ def _derived(
             own = _calls(with_all, given.get(member.rollout.id, {}))
             calls = (*member.transitions, *member.refused, *member.lost)
             tokens = sum(len(call.response_ids) for call in calls)
-            members[member.rollout.id] = MemberCredit(member.reward, total, own, tokens, len(calls), same)
+            cut = sum(call.finish_reason == "length" for call in calls)
+            failed = sum(event.status == "error" for event in member.tool_events)
+            known_of = MemberCredit(member.reward, total, own, tokens, len(calls), same, cut, failed)
+            members[member.rollout.id] = known_of
     skipped = {} if batch is None or algorithm is None else _skipped(groups, batch, algorithm)
     return StepProof(record, known.epoch, known.rollouts, algorithm, proved, why, members, spreads, skipped)
 
@@ -226,7 +239,9 @@ def _calls(member: Trajectory, spans: Mapping[int, tuple[Sample, TokenSpan]]) ->
         if call.seq in spans:
             sample, span = spans[call.seq]
             advantage, weight = float(sample.advantages[span.start]), float(sample.weights[span.start])
-            found[call.seq] = CallCredit(advantage, weight, span.stop - span.start, float(own))
+            each = np.where(sample.weights, sample.advantages * sample.weights, 0.0)[span.start : span.stop]
+            pushes = tuple(map(float, each)) if len(each) and np.ptp(each) > 1e-6 * np.abs(each).max() else ()
+            found[call.seq] = CallCredit(advantage, weight, span.stop - span.start, float(own), pushes)
     return found
 
 

@@ -112,7 +112,7 @@ window.lightning = window.lightning || {components: {}};
     return link(context, node.to, {class: "action", tabindex: "-1", "data-node": String(index),
       style: `left: ${left(place.depth) - COLUMN + NODE + 36}px; width: ${COLUMN - NODE - 42}px; top: ${place.y + 8 - 24}px`},
       begins ? make("b", {class: "branch"}, node.branch) : null, agents && node.caller ? make("span", {class: "who"}, node.caller) : null,
-      make("span", {class: "text"}, node.action || "(no text)"), node.advantage === null ? null : make("b", {class: `advantage ${strength(node.advantage, strongest)}`}, plus(node.advantage)));
+      make("span", {class: "text"}, node.label || node.action || "(no text)"), node.advantage === null ? null : make("b", {class: `advantage ${strength(node.advantage, strongest)}`}, plus(node.advantage)));
   }
 
   // The rollouts that end at a node, in the column after it.
@@ -132,10 +132,10 @@ window.lightning = window.lightning || {components: {}};
     const {make, short} = lightning;
     const trained = value.nodes.some((node) => node.advantage !== null);
     return make("div", {class: "legend"},
-      make("span", {class: "entry"}, "node: mean return", make("span", {class: "end"}, short(value.low)), make("i", {class: "ramp value"}), make("span", {class: "end"}, short(value.high))),
-      trained ? make("span", {class: "entry"}, "edge: advantage", make("span", {class: "end"}, plus(-strongest)), make("i", {class: "ramp diverging"}), make("span", {class: "end"}, plus(strongest)))
+      make("span", {class: "entry"}, "box: mean return", make("span", {class: "end"}, short(value.low)), make("i", {class: "ramp value"}), make("span", {class: "end"}, short(value.high))),
+      trained ? make("span", {class: "entry"}, "line: advantage", make("span", {class: "end"}, plus(-strongest)), make("i", {class: "ramp diverging"}), make("span", {class: "end"}, plus(strongest)))
         : make("span", {class: "entry"}, "no advantage: nothing was trained on these calls"),
-      make("span", {class: "entry"}, `edge's width: rollouts, up to ${widest}`), make("span", {class: "entry"}, fork(), "they part: a click compares"),
+      make("span", {class: "entry"}, `line's width: rollouts, up to ${widest}`), make("span", {class: "entry"}, fork(), "rollouts part here: click to compare"),
       value.nodes.some((node) => node.branch) ? make("span", {class: "entry"}, make("i", {class: "dashes"}), "branches only") : null);
   }
 

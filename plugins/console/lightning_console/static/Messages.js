@@ -4,18 +4,36 @@ window.lightning = window.lightning || {components: {}};
   "use strict";
   const LONG = 1600; // characters shown of a long text before it is opened
   const LINES = 24;
+  const PROMPT = 7; // messages of a prompt from which on those between its first and its last are folded
+  const ROLES = ["system", "user", "assistant", "tool", "state", "reward", "judge", "note"];
   const DEEP = 24; // below it JSON is not broken into lines
 
   lightning.components.Messages = (element, value, context) => {
     const {make} = lightning;
     if (!value.messages.length) return element.append(lightning.empty("no messages were recorded"));
-    element.append(make("ol", {class: "messages"}, value.messages.map((message, index) => one(message, index, context))));
+    const items = value.messages.map((message, index) => one(message, index, context));
+    element.append(make("ol", {class: "messages"}, folded(value.messages, items, context)));
   };
+
+  // A long prompt (instructions and examples) is folded to its first and its last message.
+  function folded(messages, items, context) {
+    const {make} = lightning;
+    const until = messages.findIndex((message) => message.made);
+    const key = `Messages ${context.key} prompt`;
+    if (until < PROMPT || context.remember(key) === true) return items;
+    const hidden = items.slice(1, until - 1);
+    const button = make("button", {type: "button", class: "more", "data-key": "prompt", click: () => {
+      context.remember(key, true);
+      button.parentElement.replaceWith(...hidden);
+    }}, `Show ${hidden.length} more messages of the prompt`);
+    return [items[0], make("li", {class: "fold"}, button), ...items.slice(until - 1)];
+  }
 
   function one(message, index, context) {
     const {make, link, sign} = lightning;
-    return make("li", {class: `message ${["system", "user", "assistant", "tool", "state"].includes(message.role) ? message.role : "other"} ${message.tone}`.trim()},
-      make("div", {class: "who"}, make("span", {class: "role"}, message.role), sign(message.tone),
+    const role = message.made ? "the model" : message.role === "assistant" ? "assistant, in the prompt" : message.role;
+    return make("li", {class: `message ${ROLES.includes(message.role) ? message.role : "other"} ${message.made ? "made" : ""} ${message.tone}`.trim()},
+      make("div", {class: "who"}, make("span", {class: "role"}, role), sign(message.tone),
         message.to ? link(context, message.to, {class: "tag", "data-key": `message ${index}`}, message.tag || "show its call") : make("span", {class: "tag"}, message.tag)),
       make("div", {class: "says"}, message.text ? long(message.text, `text ${index}`, context) : null,
         message.data.map(([name, text], at) => data(name, text, `data ${index} ${at}`, context)),

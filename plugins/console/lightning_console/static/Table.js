@@ -31,7 +31,7 @@ window.lightning = window.lightning || {components: {}};
 
   function cellOf(cell, column, context) {
     const {make, link, sign, hint} = lightning;
-    const inside = cell.to ? link(context, cell.to, {"data-key": `to ${cell.to}`}, cell.text) : make("span", {}, cell.text);
+    const inside = cell.to ? link(context, cell.to, {"data-key": `to ${cell.to}`}, lightning.breaking(cell.text)) : make("span", {}, lightning.breaking(cell.text));
     const spark = cell.spark && cell.spark.length ? lightning.spark(cell.spark) : null;
     return make("td", {class: `${column.kind} ${cell.text.length <= 18 ? "short" : ""} ${cell.tone}`}, sign(cell.tone), hint(inside, cell.hint), spark);
   }

@@ -70,7 +70,7 @@ window.lightning = window.lightning || {components: {}};
     const when = span.end > span.begin
       ? `${lightning.number(span.begin)} to ${lightning.number(span.end)} s (${lightning.number(Number((span.end - span.begin).toPrecision(3)))} s)`
       : `at ${lightning.number(span.begin)} s`;
-    return `${KINDS[span.kind]} ${span.name}, ${when}${span.tone === "bad" ? ", failed" : ""}${span.hint ? `: ${span.hint}` : ""}`;
+    return `${span.kind === "call" ? span.name : `${KINDS[span.kind]} ${span.name}`}, ${when}${span.tone === "bad" ? ", failed" : ""}${span.hint ? `: ${span.hint}` : ""}`;
   }
 
   function tell(detail, span) {

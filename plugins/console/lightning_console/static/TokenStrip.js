@@ -88,13 +88,13 @@ window.lightning = window.lightning || {components: {}};
     const first = state.value.measures.findIndex((measure) => !measure.missing);
     state.measure = names.includes(kept) ? names.indexOf(kept) : Math.max(0, first);
     return make("div", {class: "controls"}, make("div", {class: "control", role: "group", "aria-label": "coloured by"}, make("span", {class: "name"}, "Coloured by"),
-      make("div", {class: "segments"}, names.map((name, index) => make("button", {type: "button", "data-key": `measure ${name}`, "aria-pressed": String(index === state.measure),
+      make("div", {class: "segments"}, names.map((name, index) => lightning.hint(make("button", {type: "button", "data-key": `measure ${name}`, "aria-pressed": String(index === state.measure),
         click: (event) => {
           state.measure = index;
           state.context.remember("TokenStrip measure", name);
           event.currentTarget.parentElement.querySelectorAll("button").forEach((button, at) => button.setAttribute("aria-pressed", String(at === index)));
           colour(state);
-        }}, name)))));
+        }}, name), state.value.measures[index].hint)))));
   }
 
   function colour(state) {
@@ -197,7 +197,7 @@ window.lightning = window.lightning || {components: {}};
     }
     const given = chosen < value.prompt;
     const where = given ? `given, token ${number(chosen + 1 + value.prompt_left_out)} of the prompt` : `sampled, token ${number(chosen - value.prompt + 1)} of ${number(value.texts.length - value.prompt)}`;
-    const values = value.measures.map((measure) => make("tr", {}, make("th", {scope: "row"}, measure.name),
+    const values = value.measures.map((measure) => make("tr", {}, make("th", {scope: "row"}, lightning.hint(make("span", {}, measure.name), measure.hint)),
       make("td", {}, measure.values[chosen] === null || measure.values[chosen] === undefined ? "–" : `${number(measure.values[chosen], 5)}${measure.unit ? ` ${measure.unit}` : ""}`)));
     const reasons = value.why;
     detail.replaceChildren(make("p", {class: "token"}, make("code", {}, JSON.stringify(value.texts[chosen]))), make("p", {class: "where"}, where),
@@ -211,7 +211,7 @@ window.lightning = window.lightning || {components: {}};
     const marks = {true: ["✓", "proved"], false: ["○", "not proved by audit"], null: ["–", "not derived"]};
     return [make("h3", {}, "Why this token was pushed"), make("ol", {class: "reasons"}, reasons.map((reason) => {
       const [sign, words] = marks[String(reason.proved)];
-      return make("li", {}, make("div", {class: "line"}, make("span", {class: "name"}, reason.name), make("b", {}, reason.value)),
+      return make("li", {}, make("div", {class: "line"}, lightning.hint(make("span", {class: "name"}, reason.name), reason.hint), make("b", {}, reason.value)),
         make("div", {class: "source"}, reason.source ? `${reason.source} · ` : "", make("span", {class: `proof ${reason.proved === true ? "good" : ""}`}, `${sign} ${words}`)));
     }))];
   }

@@ -57,7 +57,7 @@ window.lightning = window.lightning || {components: {}};
   }
 
   function drawHead(state, page) {
-    const json = JSON.stringify([page.title, page.trail, page.live, page.previous, page.next, page.address]);
+    const json = JSON.stringify([page.title, page.name, page.trail, page.live, page.waits, page.previous, page.next, page.address]);
     if (state.headJson === json) return;
     state.headJson = json;
     const {make, link, hint} = lightning;
@@ -66,12 +66,15 @@ window.lightning = window.lightning || {components: {}};
       index ? make("span", {"aria-hidden": "true", class: "slash"}, "/") : null, link(context, at.to, {"data-key": `trail ${index}`}, at.text)]);
     const turn = (to, text, key) => to && link(context, to, {class: "turn", "data-key": text, "aria-keyshortcuts": key}, text, make("kbd", {}, key));
     state.title = make("h1", {tabindex: "-1"}, page.title);
+    const name = page.name ? lightning.copyable(page.name) : null;
+    if (name) name.classList.add("id");
     state.head.replaceChildren(
       make("div", {class: "above"},
         make("nav", {"aria-label": "where this page is"}, trail),
         make("div", {class: "turns"}, turn(page.previous, "Previous", "["), turn(page.next, "Next", "]"),
           hint(make("button", {type: "button", class: "keys", "data-key": "keys", "aria-label": "keys of this page", click: () => state.help.showModal()}, "?"), "Keys of this page"))),
-      make("div", {class: "titled"}, state.title, page.live ? hint(make("span", {class: "live"}, "live"), "This run goes on; the page follows it.") : null));
+      make("div", {class: "titled"}, state.title, page.waits ? make("span", {class: "waits"}, "the console tries again by itself") :
+        page.live ? hint(make("span", {class: "live"}, "live"), "The page may still change, and follows the run.") : null), name || "");
   }
 
   function drawBlocks(state, page, same) {
@@ -116,7 +119,7 @@ window.lightning = window.lightning || {components: {}};
     section.style.minHeight = `${section.offsetHeight}px`; // the page's length stays while it is drawn, and so where one reads
     const body = lightning.make("div", {class: "body"});
     section.replaceChildren(...[
-      block.title && lightning.make("h2", {}, block.title), body, block.note && lightning.make("p", {class: "note"}, block.note),
+      block.title && lightning.make("h2", {}, lightning.hint(lightning.make("span", {}, block.title), block.hint)), body, block.note && lightning.make("p", {class: "note"}, block.note),
     ].filter(Boolean));
     const draw = lightning.components[block.component];
     try {

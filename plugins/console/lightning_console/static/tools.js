@@ -4,7 +4,8 @@ window.lightning = window.lightning || {components: {}};
 (() => {
   "use strict";
   const SVG = "http://www.w3.org/2000/svg";
-  const SIGNS = {good: "✓", bad: "✕", warn: "!"};
+  const SIGNS = {good: "✓", bad: "✕", warn: "!", up: "▲", down: "▼"};
+  const SAID = {good: "good", bad: "bad", warn: "warning", up: "above", down: "below"};
 
   function fill(element, attributes, children) {
     for (const [name, value] of Object.entries(attributes || {})) {
@@ -32,7 +33,7 @@ window.lightning = window.lightning || {components: {}};
 
   // The sign that stands beside a tone's colour.
   function sign(tone) {
-    return SIGNS[tone] ? make("span", {class: "sign", "aria-label": {good: "good", bad: "bad", warn: "warning"}[tone], role: "img"}, SIGNS[tone]) : null;
+    return SIGNS[tone] ? make("span", {class: "sign", "aria-label": SAID[tone], role: "img"}, SIGNS[tone]) : null;
   }
 
   // A text that pointer, keyboard and touch can ask for; `page.js` shows it.
@@ -41,6 +42,12 @@ window.lightning = window.lightning || {components: {}};
     element.setAttribute("data-hint", text);
     if (focusable && !element.matches("a, button, input, select")) element.setAttribute("tabindex", "0");
     return element;
+  }
+
+  // A text in which a long name may break after its signs, and not in the middle of a word.
+  function breaking(text) {
+    if (!/\S{17}/.test(text)) return [text];
+    return text.split(/(?<=[./_:=,@-])(?=\w)/).flatMap((part, index) => (index ? [make("wbr"), part] : [part]));
   }
 
   // A number as people read it: at most four digits that matter, a real minus.
@@ -145,5 +152,5 @@ window.lightning = window.lightning || {components: {}};
 
   const empty = (text) => make("p", {class: "empty"}, text);
 
-  Object.assign(window.lightning, {make, svg, link, sign, hint, number, signed, labels, short, having, ticks, visible, rove, copyable, empty});
+  Object.assign(window.lightning, {make, svg, link, sign, hint, breaking, number, signed, labels, short, having, ticks, visible, rove, copyable, empty});
 })();

@@ -47,8 +47,8 @@ LISTED: Final = 500
 NAME: Final = "console"
 """The name of the runs that record chats."""
 START: Final = (
-    "lightning serve RUN",
-    "lightning token create trainer --store PLACE",
+    "lightning serve RUN --out runs/chat",
+    "lightning token create trainer --store runs/chat",
 )
 TRAIL: Final = (Link("Runs", "runs"),)
 
@@ -74,14 +74,16 @@ class Chat:
             notice = Notice(
                 "No model is served here: a chat goes through the gateway of a server, which records it.",
                 "muted",
-                detail="Serve a finished run, or any model, and open /console of the address that is printed:",
+                detail="Serve a finished run or any model: RUN is its folder, such as runs/first. Then open /console of the "
+                "address that is printed, and log in with the token that the second command makes:",
                 commands=START,
             )
             return Page(text, "Chat", [Notices([notice])], TRAIL)
         served = await self._served(store)
         if not served:
             said = "No run's model is served now. A run's is while its trainer is up and uses this server's database."
-            notice = Notice(said, "muted", commands=START[:1])
+            detail = "To serve a finished run or any model: RUN is its folder, such as runs/first."
+            notice = Notice(said, "muted", detail=detail, commands=START[:1])
             return Page(text, "Chat", [Notices([notice])], TRAIL)
         run = address.option("run", served[0][0])
         blocks: list[Block] = []

@@ -1,0 +1,139 @@
+"""What a run needs of disk and memory, said before it starts, and what it leaves on the disk.
+
+The invariant: a need is at least this much. What cannot be known before the start, such as activations and the database, is
+named and not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.config import Config
+from lightning.errors import ConfigError, PolicyServerError
+from lightning.policy_server.auto_settings import (
+    DTYPE_BYTES,
+    TRAINING_BYTES,
+    Demand,
+    choose,
+    pick_device,
+    this_machine,
+)
+from lightning.policy_server.model_folder import folder_tensors, read_facts
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """At least `bytes` of something (`of`), which consist of `parts`; `free` bytes are there, None if that is unknown. `cure`
+    says what to do where they are too few."""
+
+    of: str
+    bytes: float
+    parts: str
+    free: float | None
+    cure: str
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it may be enough: no more is known to be needed than is free."""
+        return self.free is None or self.bytes <= self.free
+
+    @property
+    def said(self) -> str:
+        """The need in words."""
+        there = "how much is free is unknown" if self.free is None else f"{size(self.free)} are free"
+        return f"needs at least {size(self.bytes)} of {self.of} ({self.parts}); {there}"
+
+
+def size(count: float) -> str:
+    """Format a number of bytes for people."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{math.ceil(count / 1e6)} MB"
+
+
+def disk_need(out: Path, model: Path, config: Config) -> Need | None:
+    """Return what the training states and the exported models of a run need of the disk of its folder; None for a model whose
+    weights cannot be read.
+
+    A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
+    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. What the run has on the
+    disk already is counted as free.
+    """
+    try:
+        shapes = [spec.shape for spec in folder_tensors(model).values()]
+    except PolicyServerError:  # whoever loads it says what is wrong
+        return None
+    if not shapes:
+        return None
+    whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
+    state = 3 * 4 * (_adapters(shapes, config) or whole)
+    export = 4 * whole * (3 if config.trainer.keep == "best" else 1)
+    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
+    return Need(
+        f"disk in {out}",
+        (keep + 1) * state + export,
+        f"{keep + 1} training states of {size(state)}, {size(export)} of exported models; the database comes on top",
+        shutil.disk_usage(out).free + kept,
+        "Give an `out` on another disk"
+        + (", set trainer.keep_checkpoints = 1" if keep > 1 else "")
+        + ("" if lora else ", or train adapters alone (engine.lora)"),
+    )
+
+
+def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need | None:
+    """Return what training and vLLM need of the memory of this machine, where both compute on its CPU. `config` has the dtypes,
+    `requests` is how many requests run at once. None where the core does not know: another engine, a GPU, or a model whose
+    weights cannot be read."""
+    device = config.engine.device
+    if engine != "torch" or device not in ("auto", "cpu") or pick_device(config.policy_server) != "cpu":
+        return None
+    try:
+        facts = read_facts(model)
+        shapes = [spec.shape for spec in folder_tensors(model).values()]
+    except PolicyServerError:
+        return None
+    adapters = _adapters(shapes, config)
+    base = facts.parameters * DTYPE_BYTES.get(config.engine.dtype, 2)
+    trained = base + TRAINING_BYTES * adapters if adapters else TRAINING_BYTES * facts.parameters
+    parts, served = [f"training {size(trained)} and its activations"], 0
+    machine = this_machine()
+    if not config.policy_server.attach:
+        chosen = choose(config.policy_server, facts, "cpu", machine, demand=Demand(requests))
+        weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
+        parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache")
+        served = weights + cache
+    return Need(
+        "memory",
+        trained + served,
+        ", ".join(parts),
+        machine.memory,
+        "The system may end the run. End other programs, take a smaller model"
+        + ("" if adapters else ", or train adapters alone (engine.lora)"),
+    )
+
+
+def _adapters(shapes: list[tuple[int, ...]], config: Config) -> int:
+    """Return the number of weights that adapters have, 0 without adapters."""
+    lora = config.engine.lora
+    return sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
+
+
+def check_disk(need: Need, out: Path) -> None:
+    """Raise `ConfigError` if the disk of a run's folder has no room for the run."""
+    if not need.is_met and need.free is not None:
+        raise ConfigError(
+            f"the disk of {out} has {need.free / 1e9:.1f} GB for this run, which needs about {need.bytes / 1e9:.1f} GB: "
+            f"{need.parts}. {need.cure}"
+        )
+
+
+def said_of_disk(out: Path) -> str:
+    """Say how much of the disk a run's folder takes, and how to free what only another step of training needs."""
+    taken = sum(file.lstat().st_size for file in out.rglob("*") if not file.is_dir())
+    states = sum(file.lstat().st_size for file in (out / "checkpoints").rglob("*") if not file.is_dir())
+    freed = (
+        f", of which {size(states)} are checkpoints. `rm -r {out / 'checkpoints'}` frees these; without them the run cannot go "
+        "on and no other run can begin with its steps"
+    )
+    return f"On the disk {out} takes {size(taken)}{freed if states else ''}."

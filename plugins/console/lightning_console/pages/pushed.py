@@ -1,0 +1,308 @@
+"""The page of what a step taught: the calls, and where they differ the tokens, whose probability it pushed up and down most.
+
+The invariant: pushes are derived as for "why was this token pushed?", and the page says whether they are proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.errors import DataError
+from lightning.trainer.context import read_epochs
+from lightning.types import Rollout, StepRecord, Transition
+from lightning_record.exchanges import parents_of
+
+from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Notice, Notices, Page, Table
+from lightning_console.pages.words import NONE, count, inside, located, number, share, step_links, to, tone_of, trail
+from lightning_console.places import Located, Places
+from lightning_console.queries.conversation import Vocabulary, one_line, said_by, vocabulary_of
+from lightning_console.queries.memo import Memo, apart, stamp_of
+from lightning_console.queries.steps import CallCredit, StepProof, prove_step
+from lightning_console.router import Address
+
+CALLS: Final = 15
+"""Calls in each table."""
+TOKENS: Final = 20
+"""Tokens in the table of tokens."""
+AROUND: Final = 6
+"""Tokens of the answer that are shown before and after a token."""
+LONGEST: Final = 160
+"""Characters of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedCall:
+    """A call that a step trained on, with its credit. `call` is None if it is no longer stored; `number` is its number on the
+    page of its rollout, and `answer` its text on one line. `missing` says why the text is not as it was sent."""
+
+    rollout: Rollout
+    attempt: int
+    seq: int
+    credit: CallCredit
+    call: Transition | None = None
+    number: int = 0
+    answer: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedToken:
+    """A token of a call, with its `push` and the text of the answer before and after it."""
+
+    call: PushedCall
+    push: float
+    before: str
+    text: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a step pushed most. `up` and `down` are calls, the strongest first; `tokens` is empty if every call's tokens are
+    pushed alike. `calls` counts the calls that were trained on, `total` is the sum of the sizes of their pushes. `by_rollout`
+    says that all calls of each rollout have one advantage, although some rollouts have several calls."""
+
+    proof: StepProof
+    calls: int
+    total: float
+    up: tuple[PushedCall, ...]
+    down: tuple[PushedCall, ...]
+    tokens: tuple[PushedToken, ...]
+    by_rollout: bool
+    missing: str = ""
+
+
+_pushed: Memo[Pushed] = Memo(kept=16)
+
+
+async def pushed_of(found: Located, record: StepRecord, patience: float | None) -> Pushed | None:
+    """Find what a step pushed most; None if that is not ready within `patience` seconds. Raises `StoreError`."""
+    stamp = record.digest, await stamp_of(found.store, found.run.id)
+    about = found.run.id, found.run.created_at, record.step
+    return await _pushed.soon(found.store, about, stamp, lambda: apart(lambda: _read(found, record)), patience)
+
+
+async def _read(found: Located, record: StepRecord) -> Pushed:
+    proof = await prove_step(found.store, found.run, record, await read_epochs(found.store, found.run))
+    calls = _calls_of(proof, record)
+    strongest = sorted(calls, key=lambda each: -abs(each.credit.whole))
+    up = [each for each in strongest if each.credit.whole > 0][:CALLS]
+    down = [each for each in strongest if each.credit.whole < 0][:CALLS]
+    uneven = heaviest_tokens(calls)
+    vocabulary = vocabulary_of(found)
+    told = await _told(found, [*up, *down, *(call for call, _ in uneven)], vocabulary)
+    several = [own for member in proof.members.values() if len(own := [*member.calls.values()]) > 1]
+    return Pushed(
+        proof,
+        len(calls),
+        sum(abs(each.credit.whole) for each in calls),
+        tuple(told[_key(each)] for each in up),
+        tuple(told[_key(each)] for each in down),
+        tuple(_token(told[_key(call)], place, vocabulary) for call, place in uneven),
+        bool(several) and all(len({each.advantage for each in own}) == 1 for own in several),
+        vocabulary.missing,
+    )
+
+
+def _calls_of(proof: StepProof, record: StepRecord) -> list[PushedCall]:
+    attempts = dict(record.rollouts)
+    return [
+        PushedCall(rollout, attempts.get(rollout.id, rollout.attempt), seq, credit)
+        for rollout in proof.rollouts
+        if (member := proof.members.get(rollout.id)) is not None
+        for seq, credit in member.calls.items()
+    ]
+
+
+def heaviest_tokens(calls: Sequence[PushedCall]) -> list[tuple[PushedCall, int]]:
+    """Return the tokens with the strongest pushes, as `(call, index in its answer)`, of the calls whose tokens are pushed
+    differently."""
+    uneven = ((each, place) for each in calls for place in range(len(each.credit.pushes)))
+    return sorted(uneven, key=lambda pair: -abs(pair[0].credit.pushes[pair[1]]))[:TOKENS]
+
+
+def _key(call: PushedCall) -> tuple[str, int]:
+    return call.rollout.id, call.seq
+
+
+async def _told(
+    found: Located, calls: Sequence[PushedCall], vocabulary: Vocabulary
+) -> dict[tuple[str, int], PushedCall]:
+    """Return the calls with what is stored of them, by rollout and sequence number."""
+    rollouts = {each.rollout.id: each for each in calls}
+    read = await asyncio.gather(*(_said(found, each, vocabulary) for each in rollouts.values()))
+    stored = {(name, seq): each for name, own in zip(rollouts, read, strict=True) for seq, each in own.items()}
+    told = {}
+    for each in calls:
+        if (known := stored.get(_key(each))) is not None:
+            place, call, answer, missing = known
+            told[_key(each)] = replace(each, number=place, call=call, answer=answer, missing=missing)
+        else:
+            told[_key(each)] = each
+    return told
+
+
+async def _said(
+    found: Located, one: PushedCall, vocabulary: Vocabulary
+) -> Mapping[int, tuple[int, Transition, str, str]]:
+    """Return number, call, answer, and why the answer is not as it was sent, of each call of a rollout, by sequence number."""
+    calls = await found.store.transitions(one.rollout.id, one.attempt)
+    (parent,) = await parents_of(found.store, [one.rollout])
+    said = said_by(calls, vocabulary, parent)
+    return {
+        call.seq: (place, call, one_line(each.answer, LONGEST), each.missing)
+        for place, (call, each) in enumerate(zip(calls, said, strict=True), 1)
+    }
+
+
+def _token(call: PushedCall, place: int, vocabulary: Vocabulary) -> PushedToken:
+    ids = call.call.response_ids if call.call is not None else ()
+    first = max(0, place - AROUND)
+    before, text, after = ids[first:place], ids[place : place + 1], ids[place + 1 : place + 1 + AROUND]
+    said = ["".join(vocabulary.texts(part)) for part in (before, text, after)]
+    return PushedToken(call, call.credit.pushes[place], said[0], said[1], said[2])
+
+
+async def page(places: Places, address: Address) -> Page:
+    """Make the page `pushed/RUN/STEP`. Raises `DataError` if the address names no committed step."""
+    found = await located(places, address)
+    if len(address.about) < 2 or not address.about[1].isdecimal():
+        raise DataError(f"the address {str(address)!r} names no step: pushed/RUN/STEP, counted from 1")
+    step = int(address.about[1])
+    records = await found.store.steps(found.run.id, after=max(0, step - 1), limit=1)
+    if not records or records[0].step != step:
+        raise DataError(f"the run {found.run.id} has no committed step {step}: nothing was trained in it")
+    pushed = await pushed_of(found, records[0], places.patience)
+    last = await found.store.last_step(found.run.id)
+    return Page(
+        str(address),
+        f"Most pushed in step {step}",
+        [*_blocks(found, pushed)],
+        trail(found, *step_links(found, records[0])),
+        live=pushed is None,
+        previous=to("pushed", found.key, step - 1) if step > 1 else "",
+        next=to("pushed", found.key, step + 1) if last is not None and step < last.step else "",
+    )
+
+
+def _blocks(found: Located, pushed: Pushed | None) -> Iterator[Block]:
+    if pushed is None:
+        yield Notices([Notice("the calls of this step are read …", "muted")])
+        return
+    notices = [] if pushed.proof.proved else [_doubt(pushed.proof)]
+    if pushed.calls and pushed.total:
+        notices += _alike(pushed)
+    if not pushed.calls and pushed.proof.proved:
+        notices.append(Notice("This step trained no call", "muted", detail="no group of it taught anything"))
+    yield Notices(notices)
+    if not pushed.calls:
+        return
+    yield Facts(
+        [
+            Fact("trained calls", count(pushed.calls)),
+            Fact("shown", share(_part([*pushed.up, *pushed.down], pushed.total)), "of all that this step pushed"),
+        ],
+        note="the push of a call is advantage × weight, over all of its tokens: how strongly training moved the "
+        "probability of saying this again. A share is the part of all pushes of the step, up and down together. The clip "
+        "and the mask of the loss may have held single tokens back",
+    )
+    yield _table(found, "Pushed up most", pushed.up, pushed.total)
+    yield _table(found, "Pushed down most", pushed.down, pushed.total)
+    if pushed.tokens:
+        yield _tokens(found, pushed)
+
+
+def _part(calls: Sequence[PushedCall], total: float) -> float | None:
+    return sum(abs(each.credit.whole) for each in calls) / total if total else None
+
+
+def _doubt(proof: StepProof) -> Notice:
+    if proof.proved is None:
+        return Notice("What this step pushed is not known", "warn", detail=proof.why)
+    return Notice("These pushes are not proved to be those of the step", "bad", detail=proof.why)
+
+
+def _alike(pushed: Pushed) -> Iterator[Notice]:
+    """Say which calls and tokens the algorithm pushes alike."""
+    name, credit = _names(pushed.proof.algorithm)
+    if not pushed.tokens:
+        yield Notice(f"{name} gives every token of a call the same push: calls are listed, not tokens")
+    if pushed.by_rollout:
+        why = f"The credit {credit} gives all calls of a rollout the same advantage"
+        yield Notice(
+            why, detail="a call may stand here for what another call of its rollout did; longer answers stand higher"
+        )
+
+
+def _names(algorithm: Algorithm | None) -> tuple[str, str]:
+    """Return the names of an algorithm and of its credit."""
+    credit = getattr(algorithm, "credit", "")
+    return (
+        str(getattr(algorithm, "low_level", "") or getattr(algorithm, "name", "The algorithm")).upper(),
+        f"{credit!r}" if isinstance(credit, str) else type(credit).__name__,
+    )
+
+
+def _table(found: Located, title: str, calls: Sequence[PushedCall], total: float) -> Table:
+    columns = [
+        Column("call"),
+        Column("agent"),
+        Column("answer"),
+        Column("reward", "number", "of its rollout"),
+        Column("advantage", "number", "how much better than its group"),
+        Column("tokens", "number"),
+        Column("share", "number", "of all that this step pushed, up and down together"),
+    ]
+    rows = [
+        [
+            Cell(_name(found, each), here := _opens(found, each)),
+            Cell(each.call.caller.name if each.call is not None else NONE),
+            Cell(each.answer or ("(an empty answer)" if each.call is not None else "(it is no longer stored)"), here),
+            Cell(number(each.rollout.reward)),
+            Cell(f"{each.credit.advantage:+.3f}", tone=tone_of(each.credit.advantage)),
+            Cell(count(each.credit.tokens)),
+            Cell(share(_part([each], total))),
+        ]
+        for each in calls
+    ]
+    way = "up" if title == "Pushed up most" else "down"
+    missing = dict.fromkeys(each.missing for each in calls if each.missing)
+    note = f"some answers are not as they were sent: {'; '.join(missing)}" if missing else ""
+    return Table(columns, rows, title=title, note=note, empty=f"no call was pushed {way}")
+
+
+def _name(found: Located, each: PushedCall) -> str:
+    return f"{inside(found, each.rollout.id)}, call {each.number}" if each.number else inside(found, each.rollout.id)
+
+
+def _opens(found: Located, each: PushedCall) -> str:
+    options = {"call": each.number} if each.number else {}
+    options |= {"attempt": each.attempt} if each.attempt != each.rollout.attempt else {}
+    return to("rollout", found.key, each.rollout.id, **options)
+
+
+def _tokens(found: Located, pushed: Pushed) -> Table:
+    columns = [
+        Column("token"),
+        Column("in its answer"),
+        Column("call"),
+        Column("push", "number", "advantage × weight: negative pushes make the token less probable"),
+        Column("share", "number", "of all that this step pushed, up and down together"),
+    ]
+    rows = [
+        [
+            Cell(repr(each.text)),
+            Cell(one_line(f"{each.before}[{each.text}]{each.after}", LONGEST), _opens(found, each.call)),
+            Cell(_name(found, each.call), _opens(found, each.call)),
+            Cell(f"{each.push:+.2e}", tone=tone_of(each.push)),
+            Cell(share(abs(each.push) / pushed.total if pushed.total else None)),
+        ]
+        for each in itertools.islice(pushed.tokens, TOKENS)
+    ]
+    note = "of the calls whose tokens are pushed differently" + (f"; {pushed.missing}" if pushed.missing else "")
+    return Table(columns, rows, title="Tokens pushed most", note=note)

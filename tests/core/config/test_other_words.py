@@ -1,0 +1,117 @@
+"""Words of other libraries are answered with the word here, which exists, wherever they are given."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning
+import pytest
+from lightning.algorithms.presets import LowLevel
+from lightning.config import Config, load_config, with_settings
+from lightning.config.fields import find
+from lightning.config.other_words import WORDS, answer
+from lightning.errors import ConfigError
+from lightning.plugins import plugins
+
+GIVEN = {"model", "agent", "tasks", "held_out"}
+"""The reader's own variables."""
+
+
+def named(function: ast.expr) -> Callable[..., object]:
+    """The function or class that a call of an answer names."""
+    names = ast.unparse(function).removeprefix("lightning.").split(".")
+    found: object = lightning
+    for name in names:
+        found = getattr(found, name)
+    assert callable(found)
+    return found
+
+
+@pytest.mark.parametrize("text", sorted({word.answer for word in WORDS.values()}))
+def test_every_answer_is_python_that_names_what_exists(text: str) -> None:
+    (statement,) = ast.parse(text).body
+    if isinstance(statement, ast.Assign):
+        key, value = ast.unparse(statement.targets[0]), ast.literal_eval(statement.value)
+        assert find(key) is not None
+        with_settings(Config(), {key: value})  # which raises for a value that the setting does not accept
+        return
+    assert isinstance(statement, ast.Expr)
+    for call in (each for each in ast.walk(statement) if isinstance(each, ast.Call)):
+        function = named(call.func)
+        assert {each.arg for each in call.keywords} <= set(inspect.signature(function).parameters)
+        for argument in call.args:
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                assert argument.value in {*get_args(LowLevel), *plugins().names("algorithms")}
+        if function is lightning.LightningRL:
+            eval(ast.unparse(call), {"LightningRL": lightning.LightningRL})
+    free = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
+    assert free <= GIVEN | {"Trainer", "LightningRL", "lightning"}
+
+
+def _model(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+ALGORITHM: Any = lightning.LightningRL
+TRAINER: Any = lightning.Trainer
+ASKED = [
+    (lambda model: ALGORITHM(beta=0.1), "beta", "LightningRL(kl_coefficient=0.04)"),
+    (lambda model: TRAINER(model, beta=0.1), "beta", "grpo:kl_coefficient=0.04"),
+    (lambda model: TRAINER(model, "grpo:beta=0.1"), "beta", "LightningRL(kl_coefficient=0.04)"),
+    (lambda model: TRAINER(model, config={"learning_rate": 1.0}), "learning_rate", "--set engine.lr=1e-6"),
+    (lambda model: load_config(overrides=["engine.beta=1"]), "beta", "LightningRL(kl_coefficient=0.04)"),
+    (lambda model: load_config(overrides=["actor_rollout_ref.rollout.n=1"]), "rollout.n", "LightningRL(group_size=8)"),
+    (lambda model: load_config(overrides=["actor_rollout_ref.new=1"]), "actor_rollout_ref", "Trainer(model"),
+    (lambda model: load_config(_toml(model, "[algorithm]\nkl_coef = 1")), "kl_coef", "grpo:kl_coefficient=0.001"),
+]
+
+
+def _toml(folder: Path, text: str) -> Path:
+    file = folder / "settings.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(("ask", "word", "said"), ASKED)
+def test_a_word_of_another_library_is_answered_wherever_it_is_given(
+    ask: Callable[[Path], object], word: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ask(_model(tmp_path))
+    assert f"`{word}` is {WORDS[word].whose}'s word for {WORDS[word].meaning}. Here: " in str(raised.value)
+    assert said in str(raised.value)
+    assert "did you mean" not in str(raised.value)
+
+
+def test_other_mistakes_are_clear_errors(tmp_path: Path) -> None:
+    class Mine:
+        def __call__(self, group: object, advantage: object) -> list[object]:
+            return []
+
+    model = _model(tmp_path)
+    wrong = {
+        "LightningRL has no argument 'gruop_size'; did you mean 'group_size'? It takes: low_level, group_size": lambda: (
+            ALGORITHM(gruop_size=8)
+        ),
+        "Trainer has no argument 'max_staleness'; did you mean 'trainer.max_staleness'": lambda: TRAINER(
+            model, max_staleness=2
+        ),
+        "credit=Mine is a class, not a credit function: give Mine(...)": lambda: TRAINER(model, ALGORITHM(credit=Mine)),
+        "A run trains one model; its agent and its tasks are given to": lambda: TRAINER(["a", "b"]),
+        "config is 3: give settings by name": lambda: TRAINER(model, config=3),
+    }
+    for said, ask in wrong.items():
+        with pytest.raises(ConfigError) as raised:
+            ask()
+        assert said in str(raised.value)
+
+
+def test_no_answer_is_given_to_words_of_our_own() -> None:
+    assert not [name for name in WORDS if find(name)]
+    assert answer("trainer.stops") == ""
+    assert len(WORDS) >= 40

@@ -1,0 +1,50 @@
+"""What a run needs of GPUs is said by the planner's formulas, where a GPU is and the model can be counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.config import Config, with_settings
+from lightning.trainer.run_stages import Start
+from lightning_planner import needs
+from lightning_planner.memory import training_items
+from lightning_planner.shape import KNOWN, read_shape
+
+QWEN = "Qwen/Qwen3-4B"
+
+
+async def needed(model: Path, engine: str = "torch", **settings: Any) -> list[tuple[float, float | None, str]]:
+    config = with_settings(Config(), {name.replace("__", "."): value for name, value in settings.items()})
+    start = SimpleNamespace(config=config, described={"engine": engine}, model=model)
+    found = await needs.GpuNeeds().needs(cast("Start", start))
+    return [(need.bytes, need.free, need.parts) for need in found]
+
+
+async def test_a_run_on_gpus_says_what_each_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "gpu_memory", lambda: (79e9, 80e9))
+    monkeypatch.setattr(needs, "shares_gpu", lambda config: True)
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN[QWEN]))
+    shape, engine = read_shape(str(tmp_path)), Config().engine
+    ((alone, free, parts),) = await needed(tmp_path)
+    assert alone == sum(item.bytes for item in training_items(shape, 1, engine))
+    assert (free, "vLLM" in parts) == (79e9, False)
+    ((meanwhile, _, told),) = await needed(tmp_path, trainer__max_staleness=1)
+    assert meanwhile == pytest.approx(alone + 0.4 * 80e9)
+    assert told.endswith("vLLM 32.0 GB")
+    ((many, _, _),) = await needed(tmp_path, "verl", engine__verl__world_size=8)
+    assert many == sum(item.bytes for item in training_items(shape, 8, engine))
+    (tmp_path / "config.json").write_text(json.dumps({**KNOWN[QWEN], "model_type": "another"}))
+    assert await needed(tmp_path) == []
+
+
+def test_a_run_on_a_cpu_has_no_such_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert needs.on_gpus(Config()) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert needs.on_gpus(Config()) is not None
+    assert needs.on_gpus(with_settings(Config(), {"engine.device": "cpu"})) is None
