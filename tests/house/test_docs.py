@@ -16,7 +16,7 @@ import pytest
 import typer
 from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, build
-from lightning.config import EngineConfig, settings
+from lightning.config import EngineConfig, load_config, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.config.other_words import WORDS, Word
 from lightning.config.plugin_settings import config_model
@@ -254,6 +254,21 @@ def test_variables_that_are_not_settings_are_documented() -> None:
     page = (DOCS / "configuration.md").read_text()
     for name in NOT_SETTINGS:
         assert f"`{name}`" in page
+
+
+def settings_shown() -> Iterator[tuple[str, str]]:
+    """The pages' TOML blocks of settings: not those of a `pyproject.toml`, and not the file of a sweep."""
+    for file in sorted(DOCS.glob("**/*.md")):
+        for block in re.findall(r"^```toml\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE):
+            if not {"project", "build-system"} & set(tomllib.loads(block)) and file.name != "sweeps.md":
+                yield str(file.relative_to(DOCS)), block
+
+
+@pytest.mark.parametrize(("page", "block"), list(settings_shown()))
+def test_the_settings_that_a_page_shows_load(page: str, block: str, tmp_path: Path) -> None:
+    file = tmp_path / page.replace("/", "-")
+    file.write_text(block)
+    load_config(file, env={})
 
 
 def test_global_options_are_documented() -> None:
