@@ -76,15 +76,20 @@ def arrow(path: str) -> str:
     return f'<path d="{path}" class="arrow" marker-end="url(#tip)"/>'
 
 
+def floors() -> dict[int, list[str]]:
+    """The rooms of the core by their floor, the highest first, as the import contract has them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (contract["layers"] for contract in settings["contracts"] if contract["id"] == "floors")
+    names = [[name.strip(" ()") for name in layer.split(":")] for layer in layers]
+    return dict(zip(reversed(range(len(layers))), names, strict=True))
+
+
 def rooms() -> str:
     """The floors of the core with their rooms, and the plugins and adapters on top."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (floors,) = (contract["layers"] for contract in settings["contracts"] if contract["id"] == "floors")
     adapters = sorted(folder.name for folder in (ROOT / "adapters").iterdir() if folder.is_dir())
     plugins = sorted(folder.name for folder in (ROOT / "plugins").iterdir() if folder.is_dir())
     rows = [("adapters", adapters, "plugin"), ("plugins", plugins, "plugin")]
-    for number, floor in zip(reversed(range(len(floors))), floors, strict=True):
-        names = [name.strip(" ()") for name in floor.split(":")]
+    for number, names in floors().items():
         rows.append((f"floor {number}", [name for name in names if not name.startswith("_")], "box"))
     parts, y = [], 10
     for label, names, style in (row for row in rows if row[1]):

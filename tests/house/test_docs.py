@@ -16,7 +16,7 @@ import pytest
 import typer
 from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, build
-from lightning.config import EngineConfig, settings
+from lightning.config import EngineConfig, load_config, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.config.other_words import WORDS, Word
 from lightning.config.plugin_settings import config_model
@@ -31,7 +31,7 @@ from lightning_server.api.openapi import scopes_of
 from lightning_server.api.table import parameters
 from lightning_server.messages import PREFIX
 
-from tests.house.size import rooms
+from tests.house.pictures import floors
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -69,11 +69,17 @@ def settings_tables() -> Iterator[str]:
         yield ""
 
 
-def brought(kind: str) -> Iterator[str]:
-    """The names of a kind that this distribution's metadata says plugins bring, in its order."""
-    for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.brings"]:
-        if entry.startswith(f"{kind}."):
-            yield entry.removeprefix(f"{kind}.")
+def brings() -> Iterator[tuple[str, str, str]]:
+    """The kind and the name of each thing that this distribution's metadata says plugins bring, and the plugin's package."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.brings"]
+    for entry, module in entries.items():
+        kind, _, name = entry.partition(".")
+        yield kind, name, module.partition(".")[0]
+
+
+def brought(kind: str) -> list[str]:
+    """The names of a kind, in the metadata's order."""
+    return [name for other, name, _ in brings() if other == kind]
 
 
 def commands() -> Iterator[str]:
@@ -149,18 +155,29 @@ def _kind(schema: dict[str, Any]) -> str:
     return schema.get("type", "any JSON")
 
 
-def module_lines() -> Iterator[str]:
-    """A list for each room but the examples: its files, and what each says of itself up to its first full stop or colon."""
-    found: dict[str, list[str]] = {}
-    for room, file in rooms(ROOT):
-        said = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].split())
-        if said and room != "examples":
-            line = re.split(r"[.:](?= )|\.$", said)[0]
-            found.setdefault(room, []).append(f"- `{file.relative_to(ROOT)}`: {line}")
-    for room, lines in sorted(found.items()):
-        yield f"### {room.removesuffix('/.')}\n"
-        yield from lines
-        yield ""
+def module_tables() -> Iterator[str]:
+    """Each room of the core, each plugin and each adapter, with the first paragraph of its docstring."""
+    core = ROOT / "core" / "lightning"
+    yield "### Rooms of the core\n\n| floor | room | |\n|---|---|---|"
+    for floor, names in floors().items():
+        for name in (name for name in names if not name.startswith("_")):
+            file = core / name / "__init__.py"
+            yield f"| {floor} | `{name}` | {_first_words(file if file.exists() else core / f'{name}.py')} |"
+    yield "\n### Plugins\n\n| plugin | | brings |\n|---|---|---|"
+    for file in sorted((ROOT / "plugins").glob("*/*/__init__.py")):
+        named: dict[str, list[str]] = {}
+        for kind, name, package in brings():
+            if package == file.parent.name:
+                named.setdefault(kind.replace("_", " "), []).append(f"`{name}`")
+        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in named.items())
+        yield f"| `{file.parents[1].name}` | {_first_words(file)} | {listed} |"
+    yield "\n### Adapters\n\n| adapter | |\n|---|---|"
+    for file in sorted((ROOT / "adapters").glob("*/*/__init__.py")):
+        yield f"| `{file.parents[1].name}` | {_first_words(file)} |"
+
+
+def _first_words(file: Path) -> str:
+    return " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].split())
 
 
 def models_that_fit() -> Iterator[str]:
@@ -205,7 +222,7 @@ def other_words() -> Iterator[str]:
 
 SECTIONS = {
     "call-stages.md": stage_to_copy,
-    "modules.md": module_lines,
+    "modules.md": module_tables,
     "api.md": names,
     "hooks.md": hook_list,
     "coming-from.md": other_words,
@@ -237,6 +254,21 @@ def test_variables_that_are_not_settings_are_documented() -> None:
     page = (DOCS / "configuration.md").read_text()
     for name in NOT_SETTINGS:
         assert f"`{name}`" in page
+
+
+def settings_shown() -> Iterator[tuple[str, str]]:
+    """The pages' TOML blocks of settings: not those of a `pyproject.toml`, and not the file of a sweep."""
+    for file in sorted(DOCS.glob("**/*.md")):
+        for block in re.findall(r"^```toml\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE):
+            if not {"project", "build-system"} & set(tomllib.loads(block)) and file.name != "sweeps.md":
+                yield str(file.relative_to(DOCS)), block
+
+
+@pytest.mark.parametrize(("page", "block"), list(settings_shown()))
+def test_the_settings_that_a_page_shows_load(page: str, block: str, tmp_path: Path) -> None:
+    file = tmp_path / page.replace("/", "-")
+    file.write_text(block)
+    load_config(file, env={})
 
 
 def test_global_options_are_documented() -> None:

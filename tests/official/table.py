@@ -12,18 +12,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "tested-programs.md"
 
 HEAD = """# Tested programs
 
-This page is the output of `make test-official`. The command runs programs of others, and short programs in the shape of each
-framework's documentation. After it you know which frameworks work as they are, and what lightning does not see.
+`make test-official` runs published programs, and short programs in the shape of each framework's documentation, and writes
+this page. It shows which frameworks work unchanged, and what lightning cannot see of them.
 
-Each program runs unchanged in a rollout's process, with the real gateway and store. The policy server is a fake: it refuses
-what vLLM refuses, calls each tool once and then answers. The store is compared with the fake's own log:
+Each program runs unchanged in a rollout's process, with the real gateway and store. A fake policy server refuses requests that
+vLLM refuses, asks for each tool once and then answers. Then the store is compared with the fake's own log:
 
 - *calls*: each answer is recorded once, token by token;
-- *names*: the callers are those that `tests/official/programs.toml` lists;
-- *tools*: each tool that ran is reported once, with its name and the id of its call.
+- *names*: the agents have the names that `tests/official/programs.toml` lists;
+- *tools*: each tool run is reported once, with its name and the id of its call.
 
-No call stays open, no process stays alive, and no rollout's key goes elsewhere. The list pins the versions, and the digests of
-the source distributions.
+No call stays open, no process stays alive, and no rollout's key goes elsewhere.
 
 | framework | version | programs | calls | calls right | names right | tools right |
 |---|---|---|---|---|---|---|
@@ -31,8 +30,9 @@ the source distributions.
 
 
 def programs_section(listing: Listing) -> str:
-    """The end of the page: what is in the list."""
-    return "\n## The programs\n\n" + "".join(_names(listing.programs))
+    """The end of the page: the names of the listed programs."""
+    told = "Programs after a name in code are from this source distribution; the others have the shape of the documentation."
+    return f"\n## The programs\n\n{told}\n\n" + "".join(_names(listing.programs))
 
 
 def page(listing: Listing, results: Sequence[Result]) -> str:
@@ -76,11 +76,11 @@ def _share(results: Sequence[Result], kind: str) -> str:
 
 def _remarks(listing: Listing, results: Sequence[Result]) -> Iterator[str]:
     untold = {program.framework: program.untold for program in listing.programs if program.untold}
-    yield "\n## Tools that nothing tells of\n\n"
+    yield "\n## Tools that are not compared\n\n"
     yield from (f"- {framework}: {why}.\n" for framework, why in untold.items())
     refused = [program for program in listing.programs if program.why]
     yield "\n## Programs that end with an error or have calls refused\n\n"
-    yield "They do so by design, or ask for what vLLM cannot do; what was answered is recorded, and what was refused too.\n\n"
+    yield "They do so by design, or ask for something that vLLM cannot do. Answered and refused calls are recorded.\n\n"
     yield from (f"- `{program.name}`: {program.why}.\n" for program in refused)
     wrong = [result for result in results if result.problems]
     if wrong:
@@ -97,9 +97,7 @@ def _names(programs: Sequence[Program]) -> Iterator[str]:
         of_it = [program for program in programs if program.framework == framework]
         others = [program.path.removeprefix("examples/").removesuffix(".py") for program in of_it if program.source]
         ours = [program.path.rpartition("/")[2].removesuffix(".py") for program in of_it if not program.source]
-        parts = []
+        parts = [", ".join(ours)] if ours else []
         if others:
-            parts.append(f"from the source distribution of `{of_it[0].source}`: {', '.join(others)}")
-        if ours:
-            parts.append(f"in the shape of its documentation: {', '.join(ours)}")
+            parts.append(f"`{of_it[0].source}`: {', '.join(others)}")
         yield f"- {framework}: {'; '.join(parts)}\n"

@@ -1,4 +1,4 @@
-"""The plugin `proof`: `lightning audit`, forks of runs, and recorded steps that are taken again.
+"""Proves what a run learned: `lightning audit`, forks of runs, and the repetition of recorded steps.
 
 The invariant: an audit uses the store alone, and only reads it.
 """

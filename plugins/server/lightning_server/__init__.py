@@ -1,1 +1,1 @@
-"""The plugin `server`: Lightning Server, Lightning Client, and stores over HTTP."""
+"""Lightning Server and Lightning Client: control API, tokens, projects, guarded ports, remote agents, stores over HTTP."""

@@ -1,1 +1,1 @@
-"""The plugin `session`: a training loop of your own (`Trainer.session`)."""
+"""A training loop of your own (`Trainer.session`)."""

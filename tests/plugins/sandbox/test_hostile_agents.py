@@ -262,8 +262,8 @@ def _daemons(before: set[int]) -> list[psutil.Process]:
 
 
 def test_the_table_is_in_the_promises() -> None:
-    rows = re.findall(r"^\| (.+?) \| yes \| no \|$", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
-    assert rows == list(ATTACKS.values())
+    said = (ROOT / "docs" / "security.md").read_text().partition("it fails in all of them:\n\n")[2].partition("\n\n")[0]
+    assert [line.removeprefix("- ") for line in said.splitlines()] == list(ATTACKS.values())
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ async def _(house: House) -> Got:
     return await house.api("GET", "/tokens", f"lt_{'0' * 16}_{'A' * 43}")
 
 
-@attack("a digest, as a thief of the database has it, in place of the secret")
+@attack("a token's digest in place of its secret")
 async def _(house: House) -> Got:
     identity, secret = house.tokens["admin"].split("_", 2)[1:]
     return await house.api("GET", "/tokens", f"lt_{identity}_{digest_of(secret)[:43]}")
@@ -122,7 +122,7 @@ async def _(house: House) -> Got:
     return await house.api("POST", "/rollouts/run%2F0/attempts/1/complete", "viewer", REWARD)
 
 
-@attack("a runner writes a model call that never was")
+@attack("a runner invents a model call")
 async def _(house: House) -> Got:
     return await house.api("POST", "/transitions", "runner", {"transitions": []})
 
@@ -162,7 +162,7 @@ async def _(house: House) -> Got:
     return await house.api("POST", "/rollouts/run%2F1/attempts/1/complete", "runner", REWARD)
 
 
-@attack("a reward for an attempt that is still to come")
+@attack("a reward for a future attempt")
 async def _(house: House) -> Got:
     return await house.api("POST", "/rollouts/run%2F0/attempts/2/complete", "runner", REWARD)
 
@@ -209,12 +209,12 @@ async def _(house: House) -> Got:
     return await house.chat(TokenSigner(b"another secret, of an attacker").issue("run/1", 1, 600.0))
 
 
-@attack("an agent's key in another spelling, for a share of requests of its own")
+@attack("an agent's key in another spelling")
 async def _(house: House) -> Got:
     return await house.chat(f"{house.agent.api_key}=")
 
 
-@attack("an agent's key whose time is over")
+@attack("an agent's expired key")
 async def _(house: House) -> Got:
     house.changed = True  # by the note that the agent has outlived its key, in its own attempt: nothing was sampled
     refused = await house.chat(house.gateway.issue("run/0", 1, ttl=-1.0, run="run"))
@@ -246,7 +246,7 @@ async def _(house: House) -> Got:
     return f"{answer.status_code}, ended by {got(httpx.Response(409, text=last))}, nothing recorded"
 
 
-@attack("an agent's key of an attempt that was superseded, once more")
+@attack("the same again")
 async def _(house: House) -> Got:
     await house.store.release("default::w")
     await house.store.lease("run", "another", limit=1)
@@ -258,7 +258,7 @@ async def _(house: House) -> Got:
     return f"{got(answer)}, nothing sampled"
 
 
-@attack("an agent takes the admin routes of the policy server through the gateway")
+@attack("the policy server's admin routes, through the gateway")
 async def _(house: House) -> Got:
     return await house.ask("POST", "/v1/load_lora_adapter", house.agent.api_key, {"lora_path": "/etc"})
 
@@ -285,7 +285,7 @@ async def _(house: House) -> Got:
     return str(answer.status_code)
 
 
-@attack("giving back what a worker of the same name in another project holds")
+@attack("returning a lease of a worker of the same name in another project")
 async def _(house: House) -> Got:
     answer = await house.api("POST", "/leases/release", "stranger", {"worker": "w"})
     house.changed = True
@@ -293,12 +293,12 @@ async def _(house: House) -> Got:
     return f"{answer.status_code}, ours are still {first.status.value}"
 
 
-@attack("a resource of another project, by the name it is stored under")
+@attack("a resource of another project, by its stored name")
 async def _(house: House) -> Got:
     return await house.api("GET", "/resources/project::theirs::planner/versions/1", "trainer")
 
 
-@attack("a step of one's own that trains another project's rollout")
+@attack("a step that trains another project's rollout")
 async def _(house: House) -> Got:
     body = {
         "run": "run", "step": 0, "policy_version": 1, "rollouts": [["theirs/0", 1]], "digests": ["d"], "digest": "d",
@@ -317,7 +317,7 @@ async def _(house: House) -> Got:
     return await house.api("PUT", "/state/gateway_secret", "admin", {"value": "00" * 32})
 
 
-@attack("a policy server of the attacker's, written into the store by a trainer")
+@attack("a trainer registers a policy server of its own")
 async def _(house: House) -> Got:
     return await house.api("PUT", "/state/policy%2Frun", "trainer", {"value": {"servers": [["http://evil", "m"]]}})
 
@@ -381,7 +381,7 @@ async def _(house: House) -> Got:
     return await house.api("POST", "/leases", "runner", {"run": "run", "worker": "w", "admin": True})
 
 
-@attack("a body above the limit, said in its length")
+@attack("a body above the limit, with its length")
 async def _(house: House) -> Got:
     return await house.raw(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 99999999999\r\n"
@@ -389,7 +389,7 @@ async def _(house: House) -> Got:
     )
 
 
-@attack("a body above the limit, in chunks of unsaid length")
+@attack("a body above the limit, in chunks")
 async def _(house: House) -> Got:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
@@ -405,7 +405,7 @@ async def _(house: House) -> Got:
     return await house.ask("POST", "/v1/traces", house.agent.api_key, bomb, headers)
 
 
-@attack("16 MB of spans in 50 kB of gzip, without a token, where others may send 32 MB")
+@attack("16 MB of spans in 50 kB of gzip, without a token")
 async def _(house: House) -> Got:
     span = b'{"traceId": "%s", "spanId": "00f067aa0ba902b7", "name": "%s"}' % (b"a" * 32, b"x" * 16_000)
     spans = b'{"resourceSpans": [{"scopeSpans": [{"spans": [%s]}]}]}' % b", ".join([span] * 1000)
@@ -446,14 +446,14 @@ async def _(house: House) -> Got:
     return await house.raw(b"GET /health HTTP/1.1\r\n", *[b"x: " + b"y" * 20_000 + b"\r\n"] * 6)
 
 
-@attack("a header smuggled in by a line end in a path")
+@attack("a line end in a path, to add a header")
 async def _(house: House) -> Got:
     answer = await house.api("GET", "/runs/x%0d%0aset-cookie:%20a=b", "trainer")
     assert "set-cookie" not in answer.headers
     return answer
 
 
-@attack("a header smuggled in by a line end in a caller's name")
+@attack("a line end in a caller's name, to add a header")
 async def _(house: House) -> Got:
     name = '{"agent": "a\\r\\nset-cookie: a=b"}'
     answer = await house.chat(house.agent.api_key, **{"x-lightning-caller": name})
@@ -470,12 +470,12 @@ async def _(house: House) -> Got:
     )
 
 
-@attack("a page of another site, whose name points here (DNS rebinding)")
+@attack("a page of another site whose name points here (DNS rebinding)")
 async def _(house: House) -> Got:
     return await house.ask("GET", "/health", headers={"host": "evil.example"})
 
 
-@attack("a page of another site asks whether it may (CORS preflight)")
+@attack("a CORS preflight of another site")
 async def _(house: House) -> Got:
     headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     answer = await house.ask("OPTIONS", "/api/v1/runs", headers=headers)
@@ -511,11 +511,12 @@ async def _(house: House) -> Got:
 
 # the table ----------------------------------------------------------------------------------------------------------
 def table() -> dict[str, str]:
-    """The rows of docs/security.md."""
+    """The attacks of docs/security.md, each with its answer; a row has those that got the same, one after the other."""
     text = (ROOT / "docs" / "security.md").read_text()
     section = text.partition("## Attacks that were tried")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)
-    return {name: result for name, result in rows if name not in ("attack", "---")}
+    answered = [(names, result) for names, result in rows if names not in ("attacks", "---")]
+    return {name: result for names, result in answered for name in names.split("; ")}
 
 
 @pytest.mark.parametrize("name", list(ATTACKS))
