@@ -8,7 +8,6 @@ others nothing.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -84,13 +83,12 @@ def _train(experiment: Experiment, seed: int, out: Path) -> Result:
     file = _file(out, experiment, seed)
     file.unlink(missing_ok=True)  # the error of an earlier try
     command = [sys.executable, "-m", "lightning_examples.paper.training", str(out), experiment.name, str(seed)]
-    process = subprocess.Popen(  # noqa: S603 — ourselves, without a shell
-        [*command, str(os.getpid())], stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        code = process.wait()
-    finally:
-        end([process])  # by Ctrl-C: it may save its work
+    # It ends when its standard input does, also when this process is killed.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:  # noqa: S603 — ourselves
+        try:
+            code = process.wait()
+        finally:
+            end([process])  # by Ctrl-C: it may save its work
     result = read_result(file)
     if result is None:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -15,7 +15,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 import lightning
 from lightning.errors import LightningError
 from lightning.installation import version_of
-from lightning.processes import die_with_parent
 from lightning.store.places import store_in
 from lightning.trainer.plan import VAL
 from lightning.trainer.training_data import all_rollouts
@@ -165,11 +165,19 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def die_after(pipe: int, die: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
+    """Read a pipe until nobody can write into it any more, then die: a training that nobody waits for would be in the way of
+    the one that goes on with it."""
+    while os.read(pipe, 1):
+        pass
+    die()
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Train OUT NAME SEED, and end with the process PARENT. The exit code: 0 if a result was written, 1 for an error, which is
-    in the result's file, 130 if the training was stopped."""
-    out, name, seed, parent = Path(arguments[0]), arguments[1], int(arguments[2]), int(arguments[3])
-    die_with_parent(parent, signal.SIGKILL)
+    """Train OUT NAME SEED. The exit code: 0 if a result was written, 1 for an error, which is in the result's file, 130 if the
+    training was stopped. When the process that holds the other end of standard input dies, this one dies at once."""
+    out, name, seed = Path(arguments[0]), arguments[1], int(arguments[2])
+    threading.Thread(target=die_after, args=(0,), daemon=True).start()
     experiment = EXPERIMENTS[name]
     file = out / f"{part_name(experiment, seed)}.json"
     try:

@@ -27,8 +27,13 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
+    "meta-llama/Llama-3.2-3B-Instruct": {
+        "model_type": "llama", "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
-"""The models of the recipes, with the values of their `config.json` on the hub, so that planning for them needs no network."""
+"""The models of the examples, with the values of their `config.json` on the hub, so that planning for them needs no network."""
 COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose parameters the formulas count."""
 OTHER = (
