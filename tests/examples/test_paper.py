@@ -178,7 +178,9 @@ def test_bad_input_names_the_culprit(capsys: pytest.CaptureFixture[str], tmp_pat
     for arguments, said in [
         (["spidr"], "there is no experiment 'spidr': did you mean 'spider'?"),
         (["x"], "there is no experiment 'x': give spider, musique, calcx"),
-        (["--seeds", "0"], "--seeds 0: an experiment is trained at least once"),
+        (["--seeds", "0"], "--seeds 0: give a number of 1 or more"),
+        (["--steps", "-1"], "--steps -1: give a number of 1 or more"),
+        (["--held-out", "0"], "--held-out 0: give a number of 1 or more"),
         (["--size", "cores", "--model", "m"], "--model is for --size full"),
         (["--size", "cores", "--cluster", "1x1"], "--cluster is for --size full"),
     ]:
@@ -433,7 +435,9 @@ def test_the_page_of_full_size_names_the_published_settings() -> None:
 
 
 def test_options_are_compared_by_their_values(tmp_path: Path) -> None:
-    Options(set=("a=1",)).keep(tmp_path)
+    Options(set=("b=1",)).keep(tmp_path)
+    Options(set=("a=1",)).keep(tmp_path)  # nothing was begun with the others
+    (tmp_path / "spider-0").mkdir()
     Options(set=("a=1",), data="elsewhere", store="sqlite:///x").keep(tmp_path)
     with pytest.raises(ConfigError, match=r"--set a=1, and now it is \(none\)"):
         Options().keep(tmp_path)

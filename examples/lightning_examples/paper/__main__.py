@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check, then run every training that has no result yet. The exit code: 0 if all trainings have a result, 1 if something is
     missing or failed, 130 if the command was stopped."""
     given = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         experiments, options = chosen(given.experiments), _options(given)
         seeds = SEEDS[options.size] if given.seeds is None else given.seeds
-        if seeds < 1:
-            raise ConfigError(f"--seeds {seeds}: an experiment is trained at least once")
+        for option, number in (("seeds", seeds), ("steps", options.steps), ("held-out", options.held_out)):
+            if number is not None and number < 1:
+                raise ConfigError(f"--{option} {number}: give a number of 1 or more")
         if absent := missing(experiments, options, seeds, given.out):
             _list(absent)
             return 1
@@ -58,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(experiments: Sequence[Experiment], options: Options, seeds: int, out: Path) -> int:
     # In the order of seeds, so that whoever stops early has all experiments.
     parts = [(each, seed) for seed in range(seeds) for each in experiments]
+    told = cost(experiments, options, seeds)  # settings that are none are refused here, before anything is written
     with claim_folder(out):
         options.keep(out)
-        say(escape(cost(experiments, options, seeds)))
+        say(escape(told))
         results = {(each.name, seed): read_result(_file(out, each, seed)) for each, seed in parts}
         for each, seed in parts:
             known = results[each.name, seed]
@@ -162,4 +163,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the training may save its work
     sys.exit(main())

@@ -105,12 +105,12 @@ class Options:
         return (f"trainer.seed={seed}", *steps, *self.set)
 
     def keep(self, folder: Path) -> None:
-        """Write the options into a folder, or compare them with those that its results were made with.
+        """Write the options into a folder; if a training began in it, compare them with those that it began with.
 
-        Raises `ConfigError` if a number could be different: only where data and database are may change.
+        Raises `ConfigError` if a result could be another one: only where data and database are may change.
         """
         file = folder / "options.json"
-        if not file.exists():
+        if not any(path for name in EXPERIMENTS for path in folder.glob(f"{name}-*")):
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
             partial.replace(file)
