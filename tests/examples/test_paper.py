@@ -15,7 +15,7 @@ from typing import Any, Self
 import lightning
 import pytest
 from lightning.cli.check import Extra, ProbeError
-from lightning.config import Config
+from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, EngineError, MissingExtraError
 from lightning.types import Task
 from lightning_examples.paper import __main__ as command
@@ -163,6 +163,11 @@ def test_trainings_that_have_a_result_need_no_disk(
 ) -> None:
     machine(disk=150e9)  # two trainings keep 64 GB each, and 48 GB more are written before the last is deleted
     assert [each.name for each in missing(FEW[:1], options, 2, tmp_path)] == ["disk"]
+    (tmp_path / "spider-1").mkdir()
+    with (tmp_path / "spider-1" / "state").open("wb") as state:
+        state.truncate(60 * 10**9)  # an unfinished training keeps what it has
+    assert missing(FEW[:1], options, 2, tmp_path) == []
+    (tmp_path / "spider-1" / "state").unlink()
     write_result(tmp_path / "spider-0.json", result(FEW[0]))
     assert missing(FEW[:1], options, 2, tmp_path) == []
 
@@ -191,6 +196,19 @@ def test_bad_input_names_the_culprit(capsys: pytest.CaptureFixture[str], tmp_pat
     assert f"there is no folder {tmp_path / 'spider'}" in shown.out
     assert "so nothing was begun" in shown.err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_it_costs_is_counted(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(experiment: Experiment, options: Options, seed: int) -> SetUp:
+        config = with_settings(Config(), {"trainer.steps": 10, "trainer.eval_every": 4, "trainer.tasks_per_step": 3})
+        grpo = lightning.LightningRL("grpo", group_size=8)
+        return SetUp("m", "torch", grpo, (), config, lambda task, llm: 0.0, [Task("?")], [Task("!")] * 5)
+
+    monkeypatch.setattr(check, "set_up", made)
+    assert (
+        "Trainings, one after the other: 6 (seeds of each experiment: 2). In all of them: 60 steps, 1,440 training rollouts, "
+        "120 held-out rollouts. The time is not known" in check.cost(FEW, options, 2)
+    )
 
 
 def test_experiments_come_in_the_paper_s_order() -> None:

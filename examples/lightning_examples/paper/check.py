@@ -5,6 +5,7 @@ The invariant: looking changes nothing and fetches nothing but a model's `config
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,26 +51,23 @@ def missing(experiments: Sequence[Experiment], options: Options, seeds: int, out
     """Everything that is missing for these experiments; empty if they can begin. Raises `ConfigError` for settings that are
     none."""
     found = list(_packages(experiments, options))
-    left = sum(_is_left(each, seed, out) for each in experiments for seed in range(seeds))
     if options.size == "cores":
         return [*found, *_disk(LEAST_DISK, out)]
-    config = full_size(
-        experiments[0].name, options.cluster, options.overrides(0)
-    )  # the machine's settings are the same in all experiments
-    found += [absent for each in experiments for absent in _data(each, options)]
+    # What is asked of the machine is the same in all experiments.
+    config = full_size(experiments[0].name, options.cluster, options.overrides(0))
+    for each in experiments:
+        found += _data(each, options)
     found += [*_gpus(options), *_model(options.model)]
     try:
         shape = read_shape(options.model)
     except ConfigError as error:
-        return [
-            *found,
-            Missing("the model's size", str(error), "memory and disk are not checked without it"),
-            *_disk(0.0, out),
-        ]
+        return [*found, Missing("the model's size", str(error), "without it memory and disk cannot be checked")]
     found += [*_gpu_memory(shape, options, config), *_machine_memory(shape, options)]
+    left = [folder for each in experiments for seed in range(seeds) if (folder := _unfinished(each, seed, out))]
+    there = sum(file.stat().st_size for folder in left for file in folder.rglob("*") if file.is_file())
     # Each training keeps its states and its model; one state more lies there while it is written.
-    each = (12 * config.trainer.keep_checkpoints + 4) * shape.parameters
-    return [*found, *_disk(left * each + 12 * shape.parameters, out)]
+    kept = (12 * config.trainer.keep_checkpoints + 4) * shape.parameters
+    return [*found, *_disk(len(left) * kept + 12 * shape.parameters - there, out)]
 
 
 def cost(experiments: Sequence[Experiment], options: Options, seeds: int) -> str:
@@ -78,15 +76,14 @@ def cost(experiments: Sequence[Experiment], options: Options, seeds: int) -> str
     for each in experiments:
         made = set_up(each, options, 0)
         trainer = made.config.trainer
-        evaluations = 1 + -(
-            -trainer.steps // (trainer.eval_every or trainer.steps)
-        )  # the untrained policy, and the last one
+        # The untrained policy, every so many steps, and the last one.
+        evaluations = 1 + math.ceil(trainer.steps / (trainer.eval_every or trainer.steps))
         steps += seeds * trainer.steps
         trained += seeds * trainer.steps * trainer.tasks_per_step * made.algorithm.group_size
         held_out += seeds * evaluations * len(made.val)
     first = (
-        f"{len(experiments) * seeds} trainings, one after the other (seeds of each experiment: {seeds}): {steps:,} steps, "
-        f"{trained:,} training rollouts and {held_out:,} held-out rollouts."
+        f"Trainings, one after the other: {len(experiments) * seeds} (seeds of each experiment: {seeds}). In all of them: "
+        f"{steps:,} steps, {trained:,} training rollouts, {held_out:,} held-out rollouts."
     )
     if options.size == "cores":
         return f"{first} With the demonstrations' own steps a training took 5 to 7 minutes on two otherwise idle cores."
@@ -96,9 +93,11 @@ def cost(experiments: Sequence[Experiment], options: Options, seeds: int) -> str
     )
 
 
-def _is_left(experiment: Experiment, seed: int, out: Path) -> bool:
-    result = read_result(out / f"{part_name(experiment, seed)}.json")
-    return result is None or bool(result["error"])
+def _unfinished(experiment: Experiment, seed: int, out: Path) -> Path | None:
+    """The folder of a training that has no result yet; None where it has one."""
+    name = part_name(experiment, seed)
+    result = read_result(out / f"{name}.json")
+    return out / name if result is None or result["error"] else None
 
 
 def _packages(experiments: Sequence[Experiment], options: Options) -> Iterator[Missing]:
