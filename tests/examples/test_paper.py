@@ -163,6 +163,7 @@ def test_trainings_that_have_a_result_need_no_disk(
 ) -> None:
     machine(disk=150e9)  # two trainings keep 64 GB each, and 48 GB more are written before the last is deleted
     assert [each.name for each in missing(FEW[:1], options, 2, tmp_path)] == ["disk"]
+    assert missing(FEW[:1], replace(options, set=("engine.lora.rank=16",)), 2, tmp_path) == []
     (tmp_path / "spider-1").mkdir()
     with (tmp_path / "spider-1" / "state").open("wb") as state:
         state.truncate(60 * 10**9)  # an unfinished training keeps what it has

@@ -66,8 +66,10 @@ def missing(experiments: Sequence[Experiment], options: Options, seeds: int, out
     left = [folder for each in experiments for seed in range(seeds) if (folder := _unfinished(each, seed, out))]
     there = sum(file.stat().st_size for folder in left for file in folder.rglob("*") if file.is_file())
     # Each training keeps its states and its model; one state more lies there while it is written.
-    kept = (12 * config.trainer.keep_checkpoints + 4) * shape.parameters
-    return [*found, *_disk(len(left) * kept + 12 * shape.parameters - there, out)]
+    lora = config.engine.lora
+    state = 12 * (shape.adapters(lora.rank) if lora else shape.parameters)
+    kept = config.trainer.keep_checkpoints * state + 4 * shape.parameters
+    return [*found, *_disk(len(left) * kept + state - there, out)]
 
 
 def cost(experiments: Sequence[Experiment], options: Options, seeds: int) -> str:
@@ -232,4 +234,6 @@ def _disk(need: float, out: Path) -> Iterator[Missing]:
     free = shutil.disk_usage(there).free
     if free < need:
         found = f"{there} has {free / GIGA:.0f} GB free, and all trainings keep about {need / GIGA:.0f} GB"
-        yield Missing("disk", found, "an --out on another disk, fewer --seeds, or --set trainer.keep_checkpoints=1")
+        yield Missing(
+            "disk", found, "an --out on another disk, fewer --seeds, or adapters alone (--set engine.lora.rank=16)"
+        )
