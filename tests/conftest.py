@@ -39,7 +39,7 @@ os.environ.setdefault("LIGHTNING_VLLM_SECRET", "the secret of every vLLM in thes
 FRAMEWORKS = (
     "adapters/autogen/", "adapters/langchain/", "adapters/openai_agents/", "adapters/otel/test_contract.py",
     "adapters/otel/test_provider.py",
-    "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_multi_gpu_agents", "examples/test_rag_",
+    "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_paper_agents", "examples/test_rag_",
     "examples/test_sql_",
     "plugins/branching/test_branch_frameworks.py", "plugins/branching/test_replay_clients.py",
     "plugins/branching/test_replay_frameworks.py",

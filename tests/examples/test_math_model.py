@@ -91,12 +91,9 @@ def test_without_arguments_the_tiny_model_is_trained_on_generated_problems(monke
     assert len(made.tasks) == 440
 
 
-@pytest.mark.parametrize(("option", "file"), [("--calcx", "calc_x.jsonl"), ("--gsm8k", "gsm8k.jsonl")])
-def test_data_and_another_model_are_trained_with_full_size_settings(
-    monkeypatch: pytest.MonkeyPatch, option: str, file: str
-) -> None:
+def test_gsm8k_and_another_model_are_trained_with_full_size_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_TRAINER__STEPS", "7")
-    made = ran(monkeypatch, option, str(DATA / file), "--model", "Qwen/Qwen2.5-1.5B-Instruct")
+    made = ran(monkeypatch, "--gsm8k", str(DATA / "gsm8k.jsonl"), "--model", "Qwen/Qwen2.5-1.5B-Instruct")
     assert made.model == "Qwen/Qwen2.5-1.5B-Instruct"
     assert (made.config.engine.lr, made.config.trainer.steps) == (1e-6, 7)
     assert len(made.tasks) == 3

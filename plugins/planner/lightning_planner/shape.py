@@ -32,6 +32,12 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": tied,
     }
     for name, (hidden, layers, heads, intermediate, tied) in _QWEN3.items()
+} | {
+    "meta-llama/Llama-3.2-3B-Instruct": {
+        "model_type": "llama", "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    }
 }  # fmt: skip
 """Models with the values of their `config.json` on the hub, so that planning for them needs no network."""
 COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

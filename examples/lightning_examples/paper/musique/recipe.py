@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_examples.multi_gpu.musique.agent import PARAGRAPHS, agent
-from lightning_examples.multi_gpu.musique.prepare import CORPUS
-from lightning_examples.multi_gpu.recipe import Recipe
+from lightning_examples.paper.musique.agent import PARAGRAPHS, agent
+from lightning_examples.paper.musique.prepare import CORPUS
+from lightning_examples.paper.recipe import Recipe
 from lightning_examples.rag_openai_agents.agent import Library
 from lightning_examples.rag_openai_agents.retriever import bm25_of
 
@@ -23,7 +23,6 @@ def over(folder: Path) -> Agent:
 
 RECIPE = Recipe(
     agent=over,
-    settings=Path(__file__).with_name("settings.toml"),
     # Published for retrieval: 4 (Agent Lightning's two examples), 5 (Search-R1). F1 makes few ties, so that 4 would do for
     # the mean; 8 halve the variance of the group's baseline, and siblings share their first search's prompt in the cache.
     # A KL penalty is published for MuSiQue by nobody. Search-R1 has 0.001 with k3; if the length of replies runs away, set it

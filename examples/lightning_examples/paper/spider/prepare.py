@@ -1,4 +1,4 @@
-"""`python -m lightning_examples.multi_gpu.spider.prepare FOLDER`: Spider's archive, and tasks made of it.
+"""`python -m lightning_examples.paper.spider.prepare FOLDER`: Spider's archive, and tasks made of it.
 
 Spider (arXiv 1809.08887, CC BY-SA 4.0) is at https://yale-lily.github.io/spider: an archive of 200 MB in Google Drive.
 """
@@ -12,8 +12,8 @@ from typing import cast
 
 from lightning.types import Task
 
-from lightning_examples.multi_gpu.fetch import archive_folder, write_tasks
-from lightning_examples.multi_gpu.recipe import TRAIN, VAL
+from lightning_examples.paper.fetch import archive_folder, write_tasks
+from lightning_examples.paper.recipe import TRAIN, VAL
 from lightning_examples.sql_langchain.execution import execute
 from lightning_examples.sql_langchain.spider import read_spider
 

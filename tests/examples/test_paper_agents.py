@@ -18,13 +18,13 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.types import LLM, Rollout, Run, Task
 from lightning_examples.math_autogen import agent as math_autogen
-from lightning_examples.multi_gpu import train
-from lightning_examples.multi_gpu.calcx.agent import MAX_CALLS, grade
-from lightning_examples.multi_gpu.calcx.agent import agent as mathematician
-from lightning_examples.multi_gpu.fetch import write_tasks
-from lightning_examples.multi_gpu.musique import agent as musique
-from lightning_examples.multi_gpu.recipe import CLUSTERS, TRAIN, VAL
-from lightning_examples.multi_gpu.spider import agent as spider
+from lightning_examples.paper.calcx.agent import MAX_CALLS, grade
+from lightning_examples.paper.calcx.agent import agent as mathematician
+from lightning_examples.paper.experiments import EXPERIMENTS, Options, recipe_of, set_up
+from lightning_examples.paper.fetch import write_tasks
+from lightning_examples.paper.musique import agent as musique
+from lightning_examples.paper.recipe import CLUSTERS, TRAIN, VAL
+from lightning_examples.paper.spider import agent as spider
 from lightning_examples.rag_openai_agents.agent import Library
 from lightning_examples.rag_openai_agents.retriever import Document, save_corpus
 from lightning_examples.sql_langchain import DATABASES
@@ -121,7 +121,7 @@ def test_an_answer_within_a_hundredth_is_right(reply: str, reward: float) -> Non
 async def research(folder: Path, *replies: Reply) -> tuple[float, list[dict[str, Any]]]:
     """One rollout of the agent that the recipe makes for a folder, through the gateway."""
     save_corpus(DOCUMENTS, folder / "corpus.jsonl")
-    agent: Any = train.recipe("musique").agent(folder)
+    agent: Any = recipe_of(EXPERIMENTS["musique"]).agent(folder)
     assert isinstance(agent.keywords["library"], Library)
     async with AsyncExitStack() as stack:
         store = MemoryStore()
@@ -158,38 +158,24 @@ async def test_the_researcher_ends(tmp_path: Path) -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-class Trainer:
-    """Takes what the real one takes, and notes it."""
-
-    made: Trainer
-
-    def __init__(self, model: str, algorithm: lightning.LightningRL, **named: Any) -> None:
-        self.model, self.algorithm, self.named = model, algorithm, named
-        Trainer.made = self
-
-    def fit(self, agent: Any, train: list[Task], val: list[Task]) -> None:
-        self.fitted = agent, train, val
-
-
 @pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("name", train.RECIPES)
-def test_a_recipe_s_parts_reach_the_trainer(
-    name: str, cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lightning, "Trainer", Trainer)
-    save_corpus(DOCUMENTS, tmp_path / "corpus.jsonl")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_recipe_s_parts_are_put_together(name: str, cluster: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    save_corpus(DOCUMENTS, folder / "corpus.jsonl")
     for file in (TRAIN, VAL):
-        write_tasks([Task(file)], tmp_path / file)
-    train.main(
-        [name, "--data", str(tmp_path), "--cluster", cluster, "--set", "trainer.steps=3", "--out", "a", "--resume"]
-    )
-    made = Trainer.made
-    assert (made.model, made.named["engine"], made.named["resume"]) == ("Qwen/Qwen3-4B", "verl", True)
-    assert made.named["config"].trainer.steps == 3
-    assert made.named["config"].engine.verl.world_size == {"1x8": 4, "2x8": 8}[cluster]
-    assert made.named["config"].runner.preload == (f"lightning_examples.multi_gpu.{name}.agent",)
-    assert made.named["train_agents"] == (("write", "rewrite") if name == "spider" else ())
+        write_tasks([Task(file)], folder / file)
+    made = set_up(EXPERIMENTS[name], Options(cluster=cluster, data=str(tmp_path), set=("trainer.steps=3",)), seed=2)
+    assert made.model == "Qwen/Qwen3-4B"
+    assert made.engine == ("torch" if cluster == "1x1" else "verl")
+    assert (made.config.trainer.steps, made.config.trainer.seed) == (3, 2)
+    assert made.config.trainer.max_staleness == (0 if cluster == "1x1" else 1)
+    if made.engine == "verl":
+        assert made.config.engine.verl.world_size == {"1x8": 4, "2x8": 8}[cluster]
+    assert made.config.runner.preload == (f"lightning_examples.paper.{name}.agent",)
+    assert made.train_agents == (("write", "rewrite") if name == "spider" else ())
+    assert isinstance(made.algorithm, lightning.LightningRL)
     assert (made.algorithm.group_size, made.algorithm.clip_high, made.algorithm.kl_coefficient) == (8, 0.3, 0.0)
-    agent, tasks, val = made.fitted
-    assert callable(agent)
-    assert [task.input for task in (*tasks, *val)] == [TRAIN, VAL]
+    assert callable(made.agent)
+    assert [task.input for task in (*made.train, *made.val)] == [TRAIN, VAL]

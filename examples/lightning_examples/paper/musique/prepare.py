@@ -1,4 +1,4 @@
-"""`python -m lightning_examples.multi_gpu.musique.prepare FOLDER`: MuSiQue's archive, tasks made of it, and the corpus.
+"""`python -m lightning_examples.paper.musique.prepare FOLDER`: MuSiQue's archive, tasks made of it, and the corpus.
 
 MuSiQue (arXiv 2108.00573, CC BY 4.0) is at https://github.com/StonyBrookNLP/musique; its `download_data.sh` names the archive
 in Google Drive. The corpus are the paragraphs of all questions, to train on and held out.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lightning_examples.multi_gpu.fetch import archive_folder, write_tasks
-from lightning_examples.multi_gpu.recipe import TRAIN, VAL
+from lightning_examples.paper.fetch import archive_folder, write_tasks
+from lightning_examples.paper.recipe import TRAIN, VAL
 from lightning_examples.rag_openai_agents.musique import read_musique
 from lightning_examples.rag_openai_agents.retriever import load_corpus, save_corpus
 

@@ -10,7 +10,7 @@ from autogen_agentchat.agents import AssistantAgent
 
 from lightning_examples.math_autogen.agent import ANSWER, NAME, client_of
 from lightning_examples.math_autogen.tasks import number
-from lightning_examples.multi_gpu.calcx.calculator import calculator
+from lightning_examples.paper.calcx.calculator import calculator
 
 if TYPE_CHECKING:
     from lightning import LLM, Task

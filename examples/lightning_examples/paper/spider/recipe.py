@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from lightning_examples.multi_gpu.recipe import Recipe
-from lightning_examples.multi_gpu.spider.agent import agent
+from lightning_examples.paper.recipe import Recipe
+from lightning_examples.paper.spider.agent import agent
 
 RECIPE = Recipe(
     agent=lambda _folder: agent,  # the tasks say where their databases are
-    settings=Path(__file__).with_name("settings.toml"),
     # Published: 4, with a model of 1.5B. Only groups with both right and wrong rollouts teach. With a success rate of 0.73,
     # where that run ended, 1 - 0.73^n - 0.27^n of them are mixed, if all questions were alike: 71 % with 4, 92 % with 8.
     group_size=8,

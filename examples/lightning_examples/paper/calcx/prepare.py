@@ -1,4 +1,4 @@
-"""`python -m lightning_examples.multi_gpu.calcx.prepare FOLDER`: Calc-X by the library `datasets`, and tasks made of it.
+"""`python -m lightning_examples.paper.calcx.prepare FOLDER`: Calc-X by the library `datasets`, and tasks made of it.
 
 Calc-X (arXiv 2305.15017) is at https://huggingface.co/datasets/MU-NLPC/Calc-X: 319,169 problems to train on, made of GSM8K,
 Ape210K, AQuA-RAT, MathQA, SVAMP, MAWPS and ASDiv; 3,277 to validate on and 6,096 to test with.
@@ -16,8 +16,8 @@ from typing import Any
 from lightning.errors import MissingExtraError
 
 from lightning_examples.math_autogen.tasks import read_calcx
-from lightning_examples.multi_gpu.fetch import write_tasks
-from lightning_examples.multi_gpu.recipe import TRAIN, VAL
+from lightning_examples.paper.fetch import write_tasks
+from lightning_examples.paper.recipe import TRAIN, VAL
 
 log = logging.getLogger(__name__)
 
