@@ -59,7 +59,10 @@ async def test_a_run_says_which_tool_failed_most_by_whom_and_with_which_argument
     assert first["arguments that fail"] == "by is 0: 16 of 16 different runs failed"
     assert first["most frequent error"].startswith("ZeroDivisionError: division by zero")
     assert (second["tool"], second["failed"], second["arguments that fail"]) == ("look", "0", "")
-    assert facts(blocks)["failed most"] == ("divide", "called by solver: 16 of 32; by is 0: 16 of 16 different runs failed")
+    assert facts(blocks)["failed most"] == (
+        "divide",
+        "called by solver: 16 of 32; by is 0: 16 of 16 different runs failed",
+    )
     assert facts(blocks)["reward with a failed tool minus without"][0] == "-0.750"
     of_all = texts(blocks["Reward with and without a failed tool"])[0]
     assert (of_all["reward with it"], of_all["reward without"], of_all["rollouts with it"]) == ("0.250", "1.000", "16")
