@@ -39,7 +39,7 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
-from lightning_console.queries.scan import LONGEST, MOST_BYTES, OddCall, Scan, Scanned, scan_of
+from lightning_console.queries.scan import LONGEST, MOST_BYTES, MOST_KEPT, OddCall, Scan, Scanned, scan_of
 from lightning_console.queries.tool_stats import (
     Arguments,
     RewardBeside,
@@ -90,10 +90,17 @@ async def page(places: Places, address: Address) -> Page:
 def scan_notices(scan: Scan) -> list[Block]:
     """Say what of a run was not read, or not kept."""
     notices = []
+    of = f" of {count(scan.total)}" if scan.total else ""
     if not scan.whole:
-        of = f" of {count(scan.total)}" if scan.total else ""
         detail = "everything below is about these; the rest is being read, and the page completes itself"
         notices.append(Notice(f"{count(len(scan.rollouts))}{of} rollouts were read so far", "warn", detail))
+    elif scan.full:
+        detail = (
+            f"the console keeps at most {MOST_KEPT >> 20} MB of rollouts and tool runs: everything below is about these"
+        )
+        notices.append(Notice(f"only {count(len(scan.rollouts))}{of} rollouts were read", "warn", detail))
+    elif (newer := scan.total - len(scan.rollouts)) > 0:
+        notices.append(Notice(f"{count(newer)} newer rollouts are not read yet", "muted", "the page adds them later"))
     if scan.left_out:
         detail = f"the console keeps at most {MOST_BYTES >> 20} MB of texts: these are not searched; tools are counted"
         notices.append(Notice(f"{count(scan.left_out)} texts are left out", "warn", detail))
@@ -354,7 +361,10 @@ def _rewards(rollouts: Sequence[Scanned], lines: Sequence[ToolLine], every: Rewa
         ),
         Column("how sure"),
     ]
-    note = "failed rollouts count as 0; what a failed tool costs is not proved by this: the same mistake may cause both"
+    note = (
+        "failed rollouts count as 0; branches, and rollouts that were lost to the infrastructure, are left out. This does not "
+        "prove what a failed tool costs: the same mistake may cause both"
+    )
     return Table(columns, rows, title="Reward with and without a failed tool", note=note)
 
 
