@@ -15,6 +15,8 @@ from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.trainer.context import mark_over
 from lightning.types import Json, Rollout, Run, Status, Task, ToolEvent
+from lightning_console.answers import Tools
+from lightning_console.export import links_of
 from lightning_console.places import Places
 from lightning_console.queries import scan
 from lightning_console.queries.scan import Scanned, ToolRun
@@ -25,6 +27,7 @@ from lightning_console.queries.tool_stats import (
     share_interval,
     tool_lines,
 )
+from lightning_console.router import Address
 from lightning_record.exchanges import Flag
 
 from tests.plugins.console.made_tools import MARKUP, OFFERED, asked, one, write
@@ -87,7 +90,7 @@ async def test_a_tool_opens_its_arguments_errors_and_rollouts_and_a_step_its_own
     assert failed["rows"][0][0]["to"] == to("rollout", "run", "run/1/0/0", call=1)
     (course,) = tool["Failed tool runs over steps"]["series"]
     assert course["points"] == [[1, 0.5], [2, 0.5]]
-    assert course["to"][0] == to("tools", "run", tool="divide", agent="solver", step=1)
+    assert course["to"][0] == to("tools", "run", tool="divide", agent="solver", step=1, split="train")
     step = await shown(places, to("tools", "run", step=1))
     assert facts(step)["tool runs"][0] == "32"
     rollout = await shown(places, to("tools", "run", rollout="run/1/0/0"))
@@ -100,10 +103,25 @@ async def test_the_pages_of_a_run_a_step_and_a_rollout_have_the_links(store: Mem
     places = places_of(store)
     for address, found in (
         ("run/run", "tools/run"),
-        ("step/run/1", to("tools", "run", step=1)),
+        ("step/run/1", to("tools", "run", step=1, split="train")),
+        ("step/run/1", to("search", "run", step=1, split="train")),
         (to("rollout", "run", "run/1/0/0"), to("tools", "run", rollout="run/1/0/0")),
     ):
         assert f'"{found}"' in json.dumps((await shown(places, address))["page"].to_json()), address
+
+
+async def test_a_step_is_not_mixed_with_the_evaluation_after_it(store: MemoryStore) -> None:
+    await write(store, groups=2)
+    held_out = Rollout("run/val/1/0", "run", Task("held out"), "run/val/1", split="val", step=1)
+    await store.create_rollouts([held_out])
+    places = places_of(store)
+    links = [
+        link for link in links_of((await shown(places, "step/run/1"))["page"].to_json()) if link.startswith("tools/")
+    ]
+    assert facts(await shown(places, links[0]))["rollouts"] == ("4", "4 training")
+    assert facts(await shown(places, "tools/run"))["rollouts"] == ("9", "8 training, 1 held-out")
+    told = await Tools(places).tools("run", step=1)
+    assert Address.parse(told["address"]).option("split") == "train"
 
 
 async def test_invented_tools_and_arguments_and_calls_that_never_ran_are_named(store: MemoryStore) -> None:

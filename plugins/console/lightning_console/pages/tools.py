@@ -112,11 +112,13 @@ def scan_notices(scan: Scan) -> list[Block]:
 
 
 def more_links(found: Located, **of: str | int) -> Notices:
-    """Return links from the page of a run, a step (`step=`) or a rollout (`rollout=`) to its tools and to the search."""
+    """Return links from the page of a run, a step (`step=`) or a rollout (`rollout=`) to its tools and to the search. Those of
+    a step are about its training rollouts: held-out rollouts of an evaluation after the step have its number, too."""
+    of |= {"split": "train"} if "step" in of else {}
     links = [Link("tools: which failed, and with which arguments", to("tools", found.key, **of))]
     if "rollout" not in of:
         links.append(Link("search in prompts, answers, tools and errors", to("search", found.key, **of)))
-    return Notices([Notice("Tool runs and texts of these rollouts:", links=links)], title="Look further")
+    return Notices([Notice("Tool runs and texts of these rollouts:", links=links)], title="Tools and texts")
 
 
 def _title(found: Located, address: Address) -> str:
@@ -158,7 +160,7 @@ def _blocks(found: Located, address: Address, rollouts: Sequence[Scanned]) -> li
     beside = reward_beside(rollouts, {rollout.id for rollout, run in used if run.failed})
     blocks: list[Block] = [
         *_words(lines, rollouts),
-        _facts(address, lines, arguments, beside),
+        _facts(address, rollouts, lines, arguments, beside),
         _table(address, lines, arguments),
     ]
     if tool:
@@ -204,7 +206,13 @@ def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block
     return [Notices(notices)] if notices else []
 
 
-def _facts(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Arguments], beside: RewardBeside) -> Facts:
+def _facts(
+    address: Address,
+    rollouts: Sequence[Scanned],
+    lines: Sequence[ToolLine],
+    arguments: Sequence[Arguments],
+    beside: RewardBeside,
+) -> Facts:
     runs, failed, known = (sum(getattr(line, name) for line in lines) for name in ("runs", "failed", "known"))
     worst = next(iter(lines), None)
     tools, agents = len({line.tool for line in lines}), len({line.agent for line in lines})
@@ -228,8 +236,15 @@ def _facts(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Argu
             )
         )
     if not address.option("rollout"):
-        facts.append(_reward_fact(beside))
+        facts += [_reward_fact(beside), Fact("rollouts", count(len(rollouts)), split_text(rollouts))]
     return Facts(facts)
+
+
+def split_text(rollouts: Sequence[Scanned]) -> str:
+    """Say how many of some rollouts are training rollouts, held-out ones or of another kind."""
+    names = {"train": "training", "val": "held-out"}
+    kinds = Counter(names.get(each.split, each.split) for each in rollouts)
+    return ", ".join(f"{count(number)} {kind}" for kind, number in kinds.most_common())
 
 
 def _several(number: int, noun: str) -> str:
@@ -397,7 +412,7 @@ def _course(address: Address, lines: Sequence[ToolLine]) -> Chart:
             Series(
                 f"{line.tool}, called by {line.agent}",
                 [(step, value) for step, value, _ in points],
-                to=[str(address.having(step=step, cursor=None)) for step, _, _ in points],
+                to=[str(address.having(step=step, split="train", cursor=None)) for step, _, _ in points],
                 hints=[f"{count(runs)} runs" for _, _, runs in points],
             )
         )
