@@ -240,8 +240,9 @@ class Tools:
 
     async def tools(self, run: str, tool: str = "", step: int = 0) -> dict[str, Any]:
         """The tools of a run by agent: runs, failures, errors, the arguments that fail, the reward beside them, and calls of
-        tools that were not offered; of one `tool`, or of the rollouts of one `step`."""
-        options = {name: value for name, value in (("tool", tool), ("step", str(step) if step else "")) if value}
+        tools that were not offered; of one `tool`, or of the training rollouts of one `step`."""
+        of_step = {"step": str(step), "split": "train"} if step else {}
+        options = {**({"tool": tool} if tool else {}), **of_step}
         return await self._show(Address("tools", (run,), options))
 
     async def search(

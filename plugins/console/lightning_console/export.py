@@ -174,8 +174,9 @@ def _texts(item: object) -> Iterable[str]:
 
 
 def _is_followed(link: str, runs: frozenset[str]) -> bool:
-    """Return whether an export follows a link: not to pages of runs outside `runs`, unless `runs` is empty; not to a search,
-    which needs the store; and of failed tool runs only to the first ones, so that other rollouts have room."""
+    """Return whether an export follows a link: not to pages of runs outside `runs` or comparisons with them, unless `runs` is
+    empty; not to a search, which needs the store; and of failed tool runs only to the first ones, so that other rollouts
+    have room."""
     try:
         address = Address.parse(link)
     except DataError:
@@ -184,6 +185,9 @@ def _is_followed(link: str, runs: frozenset[str]) -> bool:
         return False
     if address.page == "tools" and "cursor" in address.options:
         return False
+    if runs and address.page in ("compare", "versions"):
+        named = address.option("runs" if address.page == "compare" else "of").split(",")
+        return all(name.rpartition("@")[0] in runs or name in runs for name in named)
     of_a_run = address.page in ("run", "metrics", "step", "pushed", "group", "rollout", "rewards", "tools")
     return not (runs and of_a_run) or (bool(address.about) and address.about[0] in runs)
 

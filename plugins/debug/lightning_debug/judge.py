@@ -94,9 +94,10 @@ class Judgements:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = Path(file).expanduser() if file else cache / "lightning" / "judgements.db"
 
-    def get(self, key: str) -> Answer | None:
-        """Return the kept answer to the question with this key; None if there is none."""
-        with self._opened() as database:
+    def get(self, key: str, *, make: bool = True) -> Answer | None:
+        """Return the kept answer to the question with this key; None if there is none. Without `make` the file is only read,
+        and must be there."""
+        with self._opened(make=make) as database:
             row = database.execute("SELECT scores, said FROM judgements WHERE key = ?", (key,)).fetchone()
         return None if row is None else Answer(None if row[0] is None else tuple(json.loads(row[0])), row[1])
 
@@ -109,12 +110,15 @@ class Judgements:
         return self.get(key) or answer
 
     @contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
+    def _opened(self, *, make: bool = True) -> Iterator[sqlite3.Connection]:
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with closing(sqlite3.connect(self.file, timeout=60.0)) as database:
-                database.execute("PRAGMA synchronous = FULL")
-                database.execute(TABLE)
+            if make:
+                self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            name = f"{self.file.absolute().as_uri()}?mode={'rwc' if make else 'ro'}"
+            with closing(sqlite3.connect(name, timeout=60.0, uri=True)) as database:
+                if make:
+                    database.execute("PRAGMA synchronous = FULL")
+                    database.execute(TABLE)
                 yield database
         except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigError(
@@ -251,7 +255,7 @@ class Judge:
         found: dict[str, list[Opinion]] = {member.rollout.id: [] for member in judged}
         for sample in range(self.samples):
             order, _, key = asked.asked(sample)
-            answer = kept.get(key)
+            answer = kept.get(key, make=False)
             if answer is None or answer.scores is None:
                 continue
             for member, text in zip(judged, asked.places, strict=True):

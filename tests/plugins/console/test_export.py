@@ -11,7 +11,7 @@ import pytest
 from lightning.errors import ConfigError, DataError
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Rollout, Run, Task
-from lightning_console.export import Exported, export_pages, links_of
+from lightning_console.export import Exported, _is_followed, export_pages, links_of
 
 from tests.plugins.console import made_pages
 
@@ -66,6 +66,17 @@ async def test_a_second_export_takes_the_place_of_the_first_and_of_nothing_else(
         await export_pages(place, "run/b", tmp_path / "b")
     with pytest.raises(DataError, match="step/a/1 cannot be exported: A fault"):
         await export_pages(place, "step/a/1", tmp_path / "c")
+
+
+def test_an_export_of_a_run_has_no_comparison_with_another() -> None:
+    runs = frozenset({"a", "a.branches"})
+    followed = ("versions?of=a@0,a@4", "compare?runs=a", "compare?runs=a,a.branches", "metrics/a", "runs")
+    others = ("versions?of=b@0,b@4", "versions?of=a@4,b@4", "versions", "compare?runs=a,b", "compare", "metrics/b")
+    assert {link: _is_followed(link, runs) for link in (*followed, *others)} == {
+        **dict.fromkeys(followed, True),
+        **dict.fromkeys(others, False),
+    }
+    assert all(_is_followed(link, frozenset()) for link in (*followed, *others))
 
 
 def test_links_are_found_wherever_an_address_is_named() -> None:

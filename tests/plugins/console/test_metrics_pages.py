@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from lightning.store.memory import MemoryStore
+from lightning.trainer.context import mark_over
 from lightning.types import Run, StepRecord
 from lightning_console.answers import answer
 from lightning_console.export import links_of
@@ -82,6 +83,14 @@ async def test_it_is_linked_from_the_run_and_told_to_programs(places: Places) ->
     assert "metrics/run" in set(links_of((await show(places, "run/run")).to_json()))
     told = await answer(places, "run/run?chart=grad_norm", "grad_norm")
     assert told["blocks"][0]["series"][0]["points"][0] == [1, 2.0]
+
+
+@pytest.mark.parametrize("page", ["run/run", "metrics/run"])
+async def test_pages_of_a_run_that_goes_on_are_asked_for_again(places: Places, page: str) -> None:
+    (store,) = (await places.stores()).values()
+    for over in (True, False):
+        await mark_over(store, "run", over)
+        assert (await show(places, page)).live is not over
 
 
 async def test_a_run_without_a_step_says_so(places: Places) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.store.memory import MemoryStore
 from lightning.types import Rollout, Run, StepRecord, Task, Transition
 from lightning_console.answers import answer
 from lightning_console.export import links_of
+from lightning_console.pages.pushed import pushed_of
 from lightning_console.queries import steps
 from lightning_console.router import show
 from lightning_record import exchanges
@@ -92,6 +94,18 @@ def test_the_push_of_each_token_is_kept_where_tokens_differ() -> None:
     even = replace(sample, weights=nothing + 0.5, advantages=nothing + 2)
     alike = steps._calls(member, {0: (even, span)})[0]
     assert (alike.pushes, alike.whole) == ((), 3.0)
+
+
+async def test_what_is_kept_of_a_step_is_small(store: MemoryStore, tmp_path: Path) -> None:
+    await train(store, str(tokenizer(tmp_path / "model")))
+    places = places_of(store)
+    found = await places.find("run")
+    (record,) = await store.steps("run", limit=1)
+    kept = await pushed_of(found, record, None)
+    assert kept is not None
+    assert [each.agent for each in (*kept.up, *kept.down)] == ["solver", "solver"]
+    assert not kept.proof.members
+    assert len(pickle.dumps((kept.up, kept.down, kept.tokens))) < 4_000, "no recorded call is kept with it"
 
 
 async def test_what_is_not_known_is_said(store: MemoryStore) -> None:

@@ -24,7 +24,7 @@ from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_
 from lightning_console.blocks import Page
 from lightning_console.pages.rollout import _consent
 from lightning_console.pages.words import differing, task_text
-from lightning_console.places import Places
+from lightning_console.places import SERVER, Places
 from lightning_console.queries.conversation import one_line
 from lightning_console.router import Address, show
 from lightning_db.keeper import keeper_of
@@ -271,6 +271,8 @@ async def test_what_a_judge_said_stands_beside_the_calls(tmp_path: Path, monkeyp
     assert "judge-1: score 0.25 of 1, with weight 0.5; in this text the rollout is number 2 of 3" in messages[-2]["tag"]
     other = (await shown(places, to("rollout", "run", "run/1/0/1")))["Messages"]["messages"]
     assert "no answer of the judge is kept in" in other[-2]["text"]
+    served = (await shown(Places(stores={SERVER: store}), to("rollout", "run", "run/1/0/0")))["Messages"]["messages"]
+    assert served[-2]["text"] == "what the judge said is kept on the machine that trained the run"
 
 
 async def test_what_a_grader_notes_stands_at_the_end(tmp_path: Path) -> None:

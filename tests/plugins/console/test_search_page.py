@@ -11,9 +11,11 @@ import pytest
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
 from lightning.types import Run
+from lightning_console.places import Places
 from lightning_console.queries import scan, search
 from lightning_console.queries.search import around, folded_of
 from lightning_record.exchanges import Flag
+from lightning_server.projects import Projects
 
 from tests.plugins.console.made_rollouts import tokenizer, train
 from tests.plugins.console.made_tools import MARKUP, one, write
@@ -216,6 +218,26 @@ async def test_a_store_that_fails_and_bad_addresses_are_said(
     monkeypatch.setattr(store, "transitions_of", broken)
     scan._scans.clear()
     assert "the disk is gone" in notices(await found(store, q="km lang"))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+async def test_texts_of_another_project_are_on_no_page(store: MemoryStore, separate: bool) -> None:
+    await store.put_run(Run("theirs", "theirs", {"model": "m"}, project="their-project"))
+    await write(store, "theirs")
+    projects = Projects(store)
+
+    def seen_by(project: str) -> Places:
+        return places_of(projects.of(project) if separate else store, project=project)
+
+    assert "Rollouts 1 to 25 of 32" in await shown(seen_by("their-project"), to("search", "theirs", q="km lang"))
+    for address in (
+        to("search", "theirs", q="km lang"), "tools/theirs", to("tools", "theirs", step=1), "metrics/theirs", "step/theirs/1",
+        "pushed/theirs/1", to("rollout", "theirs", "theirs/1/0/0"), to("compare", runs="theirs"),
+        to("versions", of="theirs@0,theirs@1"),
+    ):  # fmt: skip
+        page = (await shown(seen_by("mine"), address))["page"]
+        assert "there is no run" in (said := json.dumps(page.to_json())), address
+        assert not any(text in said for text in ("km lang", "by zero", "Divide, please")), address
 
 
 async def test_a_run_without_rollouts_has_nothing_to_search(store: MemoryStore) -> None:

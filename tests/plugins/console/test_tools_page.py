@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
+from lightning.trainer.context import mark_over
 from lightning.types import Json, Rollout, Run, Status, Task, ToolEvent
+from lightning_console.answers import Tools
+from lightning_console.export import links_of
 from lightning_console.places import Places
 from lightning_console.queries import scan
 from lightning_console.queries.scan import Scanned, ToolRun
@@ -24,6 +27,7 @@ from lightning_console.queries.tool_stats import (
     share_interval,
     tool_lines,
 )
+from lightning_console.router import Address
 from lightning_record.exchanges import Flag
 
 from tests.plugins.console.made_tools import MARKUP, OFFERED, asked, one, write
@@ -89,7 +93,7 @@ async def test_a_tool_opens_its_arguments_errors_and_rollouts_and_a_step_its_own
     assert failed["rows"][0][0]["to"] == to("rollout", "run", "run/1/0/0", call=1)
     (course,) = tool["Failed tool runs over steps"]["series"]
     assert course["points"] == [[1, 0.5], [2, 0.5]]
-    assert course["to"][0] == to("tools", "run", tool="divide", agent="solver", step=1)
+    assert course["to"][0] == to("tools", "run", tool="divide", agent="solver", step=1, split="train")
     step = await shown(places, to("tools", "run", step=1))
     assert facts(step)["tool runs"][0] == "32"
     rollout = await shown(places, to("tools", "run", rollout="run/1/0/0"))
@@ -102,10 +106,25 @@ async def test_the_pages_of_a_run_a_step_and_a_rollout_have_the_links(store: Mem
     places = places_of(store)
     for address, found in (
         ("run/run", "tools/run"),
-        ("step/run/1", to("tools", "run", step=1)),
+        ("step/run/1", to("tools", "run", step=1, split="train")),
+        ("step/run/1", to("search", "run", step=1, split="train")),
         (to("rollout", "run", "run/1/0/0"), to("tools", "run", rollout="run/1/0/0")),
     ):
         assert f'"{found}"' in json.dumps((await shown(places, address))["page"].to_json()), address
+
+
+async def test_a_step_is_not_mixed_with_the_evaluation_after_it(store: MemoryStore) -> None:
+    await write(store, groups=2)
+    held_out = Rollout("run/val/1/0", "run", Task("held out"), "run/val/1", split="val", step=1)
+    await store.create_rollouts([held_out])
+    places = places_of(store)
+    links = [
+        link for link in links_of((await shown(places, "step/run/1"))["page"].to_json()) if link.startswith("tools/")
+    ]
+    assert facts(await shown(places, links[0]))["rollouts"] == ("4", "4 training")
+    assert facts(await shown(places, "tools/run"))["rollouts"] == ("9", "8 training, 1 held-out")
+    told = await Tools(places).tools("run", step=1)
+    assert Address.parse(told["address"]).option("split") == "train"
 
 
 async def test_invented_tools_and_arguments_and_calls_that_never_ran_are_named(store: MemoryStore) -> None:
@@ -205,6 +224,56 @@ async def test_a_step_is_read_alone_until_the_run_is_read(store: MemoryStore) ->
     forgotten = own_scans(store)[-1]
     scan._scans.remove(forgotten)
     assert forgotten.number_of("a text that is new") is None, "it keeps nothing that is not counted"
+
+
+async def test_rollouts_and_tool_runs_are_bounded_and_the_page_says_so(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan._scans.clear()
+    monkeypatch.setattr(scan, "MOST_KEPT", 30_000)
+    await write(store)
+    blocks = await shown(places_of(store), "tools/run")
+    (made,) = own_scans(store)
+    assert 0 < len(made.rollouts) < 32
+    assert made.kept == sum(each.size for each in made.rollouts.values()) <= 30_000
+    assert f"only {len(made.rollouts)} of 32 rollouts were read" in notices(blocks)
+    assert not blocks["page"].live, "it does not try again for ever"
+
+
+async def test_reading_rests_beside_a_run_that_goes_on_and_ends_once_it_is_forgotten(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan._scans.clear()
+    monkeypatch.setattr("lightning_console.queries.memo.SHARE", 0.0)
+    await write(store, groups=4, over=False)
+    rests: list[float] = []
+    kept = scan.Scan.extend
+
+    async def seen(self: scan.Scan, *given: Any) -> None:
+        rests.append(given[-1])
+        await kept(self, *given)
+
+    monkeypatch.setattr(scan.Scan, "extend", seen)
+    places = places_of(store)
+    places.patience = 60.0
+    await shown(places, "tools/run")
+    await mark_over(store, "run", True)
+    await shown(places, "tools/run")
+    assert rests == [scan.REST, 0.0]
+    lost = scan.Scan(store, "forgotten")
+    await kept(lost, await places.find("run"), None, "", 0.0)
+    assert (lost.rollouts, lost.whole, lost.full) == ({}, False, False)
+
+
+async def test_rollouts_that_came_after_the_last_reading_are_counted(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_console.queries.memo.SHARE", 1e9)
+    await write(store, groups=1, size=2, over=False)
+    places = places_of(store)
+    await shown(places, "tools/run")
+    await store.create_rollouts([Rollout("run/9/0/0", "run", Task("new"), "run/9/0", step=9)])
+    assert "1 newer rollouts are not read yet" in notices(await shown(places, "tools/run"))
 
 
 def own_scans(store: MemoryStore) -> list[scan.Scan]:
@@ -333,6 +402,8 @@ def test_rewards_are_compared_within_groups_alone() -> None:
     apart = reward_beside([*easy, *hard], {each.id for each in hard})
     assert (apart.mean_with, apart.mean_without, apart.difference, apart.interval) == (0.0, 1.0, None, None)
     assert not apart.told_apart
+    branch = replace(rollout_with("easy", {}, True)[0], id="branch", is_branch=True)
+    assert reward_beside([*easy, branch], {"branch"}).with_ == 0, "a branch begins where somebody chose"
     both = [rollout_with(f"t{n}", {"n": n}, bad)[0] for n in range(20) for bad in (True, False)]
     within = reward_beside(
         [replace(each, id=f"{each.group}/{each.score}") for each in both], {f"t{n}/0.0" for n in range(20)}

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import json
 import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,18 @@ def test_what_the_judge_said_is_kept_for_each_rollout_and_read_without_asking(
             assert opinion.text.startswith("Let me see. {")
             assert json.loads(opinion.text.removeprefix("Let me see. "))["scores"][str(opinion.number)] == opinion.score
     assert make(samples=1, temperature=0.5).opinions(recorded) == {}, "another judge was not asked"
+
+
+def test_reading_what_the_judge_said_changes_no_file(
+    make: Callable[..., Judge], recorded: Group, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "somebody's.db"
+    with closing(sqlite3.connect(foreign)) as database, database:
+        database.execute("CREATE TABLE theirs (x)")
+    before = foreign.read_bytes()
+    with pytest.raises(ConfigError, match="no such table"):
+        make(cache=foreign).opinions(recorded)
+    assert foreign.read_bytes() == before
 
 
 def test_a_group_is_judged_side_by_side_in_one_request(

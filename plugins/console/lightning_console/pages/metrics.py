@@ -14,7 +14,7 @@ from lightning_console.blocks import Block, Cell, Chart, Column, Control, Contro
 from lightning_console.pages.words import NONE, count, located, to, trail
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import AXES, Axis, Curves, read_curves
-from lightning_console.queries.runs import SPARK, points_of, thinned
+from lightning_console.queries.runs import SPARK, line_of, points_of, thinned
 from lightning_console.router import Address
 
 MOST: Final = 12
@@ -99,6 +99,7 @@ async def page(places: Places, address: Address) -> Page:
         "Metrics",
         [*picker(address, curves, over), *charts_of(found, curves, address, axis), _table(address, curves)],
         trail(found),
+        live=(await line_of(found.store, found.run, found.url)).state.name == "running",
     )
 
 

@@ -5,8 +5,7 @@ The invariant: pushes are derived as for "why was this token pushed?", and the p
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,13 +13,13 @@ from typing import Final
 from lightning.algorithms.protocol import Algorithm
 from lightning.errors import DataError
 from lightning.trainer.context import read_epochs
-from lightning.types import Rollout, StepRecord, Transition
+from lightning.types import Rollout, StepRecord, Transition, by_key
 from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Notice, Notices, Page, Table
 from lightning_console.pages.words import NONE, count, inside, located, number, share, step_links, to, tone_of, trail
 from lightning_console.places import Located, Places
-from lightning_console.queries.conversation import Vocabulary, one_line, said_by, vocabulary_of
+from lightning_console.queries.conversation import Said, Vocabulary, one_line, said_by, vocabulary_of
 from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.queries.steps import CallCredit, StepProof, prove_step
 from lightning_console.router import Address
@@ -37,14 +36,14 @@ LONGEST: Final = 160
 
 @dataclass(frozen=True, slots=True)
 class PushedCall:
-    """A call that a step trained on, with its credit. `call` is None if it is no longer stored; `number` is its number on the
-    page of its rollout, and `answer` its text on one line. `missing` says why the text is not as it was sent."""
+    """A call that a step trained on, with its credit. `agent` is None if the call is no longer stored; `number` is its number
+    on the page of its rollout, and `answer` its text on one line. `missing` says why the text is not as it was sent."""
 
     rollout: Rollout
     attempt: int
     seq: int
     credit: CallCredit
-    call: Transition | None = None
+    agent: str | None = None
     number: int = 0
     answer: str = ""
     missing: str = ""
@@ -63,9 +62,10 @@ class PushedToken:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a step pushed most. `up` and `down` are calls, the strongest first; `tokens` is empty if every call's tokens are
-    pushed alike. `calls` counts the calls that were trained on, `total` is the sum of the sizes of their pushes. `by_rollout`
-    says that all calls of each rollout have one advantage, although some rollouts have several calls."""
+    """What a step pushed most. `proof` has no rollouts and not their credit, which may be large. `up` and `down` are calls, the
+    strongest first; `tokens` is empty if every call's tokens are pushed alike. `calls` counts the calls that were trained on,
+    `total` is the sum of the sizes of their pushes. `by_rollout` says that all calls of each rollout have one advantage,
+    although some rollouts have several calls."""
 
     proof: StepProof
     calls: int
@@ -95,15 +95,15 @@ async def _read(found: Located, record: StepRecord) -> Pushed:
     down = [each for each in strongest if each.credit.whole < 0][:CALLS]
     uneven = heaviest_tokens(calls)
     vocabulary = vocabulary_of(found)
-    told = await _told(found, [*up, *down, *(call for call, _ in uneven)], vocabulary)
+    told, ids = await _told(found, [*up, *down, *(call for call, _ in uneven)], vocabulary)
     several = [own for member in proof.members.values() if len(own := [*member.calls.values()]) > 1]
     return Pushed(
-        proof,
+        replace(proof, rollouts=(), members={}),
         len(calls),
         sum(abs(each.credit.whole) for each in calls),
         tuple(told[_key(each)] for each in up),
         tuple(told[_key(each)] for each in down),
-        tuple(_token(told[_key(call)], place, vocabulary) for call, place in uneven),
+        tuple(_token(told[_key(call)], ids.get(_key(call), ()), place, vocabulary) for call, place in uneven),
         bool(several) and all(len({each.advantage for each in own}) == 1 for own in several),
         vocabulary.missing,
     )
@@ -123,7 +123,7 @@ def heaviest_tokens(calls: Sequence[PushedCall]) -> list[tuple[PushedCall, int]]
     """Return the tokens with the strongest pushes, as `(call, index in its answer)`, of the calls whose tokens are pushed
     differently."""
     uneven = ((each, place) for each in calls for place in range(len(each.credit.pushes)))
-    return sorted(uneven, key=lambda pair: -abs(pair[0].credit.pushes[pair[1]]))[:TOKENS]
+    return heapq.nlargest(TOKENS, uneven, key=lambda pair: abs(pair[0].credit.pushes[pair[1]]))
 
 
 def _key(call: PushedCall) -> tuple[str, int]:
@@ -132,36 +132,35 @@ def _key(call: PushedCall) -> tuple[str, int]:
 
 async def _told(
     found: Located, calls: Sequence[PushedCall], vocabulary: Vocabulary
-) -> dict[tuple[str, int], PushedCall]:
-    """Return the calls with what is stored of them, by rollout and sequence number."""
-    rollouts = {each.rollout.id: each for each in calls}
-    read = await asyncio.gather(*(_said(found, each, vocabulary) for each in rollouts.values()))
-    stored = {(name, seq): each for name, own in zip(rollouts, read, strict=True) for seq, each in own.items()}
-    told = {}
-    for each in calls:
-        if (known := stored.get(_key(each))) is not None:
-            place, call, answer, missing = known
-            told[_key(each)] = replace(each, number=place, call=call, answer=answer, missing=missing)
-        else:
-            told[_key(each)] = each
-    return told
+) -> tuple[dict[tuple[str, int], PushedCall], dict[tuple[str, int], Sequence[int]]]:
+    """Return the calls with what is stored of them, by rollout and sequence number, and the tokens of their answers where these
+    are pushed differently. One rollout is read at a time, because its calls may be large."""
+    told: dict[tuple[str, int], PushedCall] = {}
+    ids: dict[tuple[str, int], Sequence[int]] = {}
+    for own in by_key(calls, lambda each: each.rollout.id).values():
+        stored = await _said(found, own[0], vocabulary)
+        for each in own:
+            key = _key(each)
+            if (known := stored.get(each.seq)) is None:
+                told[key] = each
+                continue
+            place, call, said = known
+            answer = one_line(said.answer, LONGEST)
+            told[key] = replace(each, number=place, agent=call.caller.name, answer=answer, missing=said.missing)
+            if each.credit.pushes:
+                ids[key] = call.response_ids
+    return told, ids
 
 
-async def _said(
-    found: Located, one: PushedCall, vocabulary: Vocabulary
-) -> Mapping[int, tuple[int, Transition, str, str]]:
-    """Return number, call, answer, and why the answer is not as it was sent, of each call of a rollout, by sequence number."""
+async def _said(found: Located, one: PushedCall, vocabulary: Vocabulary) -> Mapping[int, tuple[int, Transition, Said]]:
+    """Return number, call and content of each call of a rollout, by sequence number."""
     calls = await found.store.transitions(one.rollout.id, one.attempt)
     (parent,) = await parents_of(found.store, [one.rollout])
     said = said_by(calls, vocabulary, parent)
-    return {
-        call.seq: (place, call, one_line(each.answer, LONGEST), each.missing)
-        for place, (call, each) in enumerate(zip(calls, said, strict=True), 1)
-    }
+    return {call.seq: (place, call, each) for place, (call, each) in enumerate(zip(calls, said, strict=True), 1)}
 
 
-def _token(call: PushedCall, place: int, vocabulary: Vocabulary) -> PushedToken:
-    ids = call.call.response_ids if call.call is not None else ()
+def _token(call: PushedCall, ids: Sequence[int], place: int, vocabulary: Vocabulary) -> PushedToken:
     first = max(0, place - AROUND)
     before, text, after = ids[first:place], ids[place : place + 1], ids[place + 1 : place + 1 + AROUND]
     said = ["".join(vocabulary.texts(part)) for part in (before, text, after)]
@@ -261,8 +260,8 @@ def _table(found: Located, title: str, calls: Sequence[PushedCall], total: float
     rows = [
         [
             Cell(_name(found, each), here := _opens(found, each)),
-            Cell(each.call.caller.name if each.call is not None else NONE),
-            Cell(each.answer or ("(an empty answer)" if each.call is not None else "(it is no longer stored)"), here),
+            Cell(NONE if each.agent is None else each.agent),
+            Cell(each.answer or ("(an empty answer)" if each.agent is not None else "(it is no longer stored)"), here),
             Cell(number(each.rollout.reward)),
             Cell(f"{each.credit.advantage:+.3f}", tone=tone_of(each.credit.advantage)),
             Cell(count(each.credit.tokens)),
@@ -302,7 +301,7 @@ def _tokens(found: Located, pushed: Pushed) -> Table:
             Cell(f"{each.push:+.2e}", tone=tone_of(each.push)),
             Cell(share(abs(each.push) / pushed.total if pushed.total else None)),
         ]
-        for each in itertools.islice(pushed.tokens, TOKENS)
+        for each in pushed.tokens
     ]
     note = "of the calls whose tokens are pushed differently" + (f"; {pushed.missing}" if pushed.missing else "")
     return Table(columns, rows, title="Tokens pushed most", note=note)

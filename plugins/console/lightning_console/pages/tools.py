@@ -39,7 +39,7 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
-from lightning_console.queries.scan import LONGEST, MOST_BYTES, OddCall, Scan, Scanned, scan_of
+from lightning_console.queries.scan import LONGEST, MOST_BYTES, MOST_KEPT, OddCall, Scan, Scanned, scan_of
 from lightning_console.queries.tool_stats import (
     Arguments,
     RewardBeside,
@@ -90,10 +90,17 @@ async def page(places: Places, address: Address) -> Page:
 def scan_notices(scan: Scan) -> list[Block]:
     """Say what of a run was not read, or not kept."""
     notices = []
+    of = f" of {count(scan.total)}" if scan.total else ""
     if not scan.whole:
-        of = f" of {count(scan.total)}" if scan.total else ""
         detail = "everything below is about these; the rest is being read, and the page completes itself"
         notices.append(Notice(f"{count(len(scan.rollouts))}{of} rollouts were read so far", "warn", detail))
+    elif scan.full:
+        detail = (
+            f"the console keeps at most {MOST_KEPT >> 20} MB of rollouts and tool runs: everything below is about these"
+        )
+        notices.append(Notice(f"only {count(len(scan.rollouts))}{of} rollouts were read", "warn", detail))
+    elif (newer := scan.total - len(scan.rollouts)) > 0:
+        notices.append(Notice(f"{count(newer)} newer rollouts are not read yet", "muted", "the page adds them later"))
     if scan.left_out:
         detail = f"the console keeps at most {MOST_BYTES >> 20} MB of texts: these are not searched; tools are counted"
         notices.append(Notice(f"{count(scan.left_out)} texts are left out", "warn", detail))
@@ -105,11 +112,13 @@ def scan_notices(scan: Scan) -> list[Block]:
 
 
 def more_links(found: Located, **of: str | int) -> Notices:
-    """Return links from the page of a run, a step (`step=`) or a rollout (`rollout=`) to its tools and to the search."""
+    """Return links from the page of a run, a step (`step=`) or a rollout (`rollout=`) to its tools and to the search. Those of
+    a step are about its training rollouts: held-out rollouts of an evaluation after the step have its number, too."""
+    of |= {"split": "train"} if "step" in of else {}
     links = [Link("tools: which failed, and with which arguments", to("tools", found.key, **of))]
     if "rollout" not in of:
         links.append(Link("search in prompts, answers, tools and errors", to("search", found.key, **of)))
-    return Notices([Notice("Tool runs and texts of these rollouts:", links=links)], title="Look further")
+    return Notices([Notice("Tool runs and texts of these rollouts:", links=links)], title="Tools and texts")
 
 
 def _title(found: Located, address: Address) -> str:
@@ -151,7 +160,7 @@ def _blocks(found: Located, address: Address, rollouts: Sequence[Scanned]) -> li
     beside = reward_beside(rollouts, {rollout.id for rollout, run in used if run.failed})
     blocks: list[Block] = [
         *_words(lines, rollouts),
-        _facts(address, lines, arguments, beside),
+        _facts(address, rollouts, lines, arguments, beside),
         _table(address, lines, arguments),
     ]
     if tool:
@@ -197,7 +206,13 @@ def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block
     return [Notices(notices)] if notices else []
 
 
-def _facts(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Arguments], beside: RewardBeside) -> Facts:
+def _facts(
+    address: Address,
+    rollouts: Sequence[Scanned],
+    lines: Sequence[ToolLine],
+    arguments: Sequence[Arguments],
+    beside: RewardBeside,
+) -> Facts:
     runs, failed, known = (sum(getattr(line, name) for line in lines) for name in ("runs", "failed", "known"))
     worst = next(iter(lines), None)
     tools, agents = len({line.tool for line in lines}), len({line.agent for line in lines})
@@ -221,8 +236,15 @@ def _facts(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Argu
             )
         )
     if not address.option("rollout"):
-        facts.append(_reward_fact(beside))
+        facts += [_reward_fact(beside), Fact("rollouts", count(len(rollouts)), split_text(rollouts))]
     return Facts(facts)
+
+
+def split_text(rollouts: Sequence[Scanned]) -> str:
+    """Say how many of some rollouts are training rollouts, held-out ones or of another kind."""
+    names = {"train": "training", "val": "held-out"}
+    kinds = Counter(names.get(each.split, each.split) for each in rollouts)
+    return ", ".join(f"{count(number)} {kind}" for kind, number in kinds.most_common())
 
 
 def _several(number: int, noun: str) -> str:
@@ -354,7 +376,10 @@ def _rewards(rollouts: Sequence[Scanned], lines: Sequence[ToolLine], every: Rewa
         ),
         Column("how sure"),
     ]
-    note = "failed rollouts count as 0; what a failed tool costs is not proved by this: the same mistake may cause both"
+    note = (
+        "failed rollouts count as 0; branches, and rollouts that were lost to the infrastructure, are left out. This does not "
+        "prove what a failed tool costs: the same mistake may cause both"
+    )
     return Table(columns, rows, title="Reward with and without a failed tool", note=note)
 
 
@@ -387,7 +412,7 @@ def _course(address: Address, lines: Sequence[ToolLine]) -> Chart:
             Series(
                 f"{line.tool}, called by {line.agent}",
                 [(step, value) for step, value, _ in points],
-                to=[str(address.having(step=step, cursor=None)) for step, _, _ in points],
+                to=[str(address.having(step=step, split="train", cursor=None)) for step, _, _ in points],
                 hints=[f"{count(runs)} runs" for _, _, runs in points],
             )
         )

@@ -33,10 +33,10 @@ class _Answer(Generic[T]):
 
 class Memo(Generic[T]):
     """A cache of answers for each store, by their subject (`about`). It keeps `kept` answers of a store and drops those that
-    were not used for longest."""
+    were not used for longest. Making an answer is at work for the share `busy` of its time, and rests for the others."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self, kept: int = KEPT, *, busy: float = 1.0) -> None:
+        self._kept, self._busy = kept, busy
         self._answers: WeakKeyDictionary[Store, Bounded[Hashable, _Answer[T]]] = WeakKeyDictionary()
         self._making: dict[Hashable, asyncio.Task[T]] = {}
 
@@ -85,7 +85,7 @@ class Memo(Generic[T]):
             finally:
                 self._making.pop(key, None)
             ended = time.monotonic()
-            self._of(store).keep(about, _Answer(value, stamp, ended + SHARE * (ended - began)))
+            self._of(store).keep(about, _Answer(value, stamp, ended + SHARE * self._busy * (ended - began)))
             return value
 
         if key not in self._making:

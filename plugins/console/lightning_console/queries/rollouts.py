@@ -14,14 +14,14 @@ from typing import Final, Literal
 
 import numpy as np
 from lightning.errors import DataError, LightningError
-from lightning.store.protocol import Attempt, Store
+from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.trainer.training_data import load_groups
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
 from lightning_debug.judge import Judge, Judgements, Opinion
 from lightning_record.exchanges import parents_of
 
-from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
+from lightning_console.places import SERVER, Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.branches import (
     NOWHERE,
     Branch,
@@ -198,19 +198,24 @@ async def rollout_view(
         branches,
         await _fork(located, own, newest, transitions, ended, chosen),
         await agent_of(store, located.run),
-        await _judged(store, proof, own) if own.attempt == newest else NOT_JUDGED,
+        await _judged(located, proof, own) if own.attempt == newest else NOT_JUDGED,
     )
 
 
-async def _judged(store: Store, proof: StepProof, rollout: Rollout) -> Judged:
-    """Read what the judge said of a rollout when it was trained on; the judge is not asked."""
+async def _judged(located: Located, proof: StepProof, rollout: Rollout) -> Judged:
+    """Read what the judge said of a rollout when it was trained on; the judge is not asked. A server's console reads no file,
+    because whoever may add a run could name any."""
     judge = getattr(proof.algorithm, "credit", None)
     if not isinstance(judge, Judge) or proof.epoch is None:
         return NOT_JUDGED
+    if located.url == SERVER:
+        return Judged(
+            judge.model, judge.weight, missing="what the judge said is kept on the machine that trained the run"
+        )
     members = [each for each in proof.rollouts if each.group == rollout.group]
     missing = f"no answer of the judge is kept in {Judgements(judge.cache).file} of this machine"
     try:
-        groups = await load_groups(store, members, proof.epoch.train_agents, proof.epoch.policy_fault)
+        groups = await load_groups(located.store, members, proof.epoch.train_agents, proof.epoch.policy_fault)
         found = [await asyncio.to_thread(judge.opinions, group) for group in groups]
     except LightningError as error:
         return Judged(judge.model, judge.weight, missing=str(error))

@@ -1,36 +1,50 @@
 """Read the rollouts of a run once, and keep the parts that are searched and counted: their texts, tool runs and tool calls.
 
 The invariant: a scan reads the store and writes nothing. A message is kept once, however many calls and rollouts have it. All
-scans together keep at most `MOST_BYTES` of texts, and a scan says how far it got. A rollout that has not ended is read again.
+scans together keep at most `MOST_BYTES` of texts and `MOST_KEPT` of everything else, and a scan says how far it got. A rollout
+that has not ended is read again. Reading takes at most `READERS` threads, which nobody else needs, and beside a gateway or a
+run that goes on it rests most of the time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import sys
 import threading
+import time
 import unicodedata
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from lightning.store.pages import batched
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.context import is_over
 from lightning.trainer.summary import reason
 from lightning.types import UNNAMED, Fault, Json, Rollout, Status, ToolEvent, Transition
 from lightning_debug.transcript import ToolCall, said_in
 from lightning_record.exchanges import parents_of
 
-from lightning_console.places import Located, rollout_of
+from lightning_console.places import SERVER, Located, rollout_of
 from lightning_console.queries.conversation import Said, Vocabulary, one_line, said_by, vocabulary_of
 from lightning_console.queries.memo import Memo, apart, stamp_of
 
 MOST_BYTES: Final = 256 << 20
 """Most bytes of texts that all scans of this process keep together."""
+MOST_KEPT: Final = 256 << 20
+"""Most bytes of rollouts and tool runs that all scans of this process keep together."""
+EACH_TEXT: Final = 120
+"""Bytes that a text takes besides its characters: in the lists of a scan and in its table of numbers."""
+READERS: Final = 2
+"""How many runs are read at a time."""
+REST: Final = 4.0
+"""Beside a run that goes on or a gateway, a reader rests this many times as long as it reads."""
 MOST_SCANS: Final = 6
 LONGEST: Final = 1_000_000
 """Most characters of a text that are searched: the first ones."""
@@ -107,6 +121,13 @@ class Scanned:
     offers: bool
     marks: array[int]
     missing: Mapping[str, int]
+    is_branch: bool = False
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes."""
+        texts = sum(400 + len(str(run.arguments)) + len(run.error) + len(run.said) for run in self.runs)
+        return 900 + len(self.input) + texts + sum(300 + len(each.detail) for each in self.odd) + 4 * len(self.marks)
 
     @property
     def score(self) -> float | None:
@@ -120,8 +141,9 @@ _serials = itertools.count()
 
 class Scan:
     """The rollouts of a run that were read so far, and their texts by number. `whole` says that all are read; `left_out`
-    counts texts for which there was no room (`MOST_BYTES`), `cut` those of which only the beginning is kept. `serial` tells the
-    scan from every other; a `part` is of some rollouts of the run, and keeps no texts."""
+    counts texts for which there was no room (`MOST_BYTES`), `cut` those of which only the beginning is kept; `full` says that
+    there was no room for further rollouts (`MOST_KEPT`). `serial` tells the scan from every other; a `part` is of some rollouts
+    of the run, and keeps no texts."""
 
     def __init__(self, store: Store, about: Hashable, *, part: bool = False) -> None:
         self.part = part
@@ -129,10 +151,12 @@ class Scan:
         self.rollouts: dict[str, Scanned] = {}
         self.texts: list[str] = []
         self.folded: list[str] = []
-        """Each text as it is searched, without case; empty where folding is fast and done again ."""
+        """Each text as it is searched, without case; empty for a text in ASCII, which is folded again at each search."""
         self.total = 0
         """How many rollouts the run has; 0 if not known, as for those of a step."""
-        self.bytes, self.whole, self.left_out, self.cut = 0, False, 0, 0
+        self.bytes, self.kept = 0, 0
+        """How many bytes its texts take, and how many its rollouts."""
+        self.whole, self.full, self.left_out, self.cut = False, False, 0, 0
         self._numbers: dict[str, int] = {}
         self._waiting: set[str] = set()
         self._cursor = ""
@@ -146,8 +170,8 @@ class Scan:
         if (known := self._numbers.get(text)) is not None:
             return known
         folded = "" if text.isascii() else text.casefold()
-        size = sys.getsizeof(text) + (sys.getsizeof(folded) if folded and folded != text else 0)
-        if not _has_room(self, size):
+        size = EACH_TEXT + sys.getsizeof(text) + (sys.getsizeof(folded) if folded and folded != text else 0)
+        if not _has_room(self, "bytes", size):
             return None
         self.bytes += size
         self._numbers[text] = len(self.texts)
@@ -155,22 +179,35 @@ class Scan:
         self.texts.append(text)
         return len(self.texts) - 1
 
-    async def extend(self, located: Located, step: int | None, rollout: str) -> None:
-        """Read the rollouts that are new or had not ended when they were read."""
-        self.whole = False
-        if step is None and not rollout:
-            self.total = sum(each.rollouts for each in await located.store.count_rollouts(located.run.id))
+    async def extend(self, located: Located, step: int | None, rollout: str, rest: float) -> None:
+        """Read the rollouts that are new or had not ended when they were read, until there is no room or the scan is forgotten.
+        After each few it rests `rest` times as long as reading them took."""
+        self.whole = self.full
         vocabulary = vocabulary_of(located)
         async for some in batched(self._unread(located, step, rollout), AT_ONCE):
+            began = time.monotonic()
             attempts = [(each.id, each.attempt) for each in some]
             calls, ended = await located.store.transitions_of(attempts), await located.store.attempts_of([*attempts])
             parents = await parents_of(located.store, some, dict(zip(attempts, calls, strict=True)))
             for each, own, end, parent in zip(some, calls, ended, parents, strict=True):
-                self.rollouts[each.id] = _scanned(
-                    self, each, own, said_by(own, vocabulary, parent), end.tool_events, vocabulary
-                )
-                (self._waiting.discard if each.status.ended else self._waiting.add)(each.id)
+                said = said_by(own, vocabulary, parent)
+                if not self._keep(each, _scanned(self, each, own, said, end.tool_events, vocabulary)):
+                    self.whole = self.full
+                    return
+            await asyncio.sleep(rest * (time.monotonic() - began))
         self.whole = True
+
+    def _keep(self, rollout: Rollout, scanned: Scanned) -> bool:
+        """Keep a rollout that was read; return False if there is no room or the scan was forgotten."""
+        known = self.rollouts.get(rollout.id)
+        size = scanned.size - (known.size if known is not None else 0)
+        if not _has_room(self, "kept", size):
+            self.full = self in _scans
+            return False
+        self.kept += size
+        self.rollouts[rollout.id] = scanned
+        (self._waiting.discard if rollout.status.ended else self._waiting.add)(rollout.id)
+        return True
 
     async def _unread(self, located: Located, step: int | None, rollout: str) -> AsyncIterator[Rollout]:
         if rollout:
@@ -191,15 +228,16 @@ class Scan:
 
 _scans: list[Scan] = []
 _lock = threading.Lock()
-_extended: Memo[None] = Memo()
+_extended: Memo[None] = Memo(busy=1.0 / (1.0 + REST))
+_readers = ThreadPoolExecutor(READERS, "console-reader")
 
 
-def _has_room(scan: Scan, size: int) -> bool:
-    """Return whether a scan may keep `size` more bytes; scans that were not used for longer are forgotten for it."""
+def _has_room(scan: Scan, kind: Literal["bytes", "kept"], size: int) -> bool:
+    """Return whether a scan may keep `size` more bytes of a kind; scans that were not used for longer are forgotten for it."""
     with _lock:
         if scan not in _scans:  # it was forgotten while it was read
             return False
-        while sum(each.bytes for each in _scans) + size > MOST_BYTES:
+        while sum(getattr(each, kind) for each in _scans) + size > (MOST_BYTES if kind == "bytes" else MOST_KEPT):
             if _scans[0] is scan:
                 return False
             _scans.pop(0)
@@ -231,10 +269,19 @@ async def scan_of(located: Located, *, step: int | None = None, rollout: str = "
             _scans.remove(next((each for each in _scans[:-1] if each.part), _scans[0]))
     made = known
 
-    async def extend() -> None:
-        await made.extend(located, step, rollout)
+    if not made.part:
+        made.total = sum(each.rollouts for each in await store.count_rollouts(run.id))
+    beside = patience is not None and not made.part and (located.url == SERVER or not await is_over(store, run.id))
 
-    await _extended.soon(store, (*about, made.serial), await stamp_of(store, run.id), lambda: apart(extend), patience)
+    async def extend() -> None:
+        await made.extend(located, step, rollout, REST if beside else 0.0)
+
+    def read() -> Awaitable[None]:
+        if made.part:
+            return apart(extend)
+        return asyncio.get_running_loop().run_in_executor(_readers, lambda: asyncio.run(extend()))
+
+    await _extended.soon(store, (*about, made.serial), await stamp_of(store, run.id), read, patience)
     return made
 
 
@@ -274,6 +321,7 @@ def _scanned(
         any(offered_tools(each.request) is not None for each in said),
         marks,
         dict(Counter(each.missing for each in said if each.missing)),
+        rollout.parent is not None,
     )
 
 

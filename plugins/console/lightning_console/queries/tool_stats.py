@@ -308,8 +308,9 @@ def _mean(values: Sequence[float]) -> float | None:
 def reward_beside(rollouts: Sequence[Scanned], some: AbstractSet[str]) -> RewardBeside:
     """Compare the rewards of rollouts with these ids and of the others, within each group, which has one task and one
     version of the policy. A failed rollout counts as 0; one that was lost to the infrastructure, or has not ended, is left
-    out."""
-    scored = [(each, score, each.id in some) for each in rollouts if (score := each.score) is not None]
+    out, and so is a branch, which begins where somebody chose."""
+    begun = [each for each in rollouts if not each.is_branch]
+    scored = [(each, score, each.id in some) for each in begun if (score := each.score) is not None]
     kinds = by_key(scored, lambda each: each[2])
     sides = {kind: [score for _, score, _ in kinds.get(kind, ())] for kind in (True, False)}
     by_task: dict[str, list[float]] = {}
