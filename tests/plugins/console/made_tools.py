@@ -66,7 +66,7 @@ def call(
         token_ids([2]),
         logprobs([-0.5]),
         caller=Caller(agent, (agent,)),
-        finish_reason="stop",
+        finish_reason=str(answer.get("finish_reason", "stop")),
         tool_calls=tuple(each["id"] for each in answer.get("tool_calls") or ()),
         extras={TEXTS: packed},
     )

@@ -106,6 +106,10 @@ async def test_rollouts_are_found_by_reward_step_and_failure_with_and_without_a_
     assert [row["reward"] for row in rows(await found(store, "bad", failed="yes"))] == ["failed"]
     assert not rows(await found(store, "bad", failed="no"))
     assert not rows(await found(store, "bad", split="val"))
+    await one(store, "long", [([USER], {"content": "and so on", "finish_reason": "length"}, None)])
+    assert rows(await found(store, "long", cut="yes"))[0]["rollout"] == "1/0/0"
+    assert not rows(await found(store, "long", cut="no"))
+    assert not rows(await found(store, "bad", cut="yes"))
     assert rows(await found(store, "bad", q="it broke"))[0]["found in"] == "error"
 
 

@@ -30,6 +30,7 @@ from lightning_console.blocks import (
     Controls,
     Fact,
     Facts,
+    Link,
     Notice,
     Notices,
     Page,
@@ -278,7 +279,7 @@ async def page(places: Places, address: Address) -> Page:
         )
         choices = [(each.name, each.name) for each in rewards.measures]
         blocks = [
-            *_warnings(rewards),
+            *_warnings(found, rewards),
             _facts(rewards),
             Controls(str(address), [Control("measure", "distribution of", chosen.name, choices)]),
             _over_steps(found, rewards, chosen),
@@ -292,12 +293,13 @@ async def page(places: Places, address: Address) -> Page:
     return Page(str(address), "Reward", blocks, trail(found))
 
 
-def _warnings(rewards: Rewards) -> list[Block]:
+def _warnings(found: Located, rewards: Rewards) -> list[Block]:
     notices = [
         Notice(
             f"the reward follows {each.name}: rank correlation {each.value:+.2f}",
             "warn" if "length" in each.name else "",
             detail="Does the task ask for this? Look at the rollouts with the highest and the lowest reward.",
+            links=[Link("search rollouts by their reward", to("search", found.key))],
         )
         for each in rewards.correlations
         if not each.part and each.value is not None and abs(each.value) >= STRONG

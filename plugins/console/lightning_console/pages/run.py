@@ -45,6 +45,8 @@ from lightning_console.router import Address
 
 OTHERS: Final = 200
 """Most runs of a store that a run is compared with: the newest."""
+MOST_LINKS: Final = 24
+"""Most links to steps on the page of a run."""
 SMALL: Final = 3000
 """A run with more rollouts than this is profiled only when the visitor asks for it."""
 
@@ -172,7 +174,7 @@ async def page(places: Places, address: Address) -> Page:
         advised = await advice_of(places, found)
         blocks += advice_blocks(found, advised)
         waiting = advised is None
-    blocks += [_facts(found, line, curves), more_links(found)]
+    blocks += [_facts(found, line, curves), *_step_links(found, curves), more_links(found)]
     blocks += _charts(found, curves)
     blocks += [*picker(address, curves), *charts_of(found, curves, address)]
     if curves.steps:
@@ -311,6 +313,17 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
         hint="failed rollouts count as 0; a click compares the first with the last, task by task",
         to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
     )
+
+
+def _step_links(found: Located, curves: Curves) -> list[Block]:
+    """Return links to the steps: to all of a short run, else to the first and the last, and to others between them."""
+    steps = curves.steps
+    if not steps:
+        return []
+    shown = sorted({steps[round(at * (len(steps) - 1) / (MOST_LINKS - 1))] for at in range(MOST_LINKS)})
+    links = [Link(f"step {step}", to("step", found.key, step)) for step in shown]
+    text = "Each step's groups and rollouts:" if len(shown) == len(steps) else f"Some of the {count(len(steps))} steps:"
+    return [Notices([Notice(text, links=links)], title="Steps")]
 
 
 def _charts(found: Located, curves: Curves) -> list[Block]:

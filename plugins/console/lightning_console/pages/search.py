@@ -37,9 +37,12 @@ MOST_PAGES: Final = 20
 SHARE: Final = 0.25
 """The share of a page's patience that a search waits for texts that are not read yet."""
 
+EITHER: Final = [("", "any"), ("yes", "yes"), ("no", "no")]
+"""The choices of a filter that takes rollouts with a property, or those without it."""
+
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `search/RUN?q=&where=&above=&below=&failed=&step=&split=&cursor=`."""
+    """Make the page `search/RUN?q=&where=&above=&below=&failed=&cut=&step=&split=&cursor=`."""
     found = await located(places, address)
     query = query_of(address)
     patience = None if places.patience is None else SHARE * places.patience
@@ -70,18 +73,23 @@ def query_of(address: Address) -> Query:
     where = address.option("where")
     if where not in ("", *KINDS):
         raise DataError(f"where={where[:40]!r} in the address is no place of texts: {', '.join(KINDS)}")
-    failed = address.option("failed")
-    if failed not in ("", "yes", "no"):
-        raise DataError(f"failed={failed[:40]!r} in the address is neither yes nor no")
     return Query(
         address.option("q").strip(),
         where,
         _reward(address, "above"),
         _reward(address, "below"),
-        None if not failed else failed == "yes",
+        _yes(address, "failed"),
         address.number("step", 0) if address.option("step") else None,
         address.option("split"),
+        _yes(address, "cut"),
     )
+
+
+def _yes(address: Address, name: str) -> bool | None:
+    value = address.option(name)
+    if value not in ("", "yes", "no"):
+        raise DataError(f"{name}={value[:40]!r} in the address is neither yes nor no")
+    return value == "yes" if value else None
 
 
 def _reward(address: Address, name: str) -> float | None:
@@ -101,11 +109,12 @@ def _controls(address: Address, query: Query, scan: Scan) -> Controls:
     return Controls(
         str(address.having(cursor=None)),
         [
-            Control("q", "text", query.text),
+            Control("q", "text, then Enter", query.text),
             Control("where", "found in", query.where, [("", "anywhere"), *((kind, kind) for kind in KINDS)]),
             Control("above", "reward at least", address.option("above")),
             Control("below", "reward at most", address.option("below")),
-            Control("failed", "failed", address.option("failed"), [("", "any"), ("yes", "yes"), ("no", "no")]),
+            Control("failed", "failed", address.option("failed"), EITHER),
+            Control("cut", "an answer cut off", address.option("cut"), EITHER),
             Control("step", "step", address.option("step")),
             Control(
                 "split",

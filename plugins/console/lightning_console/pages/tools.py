@@ -515,7 +515,9 @@ def _no_odd(rollouts: Sequence[Scanned]) -> str:
         return "none is found in the requests and answers that are recorded whole"
     if not any(each.offers for each in rollouts):
         return "no request offered a tool, and no answer has a tool call"
-    return "the model called only tools and arguments that were offered, and each tool call has a result"
+    return (
+        "in these rollouts the model called only tools and arguments that were offered, and each tool call has a result"
+    )
 
 
 def _odd_to(found: Located, rollout: Scanned, odd: OddCall) -> str:

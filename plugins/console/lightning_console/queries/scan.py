@@ -104,7 +104,7 @@ class OddCall:
 class Scanned:
     """The parts of a rollout that a scan keeps. `marks` has three numbers for each text: the text's number, the index of its
     kind in `KINDS`, and the number of its call (0 for none). `missing` counts the calls whose texts are not as they were, by
-    reason. `offers` says whether some request offered tools."""
+    reason. `offers` says whether some request offered tools. `cut_off` counts the answers that ended at the limit of tokens."""
 
     id: str
     task: str
@@ -122,6 +122,7 @@ class Scanned:
     marks: array[int]
     missing: Mapping[str, int]
     is_branch: bool = False
+    cut_off: int = 0
 
     @property
     def size(self) -> int:
@@ -322,6 +323,7 @@ def _scanned(
         marks,
         dict(Counter(each.missing for each in said if each.missing)),
         rollout.parent is not None,
+        cut_off=sum(call.finish_reason == "length" for call in calls),
     )
 
 

@@ -30,7 +30,8 @@ HITS: Final = 3
 @dataclass(frozen=True, slots=True)
 class Query:
     """A search: the `text` (empty: any rollout that fits the rest), where it may stand (empty: anywhere), and which rollouts
-    are wanted. `above` and `below` bound the reward, both included; `failed` is None for any rollout."""
+    are wanted. `above` and `below` bound the reward, both included; `failed` and `cut_off` (an answer ended at the limit of
+    tokens) are None for any rollout."""
 
     text: str = ""
     where: str = ""
@@ -39,6 +40,7 @@ class Query:
     failed: bool | None = None
     step: int | None = None
     split: str = ""
+    cut_off: bool | None = None
 
     def takes(self, rollout: Scanned) -> bool:
         """Return whether a rollout is one of those that are wanted."""
@@ -47,6 +49,7 @@ class Query:
             self.split in ("", rollout.split)
             and self.step in (None, rollout.step)
             and self.failed in (None, rollout.status is Status.FAILED)
+            and self.cut_off in (None, rollout.cut_off > 0)
             and (self.above is None or (reward is not None and reward >= self.above))
             and (self.below is None or (reward is not None and reward <= self.below))
         )
