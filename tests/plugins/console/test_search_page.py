@@ -254,3 +254,5 @@ def test_the_place_of_a_hit_is_right_where_characters_grow_without_case() -> Non
     assert around("ßßß STRASSE ßx", folded_of("straße")) == ("ßßß", "STRASSE", "ßx")
     assert around("aİb", folded_of("b")) == ("aİ", "b", "")
     assert around("Fluß", folded_of("fluss")) == ("", "Fluß", "")
+    for many in (search.BLOCK - 1, search.BLOCK, 5 * search.BLOCK + 7):
+        assert around("ß" * many + " NEEDLE İx", "needle i")[1:] == ("NEEDLE İ", "x")

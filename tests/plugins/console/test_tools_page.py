@@ -265,6 +265,19 @@ async def test_reading_rests_beside_a_run_that_goes_on_and_ends_once_it_is_forgo
     assert (lost.rollouts, lost.whole, lost.full) == ({}, False, False)
 
 
+async def test_a_rollout_that_a_scan_does_not_have_is_read_by_itself(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_console.queries.memo.SHARE", 1e9)
+    await write(store, groups=1, size=2, over=False)
+    places = places_of(store)
+    await shown(places, "tools/run")
+    await write(store, groups=2, size=2, over=False)
+    new = facts(await shown(places, to("tools", "run", rollout="run/2/1/0")))
+    assert new["tool runs"][0] == "2", "it came after the run was read"
+    assert "has no rollout 'nope'" in notices(await shown(places, to("tools", "run", rollout="nope")))
+
+
 async def test_rollouts_that_came_after_the_last_reading_are_counted(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

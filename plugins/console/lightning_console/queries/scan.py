@@ -162,6 +162,11 @@ class Scan:
         self._waiting: set[str] = set()
         self._cursor = ""
 
+    def has(self, rollout: str) -> bool:
+        """Return whether all rollouts are read, and a `rollout` (unless empty) as it ended."""
+        known = rollout in self.rollouts and rollout not in self._waiting
+        return self.whole and not self.full and (known or not rollout)
+
     def number_of(self, text: str) -> int | None:
         """Return the number of a text, which is kept if it is new; None if there is no room for it."""
         if len(text) > LONGEST:
@@ -255,7 +260,7 @@ async def scan_of(located: Located, *, step: int | None = None, rollout: str = "
     with _lock:
         _scans[:] = [each for each in _scans if each.store() is not None]
         known = next((each for each in _scans if each.store() is store and each.about == about), None)
-        part = (step is not None or bool(rollout)) and (known is None or not known.whole)
+        part = (step is not None or bool(rollout)) and (known is None or not known.has(rollout))
         if part:
             about = (*about, step, rollout)
             known = next((each for each in _scans if each.store() is store and each.about == about), None)

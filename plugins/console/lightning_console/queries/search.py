@@ -23,6 +23,8 @@ LOOKS: Final = 512
 """How many texts are looked at between two looks at the clock."""
 AROUND: Final = 70
 """Most characters that are shown before and after a hit."""
+BLOCK: Final = 4096
+"""How many characters are passed over at once before a hit, where characters are longer without case."""
 HITS: Final = 3
 """Most hits of one rollout that are shown."""
 
@@ -155,8 +157,11 @@ def around(text: str, wanted: str) -> tuple[str, str, str]:
 
 def _place(text: str, start: int, stop: int) -> tuple[int, int]:
     """Return the place in a text of the place from `start` to `stop` in the folded text."""
-    at, first = 0, 0
-    for number, character in enumerate(text):
+    at = begin = 0
+    while begin < len(text) and at + (size := len(text[begin : begin + BLOCK].casefold())) <= start:
+        begin, at = begin + BLOCK, at + size
+    first = begin
+    for number, character in enumerate(text[begin:], begin):
         if at <= start:
             first = number
         if at >= stop:
