@@ -262,7 +262,7 @@ class Evaluation:
         share, given = self.failed / max(self.rollouts, 1), self.reward or 0.0
         apart = share * (1.0 - share) * (given - min(0.0, self.lowest)) ** 2
         deviation = math.sqrt((1.0 - share) * self.deviation**2 + apart)
-        return max(deviation, 0.1 * abs(self.score)) / math.sqrt(max(self.rollouts, 1))
+        return max(deviation, 0.1 * abs(self.score)) / math.sqrt(max(self.rollouts - 1, 1))
 
     @property
     def reward_with_failures(self) -> float | None:
