@@ -318,6 +318,13 @@ class Summary:
         """The number of rollouts of the evaluations; `rollouts` has the training rollouts alone."""
         return sum(result.rollouts for result in self.evaluations)
 
+    @property
+    def final_reward(self) -> float | None:
+        """The held-out reward of the last step's policy; None if held-out tasks were not run after the last step, as where a
+        budget ended the run."""
+        ended = [result for result in self.evaluations if result.step == self.steps]
+        return ended[-1].reward if ended else None
+
     def to_json(self) -> dict[str, Json]:
         """Return the report's content, ready for `json.dumps`."""
         evaluations = [

@@ -543,7 +543,7 @@ class Trainer:
         await mark_over(made.start.store, made.start.run.id, True)
         summary = await summarize(made.start.store, made.start.run.id)
         kept = loop.kept
-        steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
+        steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.final_reward)
         about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
         if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
             about[PROBE] = {
