@@ -92,18 +92,13 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
         print_json(rows)
     elif rows:
         _list(rows)
-        several = [("compare the runs", ["compare"])] if len(rows) > 1 else []
-        _next_steps(where, ("see a run's steps and rollouts", [rows[0].id]), *several)
+        place = [] if where == "runs" else ["--runs", where]
+        several = [("compare the runs", ["runs", "compare", *place])] if len(rows) > 1 else []
+        if redacted(where) == where:  # a command without its password would not run
+            next_steps(("see a run's steps and rollouts", ["runs", *place, rows[0].id]), *several)
     else:
         say(f"no runs in {escape(redacted(where))} yet")
         next_steps(("make one with a demonstration", ["demo"]))
-
-
-def _next_steps(place: str, *steps: tuple[str, Sequence[str]]) -> None:
-    """Print useful commands of `lightning runs` on the runs of a place: each step is its purpose and the words after `runs`."""
-    options = [] if place == "runs" else ["--runs", place]
-    if redacted(place) == place:  # a password is not shown, and a command without it would not run
-        next_steps(*((purpose, ["runs", *options, *words]) for purpose, words in steps))
 
 
 def _list(rows: Sequence[RunRow]) -> None:
@@ -234,7 +229,9 @@ def compare(
         return
     rows.sort(key=lambda row: (row.after is None, -(row.after or 0.0)))
     _show_compared(rows, all_settings=all_settings)
-    _next_steps(place, ("see the run of the best held-out reward", [rows[0].id]))
+    options = [] if place == "runs" else ["--runs", place]
+    if redacted(place) == place:  # a command without its password would not run
+        next_steps(("see the run of the best held-out reward", ["runs", *options, rows[0].id]))
 
 
 def _show_compared(rows: Sequence[Compared], *, all_settings: bool) -> None:
