@@ -94,7 +94,8 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
         _list(rows)
         place = [] if where == "runs" else ["--runs", where]
         several = [("compare the runs", ["runs", "compare", *place])] if len(rows) > 1 else []
-        next_steps(("see a run's steps and rollouts", ["runs", *place, rows[0].id]), *several)
+        if redacted(where) == where:  # a command without its password would not run
+            next_steps(("see a run's steps and rollouts", ["runs", *place, rows[0].id]), *several)
     else:
         say(f"no runs in {escape(redacted(where))} yet")
         next_steps(("make one with a demonstration", ["demo"]))
@@ -229,7 +230,8 @@ def compare(
     rows.sort(key=lambda row: (row.after is None, -(row.after or 0.0)))
     _show_compared(rows, all_settings=all_settings)
     options = [] if place == "runs" else ["--runs", place]
-    next_steps(("see the run of the best held-out reward", ["runs", *options, rows[0].id]))
+    if redacted(place) == place:  # a command without its password would not run
+        next_steps(("see the run of the best held-out reward", ["runs", *options, rows[0].id]))
 
 
 def _show_compared(rows: Sequence[Compared], *, all_settings: bool) -> None:

@@ -65,11 +65,18 @@ def gain_of(results: Sequence[Evaluation], measure: str = "reward", *, with_fail
         return None
     counts = [each.rollouts if with_failures else each.rollouts - each.failed for each in ends]
     errors = [error_of(each, measure, with_failures=with_failures) for each in ends]
-    freedom, known = sum(counts) - 2, [each for each in errors if each is not None]
+    known = [each for each in errors if each is not None]
     if len(known) < 2 or min(counts) < 2:
         return Gain(first, last, None, min(counts))
-    half = student(0.5 + LEVEL / 2, freedom) * math.hypot(*known)
+    half = student(0.5 + LEVEL / 2, _freedom(known, counts)) * math.hypot(*known)
     return Gain(first, last, (last - first - half, last - first + half), min(counts))
+
+
+def _freedom(errors: Sequence[float], counts: Sequence[int]) -> int:
+    """Return the degrees of freedom of a difference of means with these standard errors over so many values, rounded down
+    (Welch and Satterthwaite): those of the less certain mean where one mean is much less certain than the other."""
+    spread = math.fsum(error**4 / (count - 1) for error, count in zip(errors, counts, strict=True))
+    return max(1, math.floor(math.hypot(*errors) ** 4 / spread + 1e-9)) if spread else sum(counts) - len(counts)
 
 
 def error_of(result: Evaluation, measure: str = "reward", *, with_failures: bool = False) -> float | None:
@@ -82,7 +89,7 @@ def error_of(result: Evaluation, measure: str = "reward", *, with_failures: bool
     share = result.failed / max(result.rollouts, 1) if with_failures else 0.0
     spread = math.sqrt((1.0 - share) * deviation**2 + share * (1.0 - share) * mean**2)
     count = result.rollouts if with_failures else result.rollouts - result.failed
-    return max(spread, 0.1 * abs((1.0 - share) * mean)) / math.sqrt(max(count, 1))
+    return max(spread, 0.1 * abs((1.0 - share) * mean)) / math.sqrt(max(count - 1, 1))
 
 
 def margin(result: Evaluation) -> float | None:

@@ -7,7 +7,10 @@ named and not guessed.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,10 +133,20 @@ def check_disk(need: Need, out: Path) -> None:
 
 def said_of_disk(out: Path) -> str:
     """Say how much of the disk a run's folder takes, and how to free what only another step of training needs."""
-    taken = sum(file.lstat().st_size for file in out.rglob("*") if not file.is_dir())
-    states = sum(file.lstat().st_size for file in (out / "checkpoints").rglob("*") if not file.is_dir())
+    checkpoints = out / "checkpoints"
+    taken, states = _bytes_of(out.rglob("*")), _bytes_of(checkpoints.rglob("*"))
+    remove = shlex.join(["rm", "-r", str(checkpoints)])
     freed = (
-        f", of which {size(states)} are checkpoints. `rm -r {out / 'checkpoints'}` frees these; without them the run cannot go "
-        "on and no other run can begin with its steps"
+        f", of which {size(states)} are checkpoints. `{remove}` frees these; without them the run cannot go on and no other "
+        "run can begin with its steps"
     )
     return f"On the disk {out} takes {size(taken)}{freed if states else ''}."
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    """Return how many bytes the files among `paths` take; those that somebody removes meanwhile take none."""
+    taken = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            taken += 0 if path.is_dir() else path.lstat().st_size
+    return taken

@@ -34,9 +34,9 @@ from lightning.config.plugin_settings import keys_of_training_state
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
-from lightning.store.places import RUN_FILE
+from lightning.store.places import DATABASE, RUN_FILE, store_in
 from lightning.store.protocol import Store
-from lightning.store.url import split_userinfo
+from lightning.store.url import split_userinfo, sqlite_url
 from lightning.trainer.context import Epoch, base_digest, epoch_at, read_epochs
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
@@ -177,11 +177,23 @@ def name_folder(folder: Path, run: str, store: str = "") -> None:
     if (folder / RUN_FILE).exists():
         return
     unfinished = folder / f".{RUN_FILE}"
+    unfinished.write_text(json.dumps({"id": run} | ({"store": _without_password(store)} if store else {})) + "\n")
+    unfinished.replace(folder / RUN_FILE)
+
+
+def _without_password(store: str) -> str:
     user, bare = split_userinfo(store)
     name = user.partition(":")[0]
-    named = bare.replace("://", f"://{name}@", 1) if name else bare
-    unfinished.write_text(json.dumps({"id": run} | ({"store": named} if store else {})) + "\n")
-    unfinished.replace(folder / RUN_FILE)
+    return bare.replace("://", f"://{name}@", 1) if name else bare
+
+
+def kept_elsewhere(folder: Path, store: str) -> str:
+    """Return the URL of the store that keeps the run of a folder if it is not `store`, a URL as for `name_folder` (empty for
+    the database in the folder). Empty if the folder has no run, or if `store` keeps it. Nothing is opened."""
+    if not (folder / RUN_FILE).is_file():
+        return ""
+    named = store_in(folder)
+    return "" if named == (_without_password(store) or sqlite_url((folder / DATABASE).resolve())) else named
 
 
 async def check_run(

@@ -262,7 +262,7 @@ class Evaluation:
         share, given = self.failed / max(self.rollouts, 1), self.reward or 0.0
         apart = share * (1.0 - share) * (given - min(0.0, self.lowest)) ** 2
         deviation = math.sqrt((1.0 - share) * self.deviation**2 + apart)
-        return max(deviation, 0.1 * abs(self.score)) / math.sqrt(max(self.rollouts, 1))
+        return max(deviation, 0.1 * abs(self.score)) / math.sqrt(max(self.rollouts - 1, 1))
 
     @property
     def reward_with_failures(self) -> float | None:
@@ -317,6 +317,13 @@ class Summary:
     def held_out_rollouts(self) -> int:
         """The number of rollouts of the evaluations; `rollouts` has the training rollouts alone."""
         return sum(result.rollouts for result in self.evaluations)
+
+    @property
+    def final_reward(self) -> float | None:
+        """The held-out reward of the last step's policy; None if held-out tasks were not run after the last step, as where a
+        budget ended the run."""
+        ended = [result for result in self.evaluations if result.step == self.steps]
+        return ended[-1].reward if ended else None
 
     def to_json(self) -> dict[str, Json]:
         """Return the report's content, ready for `json.dumps`."""

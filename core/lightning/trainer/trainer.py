@@ -46,11 +46,13 @@ from lightning.trainer.run_stages import FORKED, PROBE, BringForward, Prompts, R
 from lightning.trainer.runs import (
     AGENT,
     FolderHeldError,
+    agent_of,
     changes_of,
     check_run,
     claim_folder,
     describe_algorithm,
     folders_beside,
+    kept_elsewhere,
     name_folder,
     plan_epochs,
     steps_taken,
@@ -101,8 +103,8 @@ class Trainer:
     `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config`, a TOML file, or
     settings by name (`{"trainer.eval_every": 5}`); the keyword arguments after it are shortcuts for its commonest fields and
     win over it. `out` is the run's folder; its name at the first start is the run's id. If `out` holds a run already, `resume`
-    decides. None goes on with a run that is unfinished and has the same settings, and else begins a new run in `out-2`
-    (`out-3`, ...). True goes on with the run, also under other settings. False begins a new run. `fit` says which; the
+    decides. None goes on with a run that is unfinished and has the same agent and settings, and else begins a new run in
+    `out-2` (`out-3`, ...). True goes on with the run, also under other settings. False begins a new run. `fit` says which; the
     attribute `out` then is the folder of its run.
     `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by its folder or its name beside `out`,
     or `"RUN"` for its last step. `recorded` is a run's folder, a database or its URL (with `#RUN`: of that run alone) whose
@@ -331,7 +333,7 @@ class Trainer:
         began = time.monotonic()
         async with AsyncExitStack() as resources:
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store, resume = await self._choose_folder(resources, reporter, train, val, sampler)
+            store, resume = await self._choose_folder(resources, reporter, agent, train, val, sampler)
             runner = self._runner_of(agent, needed=needed)
             record = await self._open_record(resources, store, sampler, reporter)
             await self._fetch(reporter)
@@ -360,10 +362,17 @@ class Trainer:
             )
 
     async def _choose_folder(
-        self, resources: AsyncExitStack, reporter: Reporter, train: list[Task], val: list[Task], sampler: Sampler
+        self,
+        resources: AsyncExitStack,
+        reporter: Reporter,
+        agent: Agent | None,
+        train: list[Task],
+        val: list[Task],
+        sampler: Sampler,
     ) -> tuple[Store, bool]:
         """Choose the run's folder (`out`, or one beside it) and say why; return its store, open, and whether the run there goes
-        on. `resources` closes it and holds the folder. Nothing is written over."""
+        on. `resources` closes it and holds the folder. Nothing is written over. Raises `ConfigError` if the run to resume is
+        held by another process or kept by another store."""
         first = ""
         for folder in folders_beside(self._asked_out):
             self.out = folder
@@ -375,10 +384,17 @@ class Trainer:
                         raise
                     first = first or "is in use by another process"
                     continue
+                elsewhere = kept_elsewhere(self.out, self._elsewhere())
+                if elsewhere and self._store_url is None:  # to open the folder's own database would create it
+                    first = first or self._kept_by(elsewhere)
+                    continue
                 store = await held.enter_async_context(plugins().opened_store(self._url()))
                 known = await store.get_run(self.run_id)
+                if elsewhere and known is None:
+                    first = first or self._kept_by(elsewhere)
+                    continue
                 if known is not None and not self.resume:
-                    if other := await self._why_beside(store, known, train, val, sampler):
+                    if other := await self._why_beside(store, known, agent, train, val, sampler):
                         first = first or other
                         continue
                     self._tell(
@@ -396,7 +412,19 @@ class Trainer:
                 return store, bool(self.resume) or known is not None
         raise AssertionError("there is always another folder")
 
-    async def _why_beside(self, store: Store, known: Run, train: list[Task], val: list[Task], sampler: Sampler) -> str:
+    def _kept_by(self, elsewhere: str) -> str:
+        """Why the run of this folder, which another store keeps, is left as it is, in words that follow the folder's name.
+        Raises `ConfigError` if it is to be resumed."""
+        why = f"holds a run that another store keeps, {redacted(elsewhere)}"
+        if self.resume:
+            raise ConfigError(
+                f"{self.out} {why}: give this store to go on with it (store=URL, --store), or another `out`"
+            )
+        return why
+
+    async def _why_beside(
+        self, store: Store, known: Run, agent: Agent | None, train: list[Task], val: list[Task], sampler: Sampler
+    ) -> str:
         """Why the run of this folder is left as it is, in words that follow the folder's name; empty if it goes on."""
         if self.resume is False:
             return f"holds a run ({await steps_taken(store, known)} steps), and resume is False"
@@ -404,6 +432,9 @@ class Trainer:
             return "has the name of a run that its store keeps for another folder"
         if await is_over(store, known.id):
             return f"holds a finished run ({await steps_taken(store, known)} steps)"
+        theirs = await agent_of(store, known)
+        if theirs and name_of(agent) not in ("", theirs):
+            return f"holds a run of another agent ({theirs})"
         if not began_with(known, self.from_run or "", self.out):
             return f"holds a run that began with the weights of {known.config.get(FORKED) or 'its own model'}"
         async with AsyncExitStack() as opened:
@@ -512,7 +543,7 @@ class Trainer:
         await mark_over(made.start.store, made.start.run.id, True)
         summary = await summarize(made.start.store, made.start.run.id)
         kept = loop.kept
-        steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
+        steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.final_reward)
         about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
         if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
             about[PROBE] = {

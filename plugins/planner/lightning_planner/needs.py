@@ -23,14 +23,15 @@ class GpuNeeds(RunStage):
     api = API
 
     async def needs(self, start: Start) -> Sequence[Need]:
-        """Return the need of the memory of the first GPU; nothing for a model that the planner cannot count."""
+        """Return the need of the memory of the GPU that trains, or of the first of several; nothing for a model that the
+        planner cannot count."""
         config = start.config
         ranks = ranks_of(config.engine) if start.described.get("engine") == "verl" else 1
         try:
             items = training_items(read_shape(str(start.model)), ranks, config.engine)
         except ConfigError:
             return []
-        free, whole = gpu_memory()
+        free, whole = gpu_memory(config.engine.device)
         if (
             shares_gpu(config) and config.trainer.max_staleness
         ):  # otherwise vLLM gives its memory back while the engine trains
@@ -43,11 +44,12 @@ class GpuNeeds(RunStage):
         return [Need("the memory of each GPU that trains", sum(item.bytes for item in items), parts, free, cure)]
 
 
-def gpu_memory() -> tuple[float, float]:
-    """Return the free bytes of the first GPU, and all of its bytes."""
+def gpu_memory(device: str) -> tuple[float, float]:
+    """Return the free bytes of a GPU, and all of its bytes. `device` is as in `engine.device`: auto or cuda is the first GPU,
+    cuda:1 the second."""
     import torch
 
-    free, whole = torch.cuda.mem_get_info(0)
+    free, whole = torch.cuda.mem_get_info(int(device.partition(":")[2] or 0))
     return float(free), float(whole)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,15 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
         def opened_store(self, url: str, *, make: bool) -> Any:
             return plugins().opened_store(sqlite_url(runs / "small" / "lightning.db"), make=make)
 
+        def names(self, kind: str) -> Iterable[str]:
+            return plugins().names(kind)
+
     monkeypatch.setattr(output, "plugins", Known)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
     for command, named in (
         (("runs", "--runs", url, "--json"), True),
+        (("runs", "--runs", url), False),
         (("runs", "show", "nobody", "--runs", url), True),
         # With one slash too few it is the name of a file, which is not there.
         (("runs", "--runs", typo), False),
@@ -291,7 +296,9 @@ def test_runs_are_compared_by_what_they_differ_in(lightning, tmp_path: Path) -> 
     assert (first, second) == (["1", "two"], ["2", "one"]), "the best first"
     assert ["engine.lr", "0.002", "0.001"] in lines
     assert ["trainer.seed", "1", "0"] in lines
-    assert rows[1]["gain"]["interval"][0] > 0 > rows[0]["gain"]["interval"][0]
+    assert [row["gain"]["tasks"] for row in rows] == [2, 2]
+    intervals = [row["gain"]["interval"] for row in rows]
+    assert all(low < 0 < high for low, high in intervals), "two tasks do not tell a gain from chance"
     assert f"lightning runs --runs {place} two" in ran.err
 
 

@@ -70,6 +70,21 @@ def test_a_named_part_has_its_own_spread() -> None:
     assert twice.interval == pytest.approx(tuple(2 * end for end in reward.interval))
 
 
+@pytest.mark.parametrize("spreads", [(1.0, 1.0), (0.01, 1.0)])
+def test_intervals_over_few_tasks_hold_the_truth_as_often_as_they_say(spreads: tuple[float, float]) -> None:
+    draw, gains, means, tries = random.Random(1), 0, 0, 1_000
+    for _ in range(tries):
+        results = [evaluation(step, [draw.gauss(0, spread) for _ in range(4)]) for step, spread in enumerate(spreads)]
+        gain, half = gain_of(results), margin(results[1])
+        assert gain is not None
+        assert gain.interval is not None
+        assert half is not None
+        gains += gain.interval[0] <= 0 <= gain.interval[1]
+        means += abs(results[1].score) <= half
+    assert 0.93 * tries <= gains <= 0.98 * tries
+    assert 0.93 * tries <= means <= 0.98 * tries
+
+
 def test_the_interval_has_the_true_gain_as_often_as_it_says() -> None:
     draw, held = random.Random(0), 0
     for _ in range(400):

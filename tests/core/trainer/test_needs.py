@@ -83,3 +83,7 @@ def test_disk_is_said_before_and_after(model: Path, tmp_path: Path, monkeypatch:
     assert said_of_disk(out) == f"On the disk {out} takes 2 MB."
     (out / "checkpoints/step-00000001/weights").write_bytes(bytes(3_000_000))
     assert f"takes 5 MB, of which 3 MB are checkpoints. `rm -r {out / 'checkpoints'}` frees these" in said_of_disk(out)
+    spaced = out.rename(tmp_path / "my run")
+    assert f"`rm -r '{spaced / 'checkpoints'}'` frees these" in said_of_disk(spaced), (
+        "a copied command removes nothing else"
+    )

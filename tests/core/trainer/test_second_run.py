@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import Correction
 from lightning.losses.protocol import Loss
+from lightning.runner.protocol import Agent
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
+from lightning.store.url import sqlite_url
 from lightning.trainer import Summary, Trainer, stack, trainer
 from lightning.trainer.run_stages import FORKED, began_with
 from lightning.trainer.runs import claim_folder, folders_beside
-from lightning.types import Run
+from lightning.types import LLM, Run, Task
 
 from tests.tiny_families import VOCAB, make_tiny_family
 
@@ -44,7 +47,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Fit
     folder = make_tiny_family(tmp_path / "folder", "llama2")
     monkeypatch.setattr(stack, "make_policy_server", lambda *_, **__: Served(folder))
 
-    def run(steps: int, **asked: Any) -> Summary:
+    def run(steps: int, asked_of: Agent = agent, **asked: Any) -> Summary:
         algorithm = LightningRL("grpo", group_size=2, correction=Correction("none"))
         made = Trainer(
             folder,
@@ -52,12 +55,32 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Fit
             runner="inline",
             steps=steps,
             tasks_per_step=1,
-            out=tmp_path / "pens",
-            **{"lr": 1e-3} | asked,
+            **dict[str, Any](lr=1e-3, out=tmp_path / "pens") | asked,
         )
-        return made.fit(agent, ["one", "two"])
+        return made.fit(asked_of, ["one", "two"])
 
     return run
+
+
+@contextmanager
+def failing_after(steps: int) -> Iterator[None]:
+    """Let a run fail after some steps."""
+    take, left = TorchEngine.step, [steps]
+
+    def step(self: TorchEngine, samples: list[Sample], loss: Loss, lr: float | None = None) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise EngineError("out of memory")
+        return take(self, samples, loss, lr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "step", step)
+        with pytest.raises(EngineError):
+            yield
+
+
+def another_agent(task: Task, llm: LLM) -> float:
+    return agent(task, llm)
 
 
 def last_step(folder: Path) -> int:
@@ -107,10 +130,8 @@ def test_a_script_that_is_run_again_goes_on_or_begins_beside(
 
 
 def test_other_settings_and_another_process_begin_beside(fit: Fit, tmp_path: Path, said: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchEngine, "step", lambda *_: (_ for _ in ()).throw(EngineError("out of memory")))
-        with pytest.raises(EngineError):
-            fit(1)
+    with failing_after(0):
+        fit(1)
     with claim_folder(tmp_path / "pens"):
         with pytest.raises(ConfigError, match="another process is training in"):
             fit(1, resume=True)
@@ -121,6 +142,32 @@ def test_other_settings_and_another_process_begin_beside(fit: Fit, tmp_path: Pat
     said.clear()
     assert fit(1, resume=False).run == "pens-4"
     assert "pens holds a run (0 steps), and resume is False" in said[0]
+
+
+def test_another_agent_begins_beside(fit: Fit, said: list[str]) -> None:
+    with failing_after(0):
+        fit(1)
+    assert fit(1, another_agent).run == "pens-2"
+    assert f"pens holds a run of another agent ({agent.__module__}:agent): this is a new run" in said[0]
+    assert fit(1, lambda task, llm: agent(task, llm)).run == "pens", "an agent without a name may be the same one"
+
+
+def test_a_folder_whose_run_another_store_keeps_is_left_as_it_is(fit: Fit, tmp_path: Path, said: list[str]) -> None:
+    with failing_after(1):
+        fit(2, store=sqlite_url(tmp_path / "central.db"))
+    pens = tmp_path / "pens"
+    files = sorted(pens.rglob("*"))
+    for store in (None, sqlite_url(tmp_path / "other.db")):
+        with pytest.raises(
+            ConfigError, match=r"pens holds a run that another store keeps, .*central\.db: give this store"
+        ):
+            fit(2, store=store, resume=True)
+    assert fit(1).run == "pens-2"
+    assert "pens holds a run that another store keeps, " in said[0]
+    assert sorted(pens.rglob("*")) == files
+    assert fit(2, store=sqlite_url(tmp_path / "central.db")).run == "pens"
+    with pytest.raises(ConfigError, match=r"pens-2 holds a run that another store keeps, .*pens-2/lightning\.db"):
+        fit(1, out=pens.with_name("pens-2"), store=sqlite_url(tmp_path / "other.db"), resume=True)
 
 
 def test_a_run_began_with_the_weights_that_the_same_words_name(tmp_path: Path) -> None:

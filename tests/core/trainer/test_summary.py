@@ -74,6 +74,17 @@ async def test_what_no_step_measured_is_null_and_what_some_measured_is_of_these(
     assert (found["rewards"], found["max_logprob_gap"]) == ((None, 0.5), 0.125)
 
 
+async def test_the_final_reward_is_that_of_the_last_step_alone(store: MemoryStore) -> None:
+    for step in (1, 2):
+        await store.commit_step(StepRecord("run", step, step, (), (), "a", metrics={"rollouts": 2.0, "failed": 0.0}))
+    await evaluate(store, "val/v1", 0, 1, 0.25)
+    await evaluate(store, "val/v2", 1, 2, 0.5)
+    ended = await summarize(store, "run")
+    assert (ended.after, ended.final_reward) == (0.5, None), "a budget ended the run after step 2"
+    await evaluate(store, "val/v3", 2, 3, 0.75)
+    assert (await summarize(store, "run")).final_reward == 0.75
+
+
 def test_an_evaluation_without_any_score_is_no_evaluation_of_0(tmp_path: Path) -> None:
     empty, lost = Evaluation(1, None, 4, 0), Evaluation(2, None, 4, 4)
     assert (empty.known, empty.reward_with_failures, lost.known, lost.reward_with_failures) == (False, None, True, 0.0)

@@ -200,7 +200,7 @@ def test_failures_never_make_an_evaluation_better() -> None:
     assert failing.reward_with_failures > fine.reward_with_failures
     assert failing.score == pytest.approx(-0.8)
     assert fine.score == pytest.approx(-0.4)
-    assert failing.error == pytest.approx(np.sqrt(0.24 * 0.25) / 10)
+    assert failing.error == pytest.approx(np.sqrt(0.24 * 0.25 / 99))
 
 
 NOISY: dict[str, Values] = {name: ramp(0.3, 0.3, noise=0.12) for name in ("reward", "reward_with_failures")}

@@ -26,7 +26,7 @@ async def needed(model: Path, engine: str = "torch", **settings: Any) -> list[tu
 
 
 async def test_a_run_on_gpus_says_what_each_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "gpu_memory", lambda: (79e9, 80e9))
+    monkeypatch.setattr(needs, "gpu_memory", lambda device: (79e9, 80e9))
     monkeypatch.setattr(needs, "shares_gpu", lambda config: True)
     (tmp_path / "config.json").write_text(json.dumps(KNOWN[QWEN]))
     shape, engine = read_shape(str(tmp_path)), Config().engine
@@ -40,6 +40,11 @@ async def test_a_run_on_gpus_says_what_each_needs(tmp_path: Path, monkeypatch: p
     assert many == sum(item.bytes for item in training_items(shape, 8, engine))
     (tmp_path / "config.json").write_text(json.dumps({**KNOWN[QWEN], "model_type": "another"}))
     assert await needed(tmp_path) == []
+
+
+def test_the_memory_is_that_of_the_gpu_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 + device, 20))
+    assert [needs.gpu_memory(device) for device in ("auto", "cuda", "cuda:1")] == [(10, 20), (10, 20), (11, 20)]
 
 
 def test_a_run_on_a_cpu_has_no_such_stage(monkeypatch: pytest.MonkeyPatch) -> None:

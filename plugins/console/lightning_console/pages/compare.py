@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import LightningError
+from lightning.trainer.gains import margin
 from lightning.types import by_key
 
 from lightning_console.blocks import (
@@ -166,7 +167,7 @@ def _runs(groups: Mapping[str, list[Compared]]) -> Table:
                         if held_out
                         else "none"
                     ),
-                    Cell(number(1.96 * last.error) if last else NONE),
+                    Cell(number(margin(last) if last else None)),
                     Cell(number(reward[-1] if reward else None)),
                     Cell(
                         f"{gain.steps} steps, {seconds(gain.seconds)}" if gain else NONE,

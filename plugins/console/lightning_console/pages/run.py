@@ -11,6 +11,8 @@ from typing import Final
 from lightning.errors import LightningError, UnavailableError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import is_over
+from lightning.trainer.gains import gain_of as held_out_gain_of
+from lightning.trainer.gains import margin
 from lightning.trainer.summary import POLICY_FAULT
 from lightning.types import Json, Run
 from lightning_debug.advise import Advice, Alarm, Past, Tuning, advise, config_of, is_comparable, past_of
@@ -29,6 +31,7 @@ from lightning_console.pages.words import (
     located,
     name_of,
     number,
+    plus_or_minus,
     rollout_link,
     seconds,
     share,
@@ -304,12 +307,13 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
         why = "not evaluated yet" if line.about.held_out else "this run has no held-out tasks"
         return Fact("held-out", NONE, why, "muted")
     if last is None:
-        return Fact("held-out", number(first.score), f"±{number(1.96 * first.error)} after {first.step} steps")
+        return Fact("held-out", number(first.score), f"{plus_or_minus(margin(first))} after {first.step} steps")
+    gain = held_out_gain_of((first, last), with_failures=True)
     return Fact(
         "held-out",
         change(first.score, last.score),
-        f"±{number(1.96 * last.error)} after {last.step} steps, {last.failed} of {last.rollouts} failed",
-        "good" if last.score > first.score + 1.96 * (first.error**2 + last.error**2) ** 0.5 else "",
+        f"{plus_or_minus(margin(last))} after {last.step} steps, {last.failed} of {last.rollouts} failed",
+        "good" if gain is not None and gain.is_certain and gain.change > 0 else "",
         hint="failed rollouts count as 0; a click compares the first with the last, task by task",
         to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lightning.store.url import redacted
+from lightning.trainer.gains import margin
 
 from lightning_console.blocks import (
     Block,
@@ -21,7 +22,19 @@ from lightning_console.blocks import (
     Table,
     Tone,
 )
-from lightning_console.pages.words import NONE, change, count, name_of, number, page_links, share, to, when, written
+from lightning_console.pages.words import (
+    NONE,
+    change,
+    count,
+    name_of,
+    number,
+    page_links,
+    plus_or_minus,
+    share,
+    to,
+    when,
+    written,
+)
 from lightning_console.places import Places
 from lightning_console.queries.runs import STATES, Name, RunLine, RunList, list_runs
 from lightning_console.router import Address
@@ -148,7 +161,7 @@ def _sorted_by(address: Address, by: str, now: str) -> str:
 def _row(line: RunLine) -> list[Cell]:
     here = to("run", line.key)
     first, last = line.before, line.after
-    interval = f"±{number(1.96 * (last or first).error)}" if (last or first) else ""  # type: ignore[union-attr]
+    newest = last or first
     return [
         Cell(
             name_of(line.id, line.store, "~" in line.key),
@@ -167,7 +180,7 @@ def _row(line: RunLine) -> list[Cell]:
             if not line.about.held_out and line.state.name != "unread"
             else NONE,
             tone="" if first else "muted",
-            hint=f"after {(last or first).step} steps, {interval} (95 %)" if (last or first) else "",  # type: ignore[union-attr]
+            hint=f"after {newest.step} steps, {plus_or_minus(margin(newest))} (95 %)" if newest else "",
         ),
         Cell(
             NONE if line.last is None else str(line.last),

@@ -88,6 +88,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}"
 
 
+def plus_or_minus(half: float | None) -> str:
+    """Format half the width of an interval."""
+    return "interval unknown" if half is None else f"±{number(half)}"
+
+
 def mean_of(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]

@@ -14,6 +14,7 @@ from typing import Final, Literal
 import numpy as np
 from lightning.store.protocol import Store
 from lightning.trainer.context import read_epochs
+from lightning.trainer.gains import margin
 from lightning.trainer.runs import changes_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Run
@@ -30,8 +31,6 @@ LEAST: Final = 6
 """Steps with a reward that a run needs so that its gain can be read from the training rewards."""
 GRID: Final = 100
 """Most points of the mean of several curves."""
-LEVEL: Final = 1.96
-"""A held-out mean's interval of 95 % extends this many standard errors to both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +181,14 @@ def gain_of(curves: Curves) -> Gain | None:
 
 
 def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | None]]:
-    """Return the held-out evaluations as points `[x, score, low, high]` with their interval of 95 %; failed rollouts count as
-    0."""
-    return [
-        [curves.x_after(each.step, axis), each.score, each.score - LEVEL * each.error, each.score + LEVEL * each.error]
-        for each in curves.evaluations
-    ]
+    """Return the held-out evaluations as points `[x, score, low, high]` with their interval of 95 %, or as `[x, score]` where
+    it is not known; failed rollouts count as 0."""
+    points: list[list[float | None]] = []
+    for each in curves.evaluations:
+        half = margin(each)
+        ends = [] if half is None else [each.score - half, each.score + half]
+        points.append([curves.x_after(each.step, axis), each.score, *ends])
+    return points
 
 
 def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
