@@ -42,9 +42,11 @@ async def test_a_run_on_gpus_says_what_each_needs(tmp_path: Path, monkeypatch: p
     assert await needed(tmp_path) == []
 
 
-def test_a_run_on_a_cpu_has_no_such_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_cpu_or_without_torch_has_no_such_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert needs.on_gpus(Config()) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert needs.on_gpus(Config()) is not None
     assert needs.on_gpus(with_settings(Config(), {"engine.device": "cpu"})) is None
+    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+    assert needs.on_gpus(Config()) is None  # without torch the engine says which command installs it
