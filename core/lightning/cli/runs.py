@@ -164,7 +164,7 @@ def show(
                 _show_run(found)
                 if folder := _folder_of(named, place):
                     next_steps(
-                        ("learn what is wrong with it", ["advise", folder]),
+                        ("look for problems, and for better settings", ["advise", folder]),
                         ("prove what was trained", ["audit", folder]),
                     )
             return
@@ -343,14 +343,15 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """The parts of a run that are shown. `rollouts` are the selected rollouts, of all those searched, which `searched` counts
-    by split; `step_rewards` are the step rewards of the selected rollouts, by rollout; `failures` counts the failed rollouts of
-    all those searched, by reason."""
+    """The parts of a run that are shown. `rollouts` are the selected rollouts, without the `left_out` beyond the limit, of all
+    those searched, which `searched` counts by split; `step_rewards` are the step rewards of the selected rollouts, by rollout;
+    `failures` counts the failed rollouts of all those searched, by reason."""
 
     run: Run
     epochs: list[Epoch]
     steps: list[StepRecord]
     rollouts: list[Rollout]
+    left_out: int
     searched: Counter[str]
     step_rewards: dict[str, tuple[StepReward, ...]]
     failures: list[tuple[int, Reason]]
@@ -374,13 +375,15 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
     if stored is None:
         return None
     rollouts = [rollout async for rollout in each_rollout(store, run, step=step)]
-    chosen = [rollout for rollout in rollouts if not failed or rollout.status is Status.FAILED][:limit]
+    matching = [rollout for rollout in rollouts if not failed or rollout.status is Status.FAILED]
+    chosen = matching[:limit]
     attempts = await store.attempts_of([(rollout.id, None) for rollout in chosen])
     return Details(
         run=stored,
         epochs=await read_epochs(store, stored),
         steps=await store.steps(run),
         rollouts=chosen,
+        left_out=len(matching) - len(chosen),
         searched=Counter(rollout.split for rollout in rollouts),
         step_rewards={
             rollout.id: attempt.step_rewards
@@ -403,7 +406,7 @@ def _show_run(found: Details) -> None:
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
     aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
-    columns = ["step", "reward", "failed as 0", "training rollouts", "tokens", "loss", "logprob gap", "policy"]
+    columns = ["step", "reward", "failed as 0", "rollouts trained on", "tokens", "loss", "logprob gap", "policy"]
     print_table(
         [*columns, *(["age", "record"] if aged else [])],
         [
@@ -428,6 +431,7 @@ def _show_run(found: Details) -> None:
     if gain := gain_of(found.summary.evaluations, with_failures=True):
         counted = " (failures count as 0)" if any(result.failed for result in found.summary.evaluations) else ""
         say(f"held-out gain{counted}: {escape(str(gain))}")
+    rest = f"; {found.left_out} more with a larger --limit" if found.left_out else ""
     print_table(
         ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],
         [
@@ -442,7 +446,7 @@ def _show_run(found: Details) -> None:
             ]
             for rollout in found.rollouts
         ],
-        title=f"rollouts: {len(found.rollouts)} of {found.said_counts}",
+        title=f"rollouts: {len(found.rollouts)} of {found.said_counts}{rest}",
     )
     for count, why in found.failures:
         say(f"{count} of {found.among} rollouts failed: {escape(str(why))}")

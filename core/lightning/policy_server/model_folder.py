@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.errors import PolicyServerError
+from lightning.errors import PolicyServerError, import_extra
 
 if TYPE_CHECKING:
     import torch
@@ -46,23 +46,23 @@ class TensorSpec:
 def read_header(path: Path) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a safetensors file; only the header is read.
 
-    Raises PolicyServerError when the file is missing, is something else, or is shorter or longer than its header says.
+    Raises PolicyServerError when the file is missing, is something else, or is shorter or longer than its header says, and
+    MissingExtraError when safetensors is not installed.
     """
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
     """Return a file's header and its metadata."""
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = import_extra("torch", "safetensors")
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(path, framework="numpy") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 — a safetensors handle is no mapping
             specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
             return specs, file.metadata() or {}
     except OSError as error:
         raise PolicyServerError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    except SafetensorError as error:
+    except safetensors.SafetensorError as error:
         raise PolicyServerError(
             f"{path} is not a safetensors file, or was cut off: its header does not parse ({error})"
         ) from error

@@ -181,7 +181,13 @@ class Trainer:
         (Ctrl-C, SIGTERM) stops cleanly; the same call goes on. Raises `DataError` for an empty task list, `ConfigError` for a
         folder that cannot be written, and what the rooms raise (`PolicyServerError`, `EngineError`, ...).
         """
-        return run_to_end(self._fit(agent, as_tasks(train, "train"), as_tasks(val, "val")))
+        try:
+            return run_to_end(self._fit(agent, as_tasks(train, "train"), as_tasks(val, "val")))
+        except KeyboardInterrupt as stopped:
+            stopped.add_note(
+                f"nothing that was recorded in {self.out} is lost: the same script again goes on after its last step"
+            )
+            raise
 
     def dev(self, agent: Agent | None, tasks: Sequence[Task | Json], *, count: int = 4) -> DryRun:
         """Run the agent on a few tasks against the untrained model, without training, and report what was recorded.

@@ -209,11 +209,13 @@ def not_compared(course: Course) -> Iterator[Diagnosis]:
         and is_now(course, late[-1])
         and not any(course.steps[step - 1].get("tokens_compared", 1.0) for step in late)
     ):
+        where = "the last step" if len(late) == 1 else f"the last {len(late)} steps"
         yield Diagnosis(
             "not compared",
-            f"the sampler's and the trainer's probabilities could not be compared in the last {len(late)} steps, because no "
-            "trained token has a logprob that says how likely it was among all tokens. A grammar, a forced tool, top_p or "
-            "top_k, or temperature 0 constrains every call: let some of them be sampled without",
+            f"the sampler's and the trainer's probabilities could not be compared in {where}, because no trained token has a "
+            "logprob that says how likely it was among all tokens. Training goes on without that check. A grammar (strict "
+            "tools have one), a forced tool, top_p or top_k, or temperature 0 constrains every call: let some of them be "
+            "sampled without",
             steps=tuple(late),
         )
 

@@ -6,6 +6,7 @@ The invariant: only models are counted whose parameters the formulas count exact
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from lightning.config import Config
 from lightning.errors import ConfigError
@@ -54,7 +55,9 @@ def gpu_memory(device: str) -> tuple[float, float]:
 
 
 def on_gpus(config: Config) -> GpuNeeds | None:
-    """Make the stage for a run that trains on a GPU; None for one on a CPU."""
+    """Make the stage for a run that trains on a GPU; None for a run on a CPU, or without torch: the engine asks for torch."""
+    if find_spec("torch") is None:
+        return None
     import torch
 
     trains = config.engine.device == "auto" or config.engine.device.startswith("cuda")

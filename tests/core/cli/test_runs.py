@@ -198,6 +198,9 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
     assert "held-out after 1 steps: - (0.000 if failures count as 0) over 1 tasks" in shown
     assert "correct 0.25, polite 0.75 of 2 calls" in shown
     assert "rollouts: 2 of 2 (2 held-out)" in shown
+    assert "more with a larger" not in shown
+    limited = lightning("runs", "show", "run", "--runs", str(tmp_path), "--limit", "1").out
+    assert "rollouts: 1 of 2 (2 held-out); 1 more with a larger --limit" in limited
     assert "1 of 2 rollouts failed: broken" in shown
     told = json.loads(lightning("runs", "show", "run", "--runs", str(tmp_path), "--json").out)
     assert [reward["value"] for reward in told["step_rewards"]["v0"]] == [0.5, 0.25]

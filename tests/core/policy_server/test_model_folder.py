@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.errors import PolicyServerError
+from lightning.errors import MissingExtraError, PolicyServerError
 from lightning.policy_server.model_folder import (
     TensorSpec,
     check_model_folder,
@@ -25,6 +26,14 @@ from safetensors.torch import save_file
 
 Alter = Callable[[Path, Callable[[dict[str, torch.Tensor]], object]], Path]
 NORM = "model.norm.weight"
+
+
+def test_without_safetensors_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingExtraError, match=r"'safetensors' is not installed\. Run: pip install .*\[torch\]"):
+        read_header(tmp_path / "x.safetensors")
 
 
 def test_header_is_read_as_safetensors_writes_it(tmp_path: Path) -> None:

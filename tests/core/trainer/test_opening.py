@@ -333,3 +333,19 @@ def test_a_folder_that_cannot_be_trained_is_refused_before_anything_is_started(
         with pytest.raises(ConfigError, match=r"quantised \(awq\)"):
             getattr(made, start)(lambda task, llm: 0.0, [{"q": 1}])
     assert opened == [model, model]
+
+
+def test_a_training_that_is_interrupted_says_how_to_go_on(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(main: Any) -> None:
+        main.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening, "run_to_end", interrupted)
+    made = make_trainer()
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        made.fit(lambda task, llm: 0.0, train=[1])
+    assert stopped.value.__notes__ == [
+        f"nothing that was recorded in {made.out} is lost: the same script again goes on after its last step"
+    ]

@@ -47,9 +47,11 @@ def test_the_memory_is_that_of_the_gpu_that_trains(monkeypatch: pytest.MonkeyPat
     assert [needs.gpu_memory(device) for device in ("auto", "cuda", "cuda:1")] == [(10, 20), (10, 20), (11, 20)]
 
 
-def test_a_run_on_a_cpu_has_no_such_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_cpu_or_without_torch_has_no_such_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert needs.on_gpus(Config()) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert needs.on_gpus(Config()) is not None
     assert needs.on_gpus(with_settings(Config(), {"engine.device": "cpu"})) is None
+    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+    assert needs.on_gpus(Config()) is None  # without torch the engine says which command installs it
