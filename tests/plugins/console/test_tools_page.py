@@ -72,7 +72,9 @@ async def test_a_run_says_which_tool_failed_most_by_whom_and_with_which_argument
     assert (of_all["reward with it"], of_all["reward without"], of_all["rollouts with it"]) == ("0.250", "1.000", "16")
     assert of_all["how sure"].endswith("(95 %, over 8 tasks with both): not told apart from chance")
     assert not texts(blocks[ODD])
-    assert blocks[ODD]["empty"].startswith("in these rollouts the model called only tools and arguments that were offered")
+    assert blocks[ODD]["empty"].startswith(
+        "in these rollouts the model called only tools and arguments that were offered"
+    )
     assert blocks["page"].live is False
 
 
