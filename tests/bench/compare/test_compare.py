@@ -222,7 +222,7 @@ class TestVariants:
             build(Variant("no-such", {}, ""), ADemo())
         with pytest.raises(PluginError, match="nobody"):
             build(Variant("grpo", {"credit": "nobody"}, ""), ADemo())
-        with pytest.raises(ConfigError, match="does not take"):
+        with pytest.raises(ConfigError, match="has no argument 'colour'"):
             build(Variant("grpo", {"colour": "red"}, ""), ADemo())
 
     def test_own_variants_are_built_from_text(self):
