@@ -10,11 +10,11 @@ import ast
 import contextlib
 import gc
 import importlib.util
-import re
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
