@@ -105,9 +105,9 @@ def check_unchanged(teacher: Teacher, taught: Sequence[Teacher]) -> None:
     before = next((found for found in reversed(taught) if found.name == teacher.name), None)
     if before is not None and before.digest != teacher.digest:
         raise ConfigError(
-            f"the teacher {teacher.name} in {teacher.folder} is another model than it was (SHA-256 {teacher.digest[:12]}..., "
-            f"and {before.digest[:12]}... in the steps that were taken): bring back the files that it had, or give the other "
-            "model by another name, with which a config epoch of its own begins"
+            f"the teacher {teacher.name} in {teacher.folder} has changed: the SHA-256 of its weights is "
+            f"{teacher.digest[:12]}... now, and was {before.digest[:12]}... when this run's last step with it was taken. Put the old files back; or put "
+            "the new model into another folder, which begins a new config epoch"
         )
 
 

@@ -96,4 +96,4 @@ def _number(where: StoreURL, option: str, default: N, shown: str) -> N:
         return type(default)(where.options.get(option, default))
     except ValueError as error:
         kind = "a whole number" if isinstance(default, int) else "a number"
-        raise ConfigError(f"the option {option} of {shown!r} must be {kind}") from error
+        raise ConfigError(f"the option {option} of the store URL {shown!r} must be {kind}") from error

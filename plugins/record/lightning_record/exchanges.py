@@ -54,7 +54,7 @@ DAMAGED: Final = (
     zstandard.ZstdError,
 )
 """Exceptions that reading a damaged exchange may raise."""
-_LOST: Final = "The texts of the branch are lost with it, its tokens and rewards are there"
+_LOST: Final = "The texts of the branch cannot be read any more; its tokens and rewards are still there"
 Body: TypeAlias = "dict[str, Any]"
 
 
@@ -294,8 +294,8 @@ class _Reader:
         name, calls = self._parent
         if not calls:
             raise ParentGoneError(
-                f"{told} {name}, which is not in the store: `lightning db prune` removed it, or the run of {name}. {_LOST}; "
-                "only a backup from before that has them"
+                f"{told} {name}, whose calls are not in the store any more: `lightning db prune` removed them, or the whole run "
+                f"of {name}. {_LOST}; only a backup made before that has the texts"
             )
         there = next((each for each in calls if each.seq == seq), None)
         if there is not None and packed_in(there) is None and there.status.answered and not there.choice:

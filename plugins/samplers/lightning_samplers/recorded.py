@@ -83,7 +83,8 @@ async def _read(store: Store, place: str, only: str, pinned: Json, project: str)
     runs = [run.id for run in await store.list_runs(project, brief=True) if only in ("", run.id)]
     if not runs:
         raise ConfigError(
-            f"{place} has no run{f' {only}' if only else ''} of project {project!r}: `lightning runs` lists runs"
+            f"{place} has no run{f' {only}' if only else ''} of project {project!r}: `lightning runs --runs PLACE` lists the "
+            "runs of a place"
         )
     found: list[Rollout] = []
     unrated, newest, served = 0, dict[str, int](), list[str]()

@@ -113,7 +113,7 @@ def test_a_branch_without_its_parents_calls_is_an_error_that_names_it() -> None:
     (base,) = exchanges.said_in_parent(parent, [0])
     own = [call(0, exchanges.pack("/chat", 200, exchanges.canonical(LONG | {"n": 1}), b"{}", base))]
     with pytest.raises(
-        ParentGoneError, match=r"call 0 of its parent run/0/1, which is not in the store: .*prune"
+        ParentGoneError, match=r"call 0 of its parent run/0/1, whose calls are not in the store any more: .*prune"
     ) as gone:
         exchanges.read(own, Parent("run/0/1"))
     with pytest.raises(StoreError, match="parents_of"):
@@ -134,7 +134,7 @@ def test_a_branch_without_its_parents_calls_is_an_error_that_names_it() -> None:
     ) as e:
         exchanges.read(own, Parent("p", [call(0, None)]))
     for error in (*errors, e.value):
-        assert "its tokens and rewards are there" in str(error)
+        assert "its tokens and rewards are still there" in str(error)
         assert "Restore" not in str(error)
 
 
