@@ -294,8 +294,8 @@ class _Reader:
         name, calls = self._parent
         if not calls:
             raise ParentGoneError(
-                f"{told} {name}, whose calls are not in the store any more: `lightning db prune` removed them, or the whole run "
-                f"of {name}. {_LOST}; only a backup made before that has the texts"
+                f"{told} {name}, whose calls are not in the store any more: `lightning db prune` removed them, or the whole "
+                f"run of {name}. {_LOST}; only a backup made before that has the texts"
             )
         there = next((each for each in calls if each.seq == seq), None)
         if there is not None and packed_in(there) is None and there.status.answered and not there.choice:

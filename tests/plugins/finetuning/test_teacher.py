@@ -234,7 +234,7 @@ def test_a_teacher_whose_files_changed_is_refused_by_a_resume_and_told_by_an_aud
     then = base_digest(teacher)
     shutil.copyfile(tmp_path / "folder" / "model.safetensors", teacher / "model.safetensors")
     now = base_digest(teacher)
-    told = rf"the teacher {teacher} .* has changed: the SHA-256 of its weights is {now[:12]}\.\.\. now, and was {then[:12]}\.\.\. "
+    told = rf"the teacher {teacher} .* has changed: the SHA-256 of its weights is {now[:12]}\.\.\. now, and was {then[:12]}"
     with pytest.raises(ConfigError, match=told):
         train("student", 3, algorithm=Distill(str(teacher), group_size=1), resume=True)
     first, last = steps_of(folder)
