@@ -106,8 +106,8 @@ def check_unchanged(teacher: Teacher, taught: Sequence[Teacher]) -> None:
     if before is not None and before.digest != teacher.digest:
         raise ConfigError(
             f"the teacher {teacher.name} in {teacher.folder} has changed: the SHA-256 of its weights is "
-            f"{teacher.digest[:12]}... now, and was {before.digest[:12]}... when this run's last step with it was taken. Put the old files back; or "
-            "put the new model into another folder, which begins a new config epoch"
+            f"{teacher.digest[:12]}... now, and was {before.digest[:12]}... when this run's last step with it "
+            "was taken. Put the old files back; or put the new model into another folder, which begins a new config epoch"
         )
 
 
