@@ -97,8 +97,8 @@ def command_section(title: str, command) -> Iterator[str]:
     for item in command.params:
         if item.name != "help":
             label = item.name.upper() if item.param_type_name == "argument" else ", ".join(item.opts)
-            if item.metavar and item.param_type_name == "option":
-                label += f" {item.metavar}"
+            if item.metavar:
+                label = f"{label} {item.metavar}" if item.param_type_name == "option" else item.metavar
             yield f"- `{label}` {item.help or ''}"
     yield ""
 

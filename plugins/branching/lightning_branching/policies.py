@@ -116,7 +116,8 @@ async def model_of_run(
     last = len(await store.steps(run.id))
     if step > last:
         raise ConfigError(
-            f"the run {run.id} has {last} committed steps, and the policy's version was {step}: name the weights (--weights)"
+            f"the call to branch at was answered by version {step} of the policy, but the run {run.id} has only {last} "
+            "committed steps: name the weights for the branches (--weights)"
         )
     try:
         return await _of_run(store, run.id, folder, step, into, config), ""

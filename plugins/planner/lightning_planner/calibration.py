@@ -56,7 +56,10 @@ def calibrate(recorded: Recorded) -> Calibration:
     rollouts = [rollout for rollout in recorded.rollouts if rollout.calls]
     calls = [call for rollout in rollouts for call in rollout.calls]
     if not any(call.response for call in calls):
-        raise DataError(f"run {recorded.run!r} has no call with response tokens to calibrate on: plan from another run")
+        raise DataError(
+            f"run {recorded.run!r} has no call with response tokens, so no plan can be made from it: name another "
+            "recorded run"
+        )
     rests = [(max(call.ended for call in rollout.calls), rollout.end) for rollout in rollouts]
     load = _Load(calls, rests, list(_between_rollouts(recorded)))
     server, fit = _server(calls)

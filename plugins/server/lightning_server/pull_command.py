@@ -47,8 +47,8 @@ def pull(
         str,
         typer.Argument(
             metavar="[PLACE#]NAME@WHICH",
-            help="The weights, such as policy/weights@production; PLACE is a run's folder, a database, or the URL of a server "
-            "(with a viewer's token in LIGHTNING_TOKEN).",
+            help="The weights and a version or alias of them, such as policy/weights@production; prefix PLACE# to say where "
+            "they are: a run's folder, a database, or the URL of a server (with a viewer's token in LIGHTNING_TOKEN).",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="The folder to make.")],
