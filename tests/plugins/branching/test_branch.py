@@ -530,7 +530,7 @@ def test_the_weights_are_those_of_the_version_or_the_nearest_that_is_left(train:
     assert "mine@2 is not there any more" in remark
     assert "the nearest that is there is mine@3" in remark
     with pytest.raises(
-        ConfigError, match="version 9 of the policy, but the run .* has only 3 committed steps: name the weights"
+        ConfigError, match=r"version 9 of the policy, but the run .* has only 3 committed steps: name the weights"
     ):
         found(9)
 
