@@ -25,6 +25,7 @@ from typing import Final, Self
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Task as Bar
 
 import lightning
 from lightning.config import Config
@@ -104,7 +105,7 @@ class Reporter:
         left = self._shown_at + PULSE_SECONDS - self._clock()
         if left > 0:
             return left
-        now = next(task for task in self._bars.tasks if task.id == self._now)
+        now = self._present()
         done = "" if now.total is None else f": {now.completed:.0f} of {now.total:.0f} rollouts"
         failed = f", {self._failed} failed" if self._failed else ""
         self.say(f"{now.description}{done}{failed}, for {_clock(now.elapsed or 0.0)} so far")
@@ -118,7 +119,11 @@ class Reporter:
     def phase(self, what: str, rollouts: int | None = None) -> None:
         """Show the present phase; `rollouts` is how many rollouts this phase waits for."""
         self._failed = 0
-        self._bars.reset(self._now, description=what, total=rollouts, note="")
+        self._bars.reset(self._now, description=what, note="")
+        self._present().total = rollouts  # `reset` keeps the total of the phase before in the place of None
+
+    def _present(self) -> Bar:
+        return next(task for task in self._bars.tasks if task.id == self._now)
 
     def rollout(self, rollout: Rollout) -> None:
         """Count a rollout that has ended."""

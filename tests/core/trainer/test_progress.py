@@ -87,6 +87,10 @@ def test_a_pipe_has_a_line_at_least_every_ten_seconds() -> None:
     reporter.step(1, METRICS, 3.0)
     now[0] += 8.0
     assert (reporter.pulse(), len(lines())) == (2.0, 3), "a line of a step counts"
+    reporter.phase("training")
+    now[0] += 10.0
+    reporter.pulse()
+    assert lines()[-1] == "training, for 0:10 so far", "a phase that waits for no rollouts counts none"
 
 
 def test_lines_of_progress_end_with_the_reporter_and_are_for_pipes_alone() -> None:
