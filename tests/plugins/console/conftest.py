@@ -98,7 +98,7 @@ def tabs(browser: Browser, everything: Watched) -> Iterator[OpenPage]:
         key = repr(sorted(options.items()))
         if key not in found:
             found[key] = browser.new_context(**options).new_page()
-            found[key].set_default_timeout(15_000)
+            found[key].set_default_timeout(60_000)
             everything.watch(found[key])
         return found[key]
 

@@ -3,7 +3,7 @@ window.lightning = window.lightning || {components: {}};
 (() => {
   "use strict";
   const AGAIN = 2000; // milliseconds between two looks at a page that may change
-  const SHARE = 10; // ... and at least so many times as long as one look takes
+  const SHARE = 20; // ... and at least so many times as long as one look takes: it takes at most a twentieth of a core
   const NAV = [["Runs", "runs"], ["Prompts and weights", "resources"], ["Chat", "chat"]];
 
   const sleep = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
