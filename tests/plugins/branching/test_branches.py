@@ -404,7 +404,7 @@ def test_a_branch_whose_parent_is_gone_says_so(made: Brancher) -> None:
     parent = made.run(chain(3))
     found = made.run(chain(3), parent=parent.key(2))
     assert made.whole(found.rollout.id).calls[1].exchange.request
-    with pytest.raises(StoreError, match=f"of its parent {parent.rollout.id}, which is not in the store"):
+    with pytest.raises(StoreError, match=f"of its parent {parent.rollout.id}, whose calls are not in the store"):
         recorded_rollout(found.rollout, found.calls, parent=Parent(parent.rollout.id))
 
 

@@ -255,7 +255,9 @@ async def test_what_a_branch_said_is_read_with_its_parents_calls(store: MemorySt
         await store.complete(each.rollout, 1, Outcome(reward=1.0))
     pages = {name: str(await show(places_of(store), to("rollout", "run", name))) for name in parents}
     assert [name for name, page in pages.items() if "as the sea" in page] == ["b"]
-    assert [name for name, page in pages.items() if "of its parent gone, which is not in the store" in page] == ["lost"]
+    assert [name for name, page in pages.items() if "of its parent gone, whose calls are not in the store" in page] == [
+        "lost"
+    ]
     group = str(await show(places_of(store), to("group", "run", "g")))
     assert "very" in group
     assert "as the sea" in group

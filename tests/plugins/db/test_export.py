@@ -184,7 +184,7 @@ async def test_branches_are_exported_with_what_they_have_of_their_parents(
     (base,) = exchanges.said_in_parent([_call("p", recorded)], [0])
     own = exchanges.pack("/c", 200, asked, b"{}", base)
     unread = {
-        "lost": "of its parent gone, which is not in the store",
+        "lost": "of its parent gone, whose calls are not in the store",
         "other": "of its parent anew, and that is another call now: anew was removed and made again",
         "unrecorded": "of its parent silent, of which no request is recorded now: silent was removed and made again",
     }
