@@ -243,13 +243,17 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
 
 def show(report: DevReport, console: Terminal) -> None:
     """Print the report: a table of rollouts, then problems and hints."""
-    table = Table("task", "reward", "agents (calls)", "tools", "tokens in/out", "seconds", title="dry run")
+    table = Table("task", "reward", title="dry run")
+    for name in ("agents (calls)", "tools"):  # never cut: an agent's name is what `train_agents` takes
+        table.add_column(name, no_wrap=True)
+    table.add_column("tokens in/out")
+    table.add_column("seconds")
     for row in report.rows:
         table.add_row(
             escape(row.task),
             "[red]failed" if row.reward is None else escape(_said_reward(row)),
-            escape(", ".join(f"{agent} ({count})" for agent, count in row.agents.items())),
-            escape(", ".join(f"{tool} ({count})" for tool, count in row.tools.items())),
+            escape("\n".join(f"{agent} ({count})" for agent, count in row.agents.items())),
+            escape("\n".join(f"{tool} ({count})" for tool, count in row.tools.items())),
             f"{row.prompt_tokens}/{row.response_tokens}",
             f"{row.seconds:.1f}",
         )

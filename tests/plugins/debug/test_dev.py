@@ -278,6 +278,13 @@ def test_a_report_shows_a_glob_with_brackets_as_it_is() -> None:
     assert "['[a-z]']" in text.getvalue()
 
 
+def test_a_report_never_cuts_the_name_of_an_agent_or_a_tool() -> None:
+    text = io.StringIO()
+    seen = row(task="a long task " * 9, agents={"support/solve": 2, "support/check": 1}, tools={"calculator": 1})
+    show(DevReport((seen,), ()), Terminal(file=text, width=80))
+    assert all(name in text.getvalue() for name in ("support/solve (2)", "support/check (1)", "calculator (1)"))
+
+
 def test_a_report_shows_names_that_agents_chose_and_obeys_none() -> None:
     console = Terminal(file=io.StringIO(), width=400)
     seen = DevRow(EVIL, 1.0, "", 1.0, {EVIL: 1}, {EVIL: 1}, 1, 1, 1, 0)
