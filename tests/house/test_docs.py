@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +30,6 @@ from lightning_server import json_codec
 from lightning_server.api.app import description, routes
 from lightning_server.api.openapi import scopes_of
 from lightning_server.api.table import parameters
-from lightning_server.messages import PREFIX
 
 from tests.house.pictures import floors
 
@@ -65,8 +65,18 @@ def settings_tables() -> Iterator[str]:
         yield "| key | accepts | default | |\n|---|---|---|---|"
         for setting in settings():
             if setting.key.startswith(f"{section}."):
-                yield f"| `{setting.key}` | {setting.accepts} | `{setting.default}` | {' '.join(setting.help.split())} |"
+                accepts = _few_words(setting.accepts)
+                said = " ".join(setting.help.split()).replace("|", "\\|")
+                yield f"| `{setting.key}` | {accepts} | `{setting.default}` | {said} |"
         yield ""
+
+
+def _few_words(accepts: str) -> str:
+    """What a setting accepts, as a column of a table says it: `integer ≥ 1, null` for "an integer >= 1, or null"."""
+    text = re.sub(r"\ba table of names and ", "table of ", accepts)
+    text = re.sub(r">= ([\d.]+) and <= ([\d.]+)", r"\1 to \2", text)
+    text = re.sub(r",? or ", ", ", re.sub(r"\ban? ", "", text))
+    return text.replace("true, false", "true or false").replace(">=", "≥")
 
 
 def brings() -> Iterator[tuple[str, str, str]]:
@@ -83,60 +93,102 @@ def brought(kind: str) -> list[str]:
 
 
 def commands() -> Iterator[str]:
+    """Each command with its arguments and options; what several commands say in the same words is said once, at the head."""
+    found: list[tuple[str, Any]] = []
     for name in (*COMMANDS, *brought("commands")):
         command = typer.main.get_command(build(name)).commands[name]  # type: ignore[attr-defined]
-        yield from command_section(f"lightning {name}", command)
-        for inner, below in getattr(command, "commands", {}).items():
-            yield from command_section(f"lightning {name} {inner}", below)
+        found.append((f"lightning {name}", command))
+        found += [(f"lightning {name} {inner}", below) for inner, below in getattr(command, "commands", {}).items()]
+    counted = Counter((_label(item), item.help or "") for _, command in found for item in command.params)
+    shared: dict[str, str] = {}
+    for (label, said), times in counted.most_common():
+        if times >= 3 and said and label not in shared:
+            shared[label] = said
+    yield "### Said once for several commands\n"
+    yield from (f"- `{label}` {said}" for label, said in sorted(shared.items()))
+    yield ""
+    for title, command in found:
+        yield from command_section(title, command, shared)
 
 
-def command_section(title: str, command) -> Iterator[str]:
+def command_section(title: str, command: Any, shared: dict[str, str]) -> Iterator[str]:
     arguments = [item for item in command.params if item.param_type_name == "argument"]
     shown = " ".join([title, *(item.name.upper() if item.required else f"[{item.name.upper()}]" for item in arguments)])
     yield f"### `{shown}`\n\n{inspect.cleandoc(command.help or '')}\n"
+    above = []
     for item in command.params:
-        if item.name != "help":
-            label = item.name.upper() if item.param_type_name == "argument" else ", ".join(item.opts)
-            if item.metavar:
-                label = f"{label} {item.metavar}" if item.param_type_name == "option" else item.metavar
+        label = _label(item)
+        if shared.get(label) == (item.help or ""):
+            above.append(f"`{label}`")
+        else:
             yield f"- `{label}` {item.help or ''}"
+    if above:
+        yield f"- [as above](#said-once-for-several-commands): {', '.join(above)}"
     yield ""
+
+
+def _label(item: Any) -> str:
+    if item.param_type_name == "argument":
+        return str(item.metavar or item.name.upper())
+    return ", ".join(item.opts) + (f" {item.metavar}" if item.metavar else "")
 
 
 def error_list() -> Iterator[str]:
     yield "```text"
     yield from (line[4:] for line in (errors.__doc__ or "").splitlines() if re.match(r"    .*Error", line))
-    yield "```\n"
-    for name, cls in vars(errors).items():
-        if inspect.isclass(cls) and cls.__module__ == errors.__name__:
-            yield f"- `{name}`: {' '.join((inspect.getdoc(cls) or '').split())}"
+    yield "```"
 
 
 def server_routes() -> Iterator[str]:
+    """Each route, then each type; the fields of a message that one route alone has stand at the route."""
+    schemas: dict[str, Any] = description()["components"]["schemas"]  # type: ignore[index, call-overload, assignment]
+    asked = [(name, item.metadata["doc"]) for route in routes() for name, item in parameters(route.query).items()]
+    shared = {pair for pair, times in Counter(asked).items() if times >= 3}
+    yield "### Parameters of several routes\n"
+    yield from (f"- `{name}`: {said}" for name, said in sorted(shared))
+    yield "\n### Routes\n"
     for route in routes():
-        yield f"### `{route.method} {PREFIX}{route.path}`\n\n{route.doc}\n"
-        scopes = "none needed" if route.scopes is None else ", ".join(scopes_of(route))
-        told = "any JSON" if route.answer is json_codec.AnyJson else _type(route.answer)
-        yield f"- token: {scopes}"
-        yield from (f"- `?{name}=` {item.metadata['doc']}" for name, item in parameters(route.query).items())
-        if route.body is not None:
-            yield f"- body: {_type(route.body)}"
-        yield f"- answer: {told}\n"
-    yield "### Types\n"
-    for name, schema in description()["components"]["schemas"].items():
-        yield f"#### {name}\n\n{schema['description']}\n"
-        yield from (f"- `{field}`: {_kind(said)}" for field, said in schema.get("properties", {}).items())
-        yield from [f"- `{value}`" for value in schema.get("enum", ())]
-        yield ""
+        names = "no token" if route.scopes is None else ", ".join(scopes_of(route)[:-1]) or "admin"
+        scopes = "any token" if len(names.split(", ")) == 3 else names
+        body = None if route.body is None else _type(route.body, schemas)
+        told = "any JSON" if route.answer is json_codec.AnyJson else _type(route.answer, schemas)
+        exchanged = (
+            f"Answer: {told}" if body is None else f"Body: {body}. Answer: {'the same' if told == body else told}"
+        )
+        yield f"- `{route.method} {route.path}` ({scopes}): {route.doc} {exchanged}."
+        for name, item in parameters(route.query).items():
+            if name not in ("cursor", "limit"):
+                yield f"    - `{name}`" + (
+                    "" if (name, item.metadata["doc"]) in shared else f": {item.metadata['doc']}"
+                )
+    yield "\n### Types\n"
+    for name, schema in schemas.items():
+        if not _of_one_route(schema):
+            said = (
+                f"[`lightning.{name}`](api.md#{name.lower()})." if name in lightning.__all__ else schema["description"]
+            )
+            values = ", ".join(f"`{value}`" for value in schema.get("enum", ()))
+            yield f"#### {name}\n\n{said}\n\n{_fields(schema) or values}\n"
 
 
-def _type(hint: type) -> str:
+def _of_one_route(schema: dict[str, Any]) -> bool:
+    return bool(re.match(r"What `\w+` (answers|is asked)\.", schema["description"]))
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    """The fields of an object by what they may be: `name`, `error` string; `step` integer."""
+    found: dict[str, list[str]] = {}
+    for field, said in schema.get("properties", {}).items():
+        found.setdefault(_kind(said), []).append(f"`{field}`")
+    return "; ".join(f"{', '.join(fields)} {kind}" for kind, fields in found.items())
+
+
+def _type(hint: type, schemas: dict[str, Any]) -> str:
     parts = get_args(hint)
-    return (
-        f"a page of [{parts[0].__name__}](#{parts[0].__name__.lower()})"
-        if parts
-        else f"[{hint.__name__}](#{hint.__name__.lower()})"
-    )
+    name = (parts[0] if parts else hint).__name__
+    if _of_one_route(schemas[name]):
+        return _fields(schemas[name])
+    return f"{'a page of ' if parts else ''}[{name}](#{name.lower()})"
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -170,8 +222,9 @@ def module_tables() -> Iterator[str]:
         named: dict[str, list[str]] = {}
         for kind, name, package in brings():
             if package == file.parent.name:
-                named.setdefault(kind.replace("_", " "), []).append(f"`{name}`")
-        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in named.items())
+                table = name.rpartition(".")[0] if name.count(".") == 2 else name
+                named.setdefault(kind.replace("_", " "), []).append(f"`{table}`")
+        listed = "; ".join(f"{kind} {', '.join(dict.fromkeys(names))}" for kind, names in named.items())
         yield f"| `{file.parents[1].name}` | {_first_words(file)} | {listed} |"
     yield "\n### Adapters\n\n| adapter | |\n|---|---|"
     for file in sorted((ROOT / "adapters").glob("*/*/__init__.py")):

@@ -243,8 +243,7 @@ class GatewayConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     """Limits for each client of the port."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages in a call, by their names, first to last. It is needed if two stages stand at the same point
-    and neither says which comes first."""
+    """The order of plugins' stages in a call, as `trainer.stage_order`."""
 
 
 class RunnerConfig(Section):
@@ -281,8 +280,7 @@ class RunnerConfig(Section):
     """Files and folders of the project that agents in a sandbox may not read: by default the runs, which hold the store
     and its secrets. This also holds in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages around an attempt, by their names, first to last. It is needed if two stages stand at the
-    same point and neither says which comes first."""
+    """The order of plugins' stages around an attempt, as `trainer.stage_order`."""
 
 
 class Config(Section):
