@@ -38,12 +38,19 @@ DOCS = ROOT / "docs"
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 
 
+TOLD_ELSEWHERE = {"APO": "prompt-optimization.md", "Judge": "rewards.md#a-judge", "command": "any-program.md"}
+"""Names whose arguments a page explains: of their docstrings the reference has the first paragraph."""
+
+
 def names() -> Iterator[str]:
     for name in lightning.__all__:
         value = getattr(lightning, name)
         doc = "The version of lightning." if name == "__version__" else (inspect.getdoc(value) or "")
         if name == "hookimpl":
             doc = "Marks a function as the implementation of a hook (see [Hooks](hooks.md))."
+        if name in TOLD_ELSEWHERE:
+            first = doc.partition("\n\n")[0]
+            doc = f"{first} Its arguments: [{name}]({TOLD_ELSEWHERE[name]})."
         call = f"{name}{_signature(value)}" if inspect.isfunction(value) else name
         yield f"### `{call}`\n\n{doc}\n"
 
@@ -271,7 +278,7 @@ def other_words() -> Iterator[str]:
         found.setdefault(word.whose, {}).setdefault(word, []).append(f"`{name}`")
     for whose, words in found.items():
         yield f"### {whose}\n\n| word | means | here |\n|---|---|---|"
-        yield from (f"| {', '.join(names)} | {word.meaning} | {word.said} |" for word, names in words.items())
+        yield from (f"| {', '.join(names)} | {word.meaning} | `{word.answer}` |" for word, names in words.items())
         yield ""
 
 
