@@ -38,7 +38,12 @@ DOCS = ROOT / "docs"
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 
 
-TOLD_ELSEWHERE = {"APO": "prompt-optimization.md", "Judge": "rewards.md#a-judge", "command": "any-program.md"}
+TOLD_ELSEWHERE = {
+    "APO": "prompt-optimization.md",
+    "Distill": "algorithms.md#distillation",
+    "Judge": "rewards.md#a-judge",
+    "command": "any-program.md",
+}
 """Names whose arguments a page explains: of their docstrings the reference has the first paragraph."""
 
 
@@ -109,7 +114,7 @@ def commands() -> Iterator[str]:
     counted = Counter((_label(item), item.help or "") for _, command in found for item in command.params)
     shared: dict[str, str] = {}
     for (label, said), times in counted.most_common():
-        if times >= 3 and said and label not in shared:
+        if times >= (2 if len(said.split()) > 9 else 3) and said and label not in shared:
             shared[label] = said
     yield "### Said once for several commands\n"
     yield from (f"- `{label}` {said}" for label, said in sorted(shared.items()))
@@ -217,7 +222,7 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def module_tables() -> Iterator[str]:
-    """Each room of the core, each plugin and each adapter, with the first paragraph of its docstring."""
+    """Each room of the core and each plugin, with the first paragraph of its docstring."""
     core = ROOT / "core" / "lightning"
     yield "### Rooms of the core\n\n| floor | room | |\n|---|---|---|"
     for floor, names in floors().items():
@@ -233,9 +238,6 @@ def module_tables() -> Iterator[str]:
                 named.setdefault(kind.replace("_", " "), []).append(f"`{table}`")
         listed = "; ".join(f"{kind} {', '.join(dict.fromkeys(names))}" for kind, names in named.items())
         yield f"| `{file.parents[1].name}` | {_first_words(file)} | {listed} |"
-    yield "\n### Adapters\n\n| adapter | |\n|---|---|"
-    for file in sorted((ROOT / "adapters").glob("*/*/__init__.py")):
-        yield f"| `{file.parents[1].name}` | {_first_words(file)} |"
 
 
 def _first_words(file: Path) -> str:
