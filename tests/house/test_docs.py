@@ -65,10 +65,29 @@ def _signature(function: Callable[..., object]) -> str:
     return f"({', '.join(re.sub(r':.*?(?= =|$)', '', part) for part in parts)})"
 
 
+HOOKS_ELSEWHERE = {
+    "register_operations": "store-operations.md",
+    "register_settings": "writing-a-plugin.md#settings",
+    "register_trackers": "trackers.md#a-tracker-of-your-own",
+    "register_commands": "writing-a-plugin.md#a-command",
+    "register_dialects": "writing-a-plugin.md#an-api-of-the-gateway",
+    "register_call_stages": "call-stages.md",
+    "register_attempt_stages": "attempt-stages.md",
+    "register_step_stages": "step-stages.md",
+    "register_samplers": "samplers.md#a-sampler",
+    "register_orders": "samplers.md#an-order",
+}
+"""Hooks that a page explains: of their docstrings the reference has the first paragraph."""
+
+
 def hook_list() -> Iterator[str]:
     for name, function in vars(hooks).items():
         if hasattr(function, "lightning_spec"):
-            yield f"### `{name}({', '.join(inspect.signature(function).parameters)})`\n\n{inspect.getdoc(function)}\n"
+            doc = inspect.getdoc(function) or ""
+            if name in HOOKS_ELSEWHERE:
+                first = doc.partition("\n\n")[0]
+                doc = f"{first} [More]({HOOKS_ELSEWHERE[name]})."
+            yield f"### `{name}({', '.join(inspect.signature(function).parameters)})`\n\n{doc}\n"
 
 
 def settings_tables() -> Iterator[str]:
