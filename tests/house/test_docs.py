@@ -90,20 +90,19 @@ def hook_list() -> Iterator[str]:
             yield f"### `{name}({', '.join(inspect.signature(function).parameters)})`\n\n{doc}\n"
 
 
-def settings_tables() -> Iterator[str]:
+def settings_list() -> Iterator[str]:
+    """Each setting with its default, the values that it accepts, and its help."""
     for section, field in config_model().model_fields.items():
         yield f"### `[{section}]`\n\n{inspect.getdoc(field.annotation)}\n"
-        yield "| key | accepts | default | |\n|---|---|---|---|"
         for setting in settings():
             if setting.key.startswith(f"{section}."):
-                accepts = _few_words(setting.accepts)
-                said = " ".join(setting.help.split()).replace("|", "\\|")
-                yield f"| `{setting.key}` | {accepts} | `{setting.default}` | {said} |"
+                accepts, said = _few_words(setting.accepts), " ".join(setting.help.split())
+                yield f"- `{setting.key} = {setting.default}` ({accepts}): {said}"
         yield ""
 
 
 def _few_words(accepts: str) -> str:
-    """What a setting accepts, as a column of a table says it: `integer ≥ 1, null` for "an integer >= 1, or null"."""
+    """What a setting accepts, as a list says it: `integer ≥ 1, null` for "an integer >= 1, or null"."""
     text = re.sub(r"\ba table of names and ", "table of ", accepts)
     text = re.sub(r">= ([\d.]+) and <= ([\d.]+)", r"\1 to \2", text)
     text = re.sub(r",? or ", ", ", re.sub(r"\ban? ", "", text))
@@ -294,13 +293,12 @@ def stage_to_copy() -> Iterator[str]:
 
 
 def other_words() -> Iterator[str]:
-    found: dict[str, dict[Word, list[str]]] = {}
+    """The words of all libraries, those with one meaning in one row."""
+    found: dict[str, tuple[Word, list[str]]] = {}
     for name, word in WORDS.items():
-        found.setdefault(word.whose, {}).setdefault(word, []).append(f"`{name}`")
-    for whose, words in found.items():
-        yield f"### {whose}\n\n| word | means | here |\n|---|---|---|"
-        yield from (f"| {', '.join(names)} | {word.meaning} | `{word.answer}` |" for word, names in words.items())
-        yield ""
+        found.setdefault(word.meaning, (word, []))[1].append(f"`{name}`")
+    yield "| word | means | here |\n|---|---|---|"
+    yield from (f"| {', '.join(names)} | {word.meaning} | `{word.answer}` |" for word, names in found.values())
 
 
 SECTIONS = {
@@ -309,7 +307,7 @@ SECTIONS = {
     "api.md": names,
     "hooks.md": hook_list,
     "coming-from.md": other_words,
-    "configuration.md": settings_tables,
+    "configuration.md": settings_list,
     "cli.md": commands,
     "errors.md": error_list,
     "glossary.md": glossary,
