@@ -97,7 +97,8 @@ def settings_list() -> Iterator[str]:
         for setting in settings():
             if setting.key.startswith(f"{section}."):
                 accepts, said = _few_words(setting.accepts), " ".join(setting.help.split())
-                yield f"- `{setting.key} = {setting.default}` ({accepts}): {said}"
+                told = "" if accepts in ("string", "true or false") else f" ({accepts})"
+                yield f"- `{setting.key} = {setting.default}`{told}: {said}"
         yield ""
 
 
