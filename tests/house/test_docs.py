@@ -42,6 +42,7 @@ TOLD_ELSEWHERE = {
     "APO": "prompt-optimization.md",
     "Distill": "algorithms.md#distillation",
     "Judge": "rewards.md#a-judge",
+    "LightningRL": "algorithms.md#the-low-levels",
     "command": "any-program.md",
 }
 """Names whose arguments a page explains: of their docstrings the reference has the first paragraph."""
@@ -55,7 +56,7 @@ def names() -> Iterator[str]:
             doc = "Marks a function as the implementation of a hook (see [Hooks](hooks.md))."
         if name in TOLD_ELSEWHERE:
             first = doc.partition("\n\n")[0]
-            doc = f"{first} Its arguments: [{name}]({TOLD_ELSEWHERE[name]})."
+            doc = f"{first} [Its arguments]({TOLD_ELSEWHERE[name]})."
         call = f"{name}{_signature(value)}" if inspect.isfunction(value) else name
         yield f"### `{call}`\n\n{doc}\n"
 
