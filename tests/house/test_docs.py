@@ -187,12 +187,11 @@ def server_routes() -> Iterator[str]:
         exchanged = (
             f"Answer: {told}" if body is None else f"Body: {body}. Answer: {'the same' if told == body else told}"
         )
-        yield f"- `{route.method} {route.path}` ({scopes}): {route.doc} {exchanged}."
-        for name, item in parameters(route.query).items():
-            if name not in ("cursor", "limit"):
-                yield f"    - `{name}`" + (
-                    "" if (name, item.metadata["doc"]) in shared else f": {item.metadata['doc']}"
-                )
+        query = [(name, item.metadata["doc"]) for name, item in parameters(route.query).items()]
+        known = [f"`{name}`" for name, said in query if (name, said) in shared and name not in ("cursor", "limit")]
+        more = f" Parameter: {', '.join(known)}." if known else ""
+        yield f"- `{route.method} {route.path}` ({scopes}): {route.doc} {exchanged}.{more}"
+        yield from (f"    - `{name}`: {said}" for name, said in query if (name, said) not in shared)
     yield "\n### Types\n"
     for name, schema in schemas.items():
         if not _of_one_route(schema):
