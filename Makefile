@@ -35,7 +35,7 @@ test-frameworks: $(READY) $(ELSEWHERE)/.ready
 test-slow: $(READY) browser
 	$(BIN)/pytest -m "slow and not long" -n 3 --dist loadfile --session-timeout=$(CAP)
 
-# Claims that take minutes each: the table in docs/benchmarks.md says why, and what `make test` has in the place of each.
+# Claims that take minutes each: the table in tests/LONG.md says why, and what `make test` has in the place of each.
 test-long: $(READY) browser
 	$(BIN)/pytest -m long -n 2 --dist loadfile --session-timeout=$(CAP)
 

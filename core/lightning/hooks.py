@@ -9,7 +9,8 @@ A plugin is a module (or object) named by an entry point of the group `lightning
 
 `register_*` hooks receive a function `register(name, factory)`. `register_credits` receives `register(name, function)`: a
 credit function is called with each group, so the function itself is registered and not a class that makes it. A name registered
-twice is an error that names both plugins.
+twice is an error that names both plugins. The factory of a stage or a sampler returns None where it is not needed, raises
+`ConfigError` for settings that cannot be met, and opens nothing: before a run starts it is called only to check that.
 
 A plugin can add a hook of its own as this module does, by `@lightning.hooks.hookspec`, and reads what others register with it
 from `lightning.plugins`: `plugins().get("tunes", name)` for `register_tunes`. A plugin that implements the hook of a plugin
@@ -305,11 +306,8 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
     """Register stages in the line of each model call: `register("texts", make_texts)`.
 
-    The factory makes a `lightning.gateway.stages.CallStage` from `lightning.gateway.calls.Parts`, once for each gateway; None
-    where that gateway's settings do not need the stage. It raises `ConfigError` for settings that cannot be met, and opens
-    nothing: before a run starts, a gateway is made only to check that. A stage that raises fails the call, or the attempt that
-    has ended. The stage itself says before and after which stages it stands; an order that is missing is refused at the start,
-    unless `gateway.stage_order` gives it.
+    The factory makes a `lightning.gateway.stages.CallStage` from `lightning.gateway.calls.Parts`, once for each gateway. A
+    stage that raises fails the call, or the attempt that has ended.
     """
 
 
@@ -317,10 +315,8 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
     """Register stages around each attempt of an agent: `register("sandbox", make_sandbox)`.
 
-    The factory makes a `lightning.runner.stages.AttemptStage` from the settings `runner`, once for each runner; None where they
-    do not need the stage. It opens nothing. A stage that raises ends the attempt, which is retried. The stage itself says
-    before and after which stages it stands; an order that is missing is refused at the start, unless `runner.stage_order` gives
-    it.
+    The factory makes a `lightning.runner.stages.AttemptStage` from the settings `runner`, once for each runner. A stage that
+    raises ends the attempt, which is retried.
     """
 
 
@@ -328,10 +324,10 @@ def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], At
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
     """Register stages at a run's beginning and end: `register("resources", make_stage)`.
 
-    The factory makes a `lightning.trainer.run_stages.RunStage` from the settings; None where they do not need the stage. The
-    stage finds the prompts of a run's agents or the teacher of its algorithms, provides what the run starts from in place of
-    its model (`--from`), takes recorded steps again when a run resumes, so that not each needs a checkpoint, or is told where
-    the run's model lies at its end. A stage that raises ends the run.
+    The factory makes a `lightning.trainer.run_stages.RunStage` from the settings, or None. The stage finds the prompts of a
+    run's agents or the teacher of its algorithms, provides what the run starts from in place of its model (`--from`), takes
+    recorded steps again when a run resumes, so that not each needs a checkpoint, or is told where the run's model lies at its
+    end. A stage that raises ends the run.
     """
 
 
@@ -339,10 +335,8 @@ def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | N
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
     """Register stages at each step, between its computation and its commit: `register("lengths", make_lengths)`.
 
-    The factory makes a `lightning.trainer.stages.StepStage` from the settings, once for each run; None where they do not need
-    the stage. It raises `ConfigError` for settings that cannot be met, and opens nothing: before a run starts, a stage is made
-    only to check that. A stage that raises ends the run, and its step is not committed. The stage itself says before and after
-    which stages it stands; an order that is missing is refused at the start, unless `trainer.stage_order` gives it.
+    The factory makes a `lightning.trainer.stages.StepStage` from the settings, once for each run. A stage that raises ends the
+    run, and its step is not committed.
     """
 
 
@@ -350,8 +344,7 @@ def register_step_stages(register: Callable[[str, Callable[[Config], StepStage |
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
     """Register samplers, which supply a training's groups: `register("async", make_sampler)`.
 
-    The factory makes a `lightning.trainer.samplers.Sampler` from what a run asks for, once for each run, and opens nothing;
-    None where that run does not ask for this sampler. It raises `ConfigError` for settings that cannot be met. A run has one
+    The factory makes a `lightning.trainer.samplers.Sampler` from what a run asks for, once for each run, or None. A run has one
     sampler: two are an error at the start, and so is a setting that the sampler does not carry out. A sampler that raises ends
     the run's step.
     """
@@ -394,8 +387,8 @@ def lightning_redact(text: str, where: str) -> str | None:
 def rollout_finished(rollout: Rollout) -> None:
     """React to a rollout that has succeeded or failed for good.
 
-    Called in the trainer, on the event loop that also answers the agents' requests: return at once, and leave slow work (a
-    request to a slow service) to a thread.
+    Called in the trainer, on the event loop that also answers the agents' requests: return at once, and leave slow work to a
+    thread, as `threading.Thread(target=post, args=(rollout,)).start()`.
     """
 
 

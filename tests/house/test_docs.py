@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +30,6 @@ from lightning_server import json_codec
 from lightning_server.api.app import description, routes
 from lightning_server.api.openapi import scopes_of
 from lightning_server.api.table import parameters
-from lightning_server.messages import PREFIX
 
 from tests.house.pictures import floors
 
@@ -38,12 +38,25 @@ DOCS = ROOT / "docs"
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 
 
+TOLD_ELSEWHERE = {
+    "APO": "prompt-optimization.md",
+    "Distill": "algorithms.md#distillation",
+    "Judge": "rewards.md#a-judge",
+    "LightningRL": "algorithms.md#the-low-levels",
+    "command": "any-program.md",
+}
+"""Names whose arguments a page explains: of their docstrings the reference has the first paragraph."""
+
+
 def names() -> Iterator[str]:
     for name in lightning.__all__:
         value = getattr(lightning, name)
         doc = "The version of lightning." if name == "__version__" else (inspect.getdoc(value) or "")
         if name == "hookimpl":
             doc = "Marks a function as the implementation of a hook (see [Hooks](hooks.md))."
+        if name in TOLD_ELSEWHERE:
+            first = doc.partition("\n\n")[0]
+            doc = f"{first} [Its arguments]({TOLD_ELSEWHERE[name]})."
         call = f"{name}{_signature(value)}" if inspect.isfunction(value) else name
         yield f"### `{call}`\n\n{doc}\n"
 
@@ -53,20 +66,49 @@ def _signature(function: Callable[..., object]) -> str:
     return f"({', '.join(re.sub(r':.*?(?= =|$)', '', part) for part in parts)})"
 
 
+HOOKS_ELSEWHERE = {
+    "register_operations": "store-operations.md",
+    "register_settings": "writing-a-plugin.md#settings",
+    "register_trackers": "trackers.md#a-tracker-of-your-own",
+    "register_commands": "writing-a-plugin.md#a-command",
+    "register_dialects": "writing-a-plugin.md#an-api-of-the-gateway",
+    "register_call_stages": "call-stages.md",
+    "register_attempt_stages": "attempt-stages.md",
+    "register_step_stages": "step-stages.md",
+    "register_samplers": "samplers.md#a-sampler",
+    "register_orders": "samplers.md#an-order",
+}
+"""Hooks that a page explains: of their docstrings the reference has the first paragraph."""
+
+
 def hook_list() -> Iterator[str]:
     for name, function in vars(hooks).items():
         if hasattr(function, "lightning_spec"):
-            yield f"### `{name}({', '.join(inspect.signature(function).parameters)})`\n\n{inspect.getdoc(function)}\n"
+            doc = inspect.getdoc(function) or ""
+            if name in HOOKS_ELSEWHERE:
+                first = doc.partition("\n\n")[0]
+                doc = f"{first} [More]({HOOKS_ELSEWHERE[name]})."
+            yield f"### `{name}({', '.join(inspect.signature(function).parameters)})`\n\n{doc}\n"
 
 
-def settings_tables() -> Iterator[str]:
+def settings_list() -> Iterator[str]:
+    """Each setting with its default, the values that it accepts, and its help."""
     for section, field in config_model().model_fields.items():
         yield f"### `[{section}]`\n\n{inspect.getdoc(field.annotation)}\n"
-        yield "| key | accepts | default | |\n|---|---|---|---|"
         for setting in settings():
             if setting.key.startswith(f"{section}."):
-                yield f"| `{setting.key}` | {setting.accepts} | `{setting.default}` | {' '.join(setting.help.split())} |"
+                accepts, said = _few_words(setting.accepts), " ".join(setting.help.split())
+                told = "" if accepts in ("string", "true or false") else f" ({accepts})"
+                yield f"- `{setting.key} = {setting.default}`{told}: {said}"
         yield ""
+
+
+def _few_words(accepts: str) -> str:
+    """What a setting accepts, as a list says it: `integer ≥ 1, null` for "an integer >= 1, or null"."""
+    text = re.sub(r"\ba table of names and ", "table of ", accepts)
+    text = re.sub(r">= ([\d.]+) and <= ([\d.]+)", r"\1 to \2", text)
+    text = re.sub(r",? or ", ", ", re.sub(r"\ban? ", "", text))
+    return text.replace("true, false", "true or false").replace(">=", "≥")
 
 
 def brings() -> Iterator[tuple[str, str, str]]:
@@ -83,60 +125,101 @@ def brought(kind: str) -> list[str]:
 
 
 def commands() -> Iterator[str]:
+    """Each command with its arguments and options; what several commands say in the same words is said once, at the head."""
+    found: list[tuple[str, Any]] = []
     for name in (*COMMANDS, *brought("commands")):
         command = typer.main.get_command(build(name)).commands[name]  # type: ignore[attr-defined]
-        yield from command_section(f"lightning {name}", command)
-        for inner, below in getattr(command, "commands", {}).items():
-            yield from command_section(f"lightning {name} {inner}", below)
+        found.append((f"lightning {name}", command))
+        found += [(f"lightning {name} {inner}", below) for inner, below in getattr(command, "commands", {}).items()]
+    counted = Counter((_label(item), item.help or "") for _, command in found for item in command.params)
+    shared: dict[str, str] = {}
+    for (label, said), times in counted.most_common():
+        if times >= (2 if len(said.split()) > 9 else 3) and said and label not in shared:
+            shared[label] = said
+    yield "### Said once for several commands\n"
+    yield from (f"- `{label}` {said}" for label, said in sorted(shared.items()))
+    yield ""
+    for title, command in found:
+        yield from command_section(title, command, shared)
 
 
-def command_section(title: str, command) -> Iterator[str]:
+def command_section(title: str, command: Any, shared: dict[str, str]) -> Iterator[str]:
     arguments = [item for item in command.params if item.param_type_name == "argument"]
     shown = " ".join([title, *(item.name.upper() if item.required else f"[{item.name.upper()}]" for item in arguments)])
     yield f"### `{shown}`\n\n{inspect.cleandoc(command.help or '')}\n"
+    above = []
     for item in command.params:
-        if item.name != "help":
-            label = item.name.upper() if item.param_type_name == "argument" else ", ".join(item.opts)
-            if item.metavar:
-                label = f"{label} {item.metavar}" if item.param_type_name == "option" else item.metavar
+        label = _label(item)
+        if shared.get(label) == (item.help or ""):
+            above.append(f"`{label}`")
+        else:
             yield f"- `{label}` {item.help or ''}"
+    if above:
+        yield f"- [as above](#said-once-for-several-commands): {', '.join(above)}"
     yield ""
+
+
+def _label(item: Any) -> str:
+    if item.param_type_name == "argument":
+        return str(item.metavar or item.name.upper())
+    return ", ".join(item.opts) + (f" {item.metavar}" if item.metavar else "")
 
 
 def error_list() -> Iterator[str]:
     yield "```text"
     yield from (line[4:] for line in (errors.__doc__ or "").splitlines() if re.match(r"    .*Error", line))
-    yield "```\n"
-    for name, cls in vars(errors).items():
-        if inspect.isclass(cls) and cls.__module__ == errors.__name__:
-            yield f"- `{name}`: {' '.join((inspect.getdoc(cls) or '').split())}"
+    yield "```"
 
 
 def server_routes() -> Iterator[str]:
+    """Each route, then each type; the fields of a message that one route alone has stand at the route."""
+    schemas: dict[str, Any] = description()["components"]["schemas"]  # type: ignore[index, call-overload, assignment]
+    asked = [(name, item.metadata["doc"]) for route in routes() for name, item in parameters(route.query).items()]
+    shared = {pair for pair, times in Counter(asked).items() if times >= 3}
+    yield "### Parameters of several routes\n"
+    yield from (f"- `{name}`: {said}" for name, said in sorted(shared))
+    yield "\n### Routes\n"
     for route in routes():
-        yield f"### `{route.method} {PREFIX}{route.path}`\n\n{route.doc}\n"
-        scopes = "none needed" if route.scopes is None else ", ".join(scopes_of(route))
-        told = "any JSON" if route.answer is json_codec.AnyJson else _type(route.answer)
-        yield f"- token: {scopes}"
-        yield from (f"- `?{name}=` {item.metadata['doc']}" for name, item in parameters(route.query).items())
-        if route.body is not None:
-            yield f"- body: {_type(route.body)}"
-        yield f"- answer: {told}\n"
-    yield "### Types\n"
-    for name, schema in description()["components"]["schemas"].items():
-        yield f"#### {name}\n\n{schema['description']}\n"
-        yield from (f"- `{field}`: {_kind(said)}" for field, said in schema.get("properties", {}).items())
-        yield from [f"- `{value}`" for value in schema.get("enum", ())]
-        yield ""
+        names = "no token" if route.scopes is None else ", ".join(scopes_of(route)[:-1]) or "admin"
+        scopes = "any token" if len(names.split(", ")) == 3 else names
+        body = None if route.body is None else _type(route.body, schemas)
+        told = "any JSON" if route.answer is json_codec.AnyJson else _type(route.answer, schemas)
+        exchanged = (
+            f"Answer: {told}" if body is None else f"Body: {body}. Answer: {'the same' if told == body else told}"
+        )
+        query = [(name, item.metadata["doc"]) for name, item in parameters(route.query).items()]
+        known = [f"`{name}`" for name, said in query if (name, said) in shared and name not in ("cursor", "limit")]
+        more = f" Parameter: {', '.join(known)}." if known else ""
+        yield f"- `{route.method} {route.path}` ({scopes}): {route.doc} {exchanged}.{more}"
+        yield from (f"    - `{name}`: {said}" for name, said in query if (name, said) not in shared)
+    yield "\n### Types\n"
+    for name, schema in schemas.items():
+        if not _of_one_route(schema):
+            said = (
+                f"[`lightning.{name}`](api.md#{name.lower()})." if name in lightning.__all__ else schema["description"]
+            )
+            values = ", ".join(f"`{value}`" for value in schema.get("enum", ()))
+            yield f"#### {name}\n\n{said}\n\n{_fields(schema) or values}\n"
 
 
-def _type(hint: type) -> str:
+def _of_one_route(schema: dict[str, Any]) -> bool:
+    return bool(re.match(r"What `\w+` (answers|is asked)\.", schema["description"]))
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    """The fields of an object by what they may be: `name`, `error` string; `step` integer."""
+    found: dict[str, list[str]] = {}
+    for field, said in schema.get("properties", {}).items():
+        found.setdefault(_kind(said), []).append(f"`{field}`")
+    return "; ".join(f"{', '.join(fields)} {kind}" for kind, fields in found.items())
+
+
+def _type(hint: type, schemas: dict[str, Any]) -> str:
     parts = get_args(hint)
-    return (
-        f"a page of [{parts[0].__name__}](#{parts[0].__name__.lower()})"
-        if parts
-        else f"[{hint.__name__}](#{hint.__name__.lower()})"
-    )
+    name = (parts[0] if parts else hint).__name__
+    if _of_one_route(schemas[name]):
+        return _fields(schemas[name])
+    return f"{'a page of ' if parts else ''}[{name}](#{name.lower()})"
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -158,7 +241,7 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def module_tables() -> Iterator[str]:
-    """Each room of the core, each plugin and each adapter, with the first paragraph of its docstring."""
+    """Each room of the core and each plugin, with the first paragraph of its docstring."""
     core = ROOT / "core" / "lightning"
     yield "### Rooms of the core\n\n| floor | room | |\n|---|---|---|"
     for floor, names in floors().items():
@@ -170,12 +253,10 @@ def module_tables() -> Iterator[str]:
         named: dict[str, list[str]] = {}
         for kind, name, package in brings():
             if package == file.parent.name:
-                named.setdefault(kind.replace("_", " "), []).append(f"`{name}`")
-        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in named.items())
+                table = name.rpartition(".")[0] if name.count(".") == 2 else name
+                named.setdefault(kind.replace("_", " "), []).append(f"`{table}`")
+        listed = "; ".join(f"{kind} {', '.join(dict.fromkeys(names))}" for kind, names in named.items())
         yield f"| `{file.parents[1].name}` | {_first_words(file)} | {listed} |"
-    yield "\n### Adapters\n\n| adapter | |\n|---|---|"
-    for file in sorted((ROOT / "adapters").glob("*/*/__init__.py")):
-        yield f"| `{file.parents[1].name}` | {_first_words(file)} |"
 
 
 def _first_words(file: Path) -> str:
@@ -213,13 +294,12 @@ def stage_to_copy() -> Iterator[str]:
 
 
 def other_words() -> Iterator[str]:
-    found: dict[str, dict[Word, list[str]]] = {}
+    """The words of all libraries, those with one meaning in one row."""
+    found: dict[str, tuple[Word, list[str]]] = {}
     for name, word in WORDS.items():
-        found.setdefault(word.whose, {}).setdefault(word, []).append(f"`{name}`")
-    for whose, words in found.items():
-        yield f"### {whose}\n\n| word | means | here |\n|---|---|---|"
-        yield from (f"| {', '.join(names)} | {word.meaning} | {word.said} |" for word, names in words.items())
-        yield ""
+        found.setdefault(word.meaning, (word, []))[1].append(f"`{name}`")
+    yield "| word | means | here |\n|---|---|---|"
+    yield from (f"| {', '.join(names)} | {word.meaning} | `{word.answer}` |" for word, names in found.values())
 
 
 SECTIONS = {
@@ -228,7 +308,7 @@ SECTIONS = {
     "api.md": names,
     "hooks.md": hook_list,
     "coming-from.md": other_words,
-    "configuration.md": settings_tables,
+    "configuration.md": settings_list,
     "cli.md": commands,
     "errors.md": error_list,
     "glossary.md": glossary,

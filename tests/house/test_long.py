@@ -14,7 +14,6 @@ from tests.house.test_promises import PAGES
 
 ROOT = Path(__file__).parents[2]
 MARK = "pytest.mark.long"
-HEADING = "### Claims that take minutes"
 
 
 def marks(path: Path) -> Iterator[tuple[str, bool]]:
@@ -36,9 +35,8 @@ def long_tests() -> dict[str, bool]:
 
 
 def rows() -> list[list[str]]:
-    """The cells of the table in the documentation: the test, why it is long, what stays in `make test`."""
-    text = (ROOT / "docs/benchmarks.md").read_text().partition(f"\n{HEADING}\n")[2].partition("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    """The cells of the table in tests/LONG.md: the test, why it is long, what stays in `make test`."""
+    lines = [line for line in (ROOT / "tests/LONG.md").read_text().splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 

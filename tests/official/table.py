@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,9 +31,10 @@ No call stays open, no process stays alive, and no rollout's key goes elsewhere.
 
 
 def programs_section(listing: Listing) -> str:
-    """The end of the page: the names of the listed programs."""
-    told = "Programs after a name in code are from this source distribution; the others have the shape of the documentation."
-    return f"\n## The programs\n\n{told}\n\n" + "".join(_names(listing.programs))
+    """The end of the page: where the programs come from, and where each is listed."""
+    return "\n## The programs\n\n`tests/official/programs.toml` lists each program.\n" + "".join(
+        _sources(listing.programs)
+    )
 
 
 def page(listing: Listing, results: Sequence[Result]) -> str:
@@ -92,12 +94,7 @@ def _short(problems: Iterable[str]) -> str:
     return "; ".join(" ".join(problem.split())[:300] for problem in problems)
 
 
-def _names(programs: Sequence[Program]) -> Iterator[str]:
-    for framework in dict.fromkeys(program.framework for program in programs):
-        of_it = [program for program in programs if program.framework == framework]
-        others = [program.path.removeprefix("examples/").removesuffix(".py") for program in of_it if program.source]
-        ours = [program.path.rpartition("/")[2].removesuffix(".py") for program in of_it if not program.source]
-        parts = [", ".join(ours)] if ours else []
-        if others:
-            parts.append(f"`{of_it[0].source}`: {', '.join(others)}")
-        yield f"- {framework}: {'; '.join(parts)}\n"
+def _sources(programs: Sequence[Program]) -> Iterator[str]:
+    published = Counter(program.source for program in programs if program.source)
+    told = ", ".join(f"{count} from `{source}`" for source, count in published.items())
+    yield f"Of source distributions are {told}; the others have the shape of their framework's documentation.\n"

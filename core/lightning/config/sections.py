@@ -61,56 +61,52 @@ class TrainerConfig(Section):
     """Largest age, in optimizer steps, of the policy that sampled a trained token. With 0, sampling and training
     alternate. With more, rollouts continue while the engine trains, and slow rollouts are used in later steps."""
     max_reuse: int = Field(default=0, ge=0)
-    """Number of further steps in which a rollout may be trained after its first, in a loop of your own with a replay buffer
-    (`Trainer.session`). `max_staleness` must allow the age. `Trainer.fit` trains each rollout in one step."""
+    """Number of further steps in which a rollout may be trained after its first, in a loop of your own (`Trainer.session`).
+    `max_staleness` must allow the age."""
     max_waves: int = Field(default=4, ge=1)
     """For algorithms with dynamic sampling: a step samples at most this many times `tasks_per_step` groups to find
     `tasks_per_step` groups whose rewards differ."""
     order: str = "shuffled"
-    """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass) or `given` (the order
-    of the list, for a curriculum). Plugins add others: with `learnable` there are no passes, and each step takes the tasks
-    whose rollouts will probably differ in reward, judged by the rewards in earlier steps and past runs of the project; solved
-    and hopeless tasks come again now and then."""
+    """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass), `given` (the order of the
+    list, for a curriculum), or a plugin's: `learnable` takes the tasks whose rollouts will probably differ in reward."""
     sampling: str = "independent"
     """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or in a way that a plugin adds.
-    `tree` samples some from the beginning (`trunks`), and branches of these, which repeat a rollout up to one of its calls and
-    are sampled from there on. The branches take as many tokens as the rest of an independent group would; the credit `branch`
-    compares them at the calls where they branch."""
+    `tree` samples some from the beginning (`trunks`), and spends the rest of the group's tokens on branches of these, for the
+    credit `branch`."""
     policy_fault: float | Literal["mask", "exclude"] = 0.0
-    """How training treats a rollout that failed by the model's own fault (an invented tool, an endless answer, a conversation
-    longer than the context, ...). A number is its reward. `mask` compares the other rollouts with it as with a reward of 0, but
-    does not train its calls. `exclude` leaves it out of its group, like rollouts that failed for other reasons."""
+    """How training treats a rollout that failed by the model's own fault (an invented tool, an endless answer, ...). A number
+    is its reward. `mask` compares the other rollouts with it as with a reward of 0, but does not train its calls. `exclude`
+    leaves it out of its group."""
     eval_every: int = Field(default=10, ge=0)
     """Steps between evaluations on the held-out tasks. Evaluations before the first and after the last step always run;
     0 runs only those."""
     keep: Literal["last", "best"] = "last"
     """The model that the run exports at its end: that of its `last` step, or of its `best` held-out evaluation, where failed
-    rollouts count as 0. `best` writes the model at each evaluation that is better than all before it."""
+    rollouts count as 0."""
     patience: int = Field(default=0, ge=0)
     """Number of evaluations in a row without a new best after which the run ends early; 0 never ends it early."""
     eval_temperature: float | None = Field(default=None, ge=0.0)
     """Sampling temperature of evaluations; null keeps the agent's own."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints of the training state, in the run's folder. A resumed run replays the steps since the
-    last checkpoint from the store. null writes one when training since the last has taken ten times as long as writing
-    it took; with verl it writes one after each step, because restarted workers continue from it. The last step is always
-    saved, and so is the step at which a run is stopped. The plugin `proof` replays the steps: without it each step that
-    changed the weights is saved before it is committed, and a number above 1 is refused."""
+    """Steps between checkpoints of the training state, in the run's folder; a resumed run replays the steps since the last one
+    from the store. null writes one when training since the last has taken ten times as long as writing it took; with verl after
+    each step, because restarted workers continue from it. The last step is always saved, and so is the step at which a run is
+    stopped. Without the plugin `proof`, which replays steps, each step that changed the weights is saved before its commit, and
+    a number above 1 is refused."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints kept on disk."""
     seed: int = 0
     """Seed of the task order, the sampler and the engine."""
     trackers: tuple[str, ...] | None = None
     """Trackers that receive the metrics, in addition to the store: `jsonl`, `tensorboard`, `otel`, `wandb`, `mlflow`,
-    `trackio`, and those of other plugins. null is those that plugins register as defaults: `jsonl` and `tensorboard`."""
+    `trackio`, or a plugin's. null is `jsonl`, `tensorboard` and others that plugins register as defaults."""
     stage_order: tuple[str, ...] = ()
     """The order of plugins' stages at a step, by their names, first to last. It is needed if two stages stand at the same point
     and neither says which comes first."""
     max_logprob_gap: float | None = Field(default=None, gt=0)
-    """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe
-    after an update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null depends
-    on the dtype: 0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16, with an
-    allowance for chance if there are few tokens."""
+    """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe after an
+    update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null is a limit by the dtype:
+    0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16."""
 
 
 class LoraConfig(Section):
@@ -208,10 +204,9 @@ class PolicyServerConfig(Section):
     """Time limit in seconds until a server answers. null is 300 on a CPU and 1800 on CUDA, plus one for each 100 MB of
     weights."""
     weight_transfer: str = "auto"
-    """How vLLM gets new weights: `file` (a file in the run's folder, which vLLM must see under the same path),
-    `shared_memory` (a file in /dev/shm, which needs 2.2 times the size of the weights) or a plugin's: that of `attach`
-    has `gloo` (TCP, to any machine) and `nccl` (from a GPU on which no vLLM runs). `auto` is shared memory where it has
-    room and lightning started vLLM, else a file."""
+    """How vLLM gets new weights: `file` (in the run's folder), `shared_memory` (in /dev/shm, 2.2 times the size of the weights)
+    or a plugin's: that of `attach` has `gloo` (TCP) and `nccl`. `auto` is shared memory where it has room and lightning started
+    vLLM, else a file."""
     transfer_timeout: float = Field(default=600.0, gt=0)
     """Time limit in seconds for a weight transfer."""
 
@@ -236,15 +231,14 @@ class GatewayConfig(Section):
     """Sampling parameters that replace those of every request; empty keeps the agents' own."""
     seed_calls: bool = False
     """Give each call without a `seed` one computed from trainer.seed, the rollout's position in the run and the call's
-    number. A synchronous run then samples the same tokens each time, as far as vLLM is deterministic."""
+    number."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for each client of the port."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages in a call, by their names, first to last. It is needed if two stages stand at the same point
-    and neither says which comes first."""
+    """The order of plugins' stages in a call, as `trainer.stage_order`."""
 
 
 class RunnerConfig(Section):
@@ -271,18 +265,16 @@ class RunnerConfig(Section):
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once, so that new processes start faster."""
     seed_agents: bool = True
-    """Seed `random`, numpy, torch and `uuid.uuid4` in agents' processes, from trainer.seed, the rollout's place in the run, its
-    task and the attempt: a repeated run draws the same numbers, siblings draw others. If false, the seeds are random. The
-    runner `inline` seeds nothing, because its agents share one process."""
+    """Seed `random`, numpy, torch and `uuid.uuid4` in agents' processes, so that a repeated run draws the same numbers and
+    siblings draw others. If false, the seeds are random. The runner `inline` seeds nothing."""
     rollouts_per_process: int = Field(default=1, ge=1)
-    """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
-    of modules (a checkpointer, a cache, a global client). A larger number saves the fork of a process for each rollout."""
+    """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory of
+    modules. A larger number saves the fork of a process for each rollout."""
     sandbox_hidden: tuple[str, ...] = ("runs",)
-    """Files and folders of the project that agents in a sandbox may not read: by default the runs, which hold the store
-    and its secrets. This also holds in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
+    """Files and folders of the project that agents in a sandbox (also of a task in Harbor's format) may not read: by default
+    the runs, which hold the store and its secrets."""
     stage_order: tuple[str, ...] = ()
-    """The order of plugins' stages around an attempt, by their names, first to last. It is needed if two stages stand at the
-    same point and neither says which comes first."""
+    """The order of plugins' stages around an attempt, as `trainer.stage_order`."""
 
 
 class Config(Section):

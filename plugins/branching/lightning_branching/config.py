@@ -21,8 +21,8 @@ class TreeConfig(PluginSettings):
     """With `sampling = tree`: number of a group's rollouts that begin at the task. null is half of the algorithm's group
     size."""
     branch_by: BranchBy = "random"
-    """With `sampling = tree`: the calls at which to branch. `random`; `entropy`, first where the answer to a tool's result was
-    most uncertain; or `variance`, where the returns of the first branches differ most."""
+    """With `sampling = tree`: the calls at which to branch: `random`; `entropy`, first where the answer to a tool's result was
+    most uncertain; `variance`, where the returns of the first branches differ most."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings of trees in a run that samples none."""

@@ -13,9 +13,8 @@ class AlertsConfig(PluginSettings):
 
     place: ClassVar[str] = "trainer"
     alerts: tuple[str, ...] = ()
-    """Receivers of the rules' serious findings, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
-    `rollouts`): `webhook:NAME` posts it to the URL in the environment variable NAME, `command:PROGRAM ARGUMENTS` runs a
-    program with it as standard input."""
+    """Receivers of the rules' serious findings, in addition to the log, as JSON: `webhook:NAME` posts it to the URL in the
+    environment variable NAME, `command:PROGRAM ARGUMENTS` runs a program with it as standard input."""
 
 
 class BudgetConfig(PluginSettings):

@@ -30,9 +30,8 @@ class KubernetesConfig(PluginSettings):
     context: str = ""
     """The kubeconfig's context; empty takes its current one."""
     template: str = ""
-    """Path of a YAML file with a Pod (or its `metadata` and `spec`), into which lightning's Pod is merged. Use it for
-    volumes, tolerations and everything that has no setting here. The container called `runner`, or the only one, becomes
-    the client."""
+    """Path of a YAML file with a Pod (or its `metadata` and `spec`), into which lightning's Pod is merged, for everything that
+    has no setting here. The container called `runner`, or the only one, becomes the client."""
     service_account: str = ""
     """Service account of the pods. Its token is not mounted unless the template mounts it."""
     node_selector: dict[str, str] = Field(default_factory=dict)

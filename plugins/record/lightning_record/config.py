@@ -31,6 +31,5 @@ class RecordConfig(PluginSettings):
     has only the calls' token ids, not their texts."""
     providers: dict[str, ProviderConfig] = Field(default_factory=dict)
     """Providers that answer calls which are not for the policy (embeddings, a judge's model), by name. Each has `base_url`,
-    `api_key_env` (the environment variable of the gateway's process that holds the key), `models` (names, with `*`, that the
-    provider answers instead of the policy) and `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list
-    others)."""
+    `api_key_env` (the environment variable of the gateway's process that holds the key), `models` (names, with `*`) and
+    `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list others)."""

@@ -13,8 +13,8 @@ class SandboxConfig(PluginSettings):
 
     place: ClassVar[str] = "runner"
     sandbox: Literal["none", "bwrap"] = "none"
-    """Sandbox of the agents' processes. With `bwrap` (Linux) each process has its own sandbox: it sees the system and the
-    project read-only, no other process, no network but the gateway, and few environment variables."""
+    """Sandbox of the agents' processes. With `bwrap` (Linux) each process has its own: it sees the system and the project
+    read-only, no other process, no network but the gateway, and few environment variables."""
     sandbox_network: tuple[str, ...] = ()
     """Further hosts that agents in a sandbox may reach, each as `host:port` (`api.example.com:443`)."""
     sandbox_environment: tuple[str, ...] = ()
@@ -22,5 +22,5 @@ class SandboxConfig(PluginSettings):
     sandbox_files: tuple[str, ...] = ()
     """Further files and folders that agents in a sandbox may read."""
     tool_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """For tools that cannot take every agent at once (a browser, a rate-limited API): the most runs of each that are under
-    way at once on a machine, by the tool's name. The other runs wait, and `runner.timeout` goes on meanwhile."""
+    """The most runs of a tool that are under way at once on a machine, by the tool's name. The other runs wait, and
+    `runner.timeout` goes on meanwhile."""

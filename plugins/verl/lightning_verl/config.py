@@ -29,9 +29,8 @@ class VerlConfig(PluginSettings):
     start_timeout: float = Field(default=600.0, gt=0)
     """Time limit in seconds until all workers are placed in the cluster and have loaded the model."""
     strategy: Literal["fsdp2", "megatron"] = "fsdp2"
-    """How the model is sharded: `fsdp2` gives each worker a shard of every weight; `megatron` (the extra
-    `verl-megatron`) uses tensor, pipeline, context and expert parallelism, set in the table `megatron`. Megatron trains
-    all weights, without LoRA or a critic; it has been run on CPUs, not yet on a GPU."""
+    """How the model is sharded: `fsdp2`, or `megatron` (the extra `verl-megatron`) with tensor, pipeline, context and expert
+    parallelism, set in the table `megatron`. Megatron trains all weights, without LoRA or a critic."""
     model: dict[str, JsonValue] = Field(default_factory=dict)
     """Further options of verl's `HFModelConfig`, passed unchanged."""
     sharding: dict[str, JsonValue] = Field(default_factory=dict)

@@ -67,24 +67,21 @@ def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
 
 
 COLUMNS = (
-    "", "seeds", "held-out reward", "against the base, same seeds", "training reward, all steps", "last third",
-    "rollouts", "CPU-minutes", "minutes",
+    "", "seeds", "held-out reward", "against the base, same seeds", "training reward, all steps", "rollouts",
+    "CPU-minutes",
 )  # fmt: skip
 
 
 def row(says: str, mine: Sequence[Result], base: Sequence[Result], *, is_base: bool) -> str:
     """One variant of one demonstration."""
-    thirds = [result.rewards[-max(1, len(result.rewards) // 3) :] for result in mine]
     cells = [
         says,
         str(len(mine)),
         spread([result.after for result in mine if result.after is not None]),
         "" if is_base else against_base(mine, base),
         spread([statistics.fmean(result.rewards) for result in mine if result.rewards]),
-        spread([statistics.fmean(third) for third in thirds if third]),
         spread([float(result.rollouts) for result in mine], 0).split(" ")[0],
         spread([result.cpu / 60 for result in mine], 1),
-        spread([result.seconds / 60 for result in mine], 1),
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -95,7 +92,7 @@ def table(results: Sequence[Result], names: Mapping[str, str]) -> str:
     befores = [result.before for result in results if result.before is not None]
     untrained = spread(befores) if befores else "-"
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines.append(f"| untrained, {len(befores)} evaluations | | {untrained} | | | | | | |")
+    lines.append(f"| untrained, {len(befores)} evaluations | | {untrained} | | | | |")
     for name, says in names.items():
         mine = [result for result in results if result.variant == name]
         if mine:

@@ -1,4 +1,4 @@
-"""The table of attacks in docs/security.md: each row is tried against a real port, and must get what the table says.
+"""The table of attacks.md: each attack is tried against a real port, and must get what the table says.
 
 After every attack the store holds exactly what it held before, unless the row says otherwise, and the server still serves.
 """
@@ -25,7 +25,6 @@ from lightning_server.tokens import revoke_token
 
 from .conftest import house_of
 
-ROOT = Path(__file__).parents[4]
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 REWARD = {"outcome": {"reward": 1.0}}
 House = Any
@@ -511,10 +510,8 @@ async def _(house: House) -> Got:
 
 # the table ----------------------------------------------------------------------------------------------------------
 def table() -> dict[str, str]:
-    """The attacks of docs/security.md, each with its answer; a row has those that got the same, one after the other."""
-    text = (ROOT / "docs" / "security.md").read_text()
-    section = text.partition("## Attacks that were tried")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)
+    """The attacks of attacks.md, each with its answer; a row has those that got the same."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (Path(__file__).parent / "attacks.md").read_text(), re.MULTILINE)
     answered = [(names, result) for names, result in rows if names not in ("attacks", "---")]
     return {name: result for names, result in answered for name in names.split("; ")}
 
@@ -523,7 +520,7 @@ def table() -> dict[str, str]:
 async def test_an_attack_gets_what_the_table_says(name: str, house: House) -> None:
     before = await house.truth()
     assert (await house.api("GET", "/version", "viewer")).status_code == 200
-    assert got(await ATTACKS[name](house)) == table().get(name), "what it got, and what docs/security.md says"
+    assert got(await ATTACKS[name](house)) == table().get(name), "what it got, and what attacks.md says"
     if not getattr(house, "changed", False):
         assert await house.truth() == before
     alive = await house.api("GET", "/version", "viewer")
