@@ -30,6 +30,7 @@ from lightning.plugins.named import name_of
 from lightning.policy_server.auto_settings import shares_gpu
 from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent, Runner
+from lightning.safe_text import counted
 from lightning.store.places import DATABASE, RUN_FILE, run_id_of
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
@@ -433,11 +434,11 @@ class Trainer:
     ) -> str:
         """Why the run of this folder is left as it is, in words that follow the folder's name; empty if it goes on."""
         if self.resume is False:
-            return f"holds a run ({await steps_taken(store, known)} steps), and resume is False"
+            return f"holds a run ({counted(await steps_taken(store, known), 'step')}), and resume is False"
         if self._store_url and not (self.out / RUN_FILE).is_file():
             return "has the name of a run that its store keeps for another folder"
         if await is_over(store, known.id):
-            return f"holds a finished run ({await steps_taken(store, known)} steps)"
+            return f"holds a finished run ({counted(await steps_taken(store, known), 'step')})"
         theirs = await agent_of(store, known)
         if theirs and name_of(agent) not in ("", theirs):
             return f"holds a run of another agent ({theirs})"

@@ -15,6 +15,7 @@ from lightning.bounded import Once
 from lightning.config import TrainerConfig
 from lightning.errors import ConfigError
 from lightning.gateway.stages import CONTRACT
+from lightning.safe_text import counted
 from lightning.trainer.samplers import Asked, Sampled, TurnSampler
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
@@ -113,7 +114,7 @@ class TreeSampler(TurnSampler):
                 planned += made
             if planned:
                 groups = {rollout.group for rollout in planned}
-                grown = await self.ended(planned, f"{what}, {len(planned)} branches")
+                grown = await self.ended(planned, f"{what}, {counted(len(planned), 'branch', 'branches')}")
                 of_others = [rollout for rollout in ended if rollout.group not in groups]
                 ended = of_groups([*of_others, *grown], order)
         return ended

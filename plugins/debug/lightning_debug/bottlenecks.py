@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning.config import Config
 from lightning.errors import DataError
+from lightning.safe_text import counted
 from lightning_planner.calibration import calibrate
 from lightning_planner.costs import Agent, Costs, Schedule, Team
 from lightning_planner.recorded import PHASES, Recorded, recorded_config
@@ -233,7 +234,8 @@ def _evaluations(profile: Profile, config: Config) -> Iterable[Help]:
     mean = sum(took.values()) / len(took)
     yield Help(
         "evaluations",
-        f"{len(took)} evaluations of {mean:.2f} s in {len(profile.steps)} steps: evaluate less often, or on fewer tasks",
+        f"{counted(len(took), 'evaluation')} of {mean:.2f} s in {counted(len(profile.steps), 'step')}: evaluate "
+        "less often, or on fewer tasks",
         (f"trainer.eval_every={fewer}",),
         (sum(took.values()) - left) / profile.seconds,
         STEP,

@@ -64,7 +64,7 @@ async def test_a_named_part_of_the_reward_is_what_the_table_shows(store: MemoryS
     assert "+0.500" in table
     told = printed(lambda console: show_summary(summary, "title", console))
     assert "+0.850" in told
-    assert "1 steps: 1 training rollouts (0 failed) and 4 held-out rollouts in 2 evaluations" in told
+    assert "1 step: 1 training rollout (0 failed) and 4 held-out rollouts in 2 evaluations" in told
     few = replace(summary, evaluations=tuple(replace(one, reward=0.5) for one in summary.evaluations))
     assert f"2 held-out tasks: {MAY_BE_CHANCE}" in printed(lambda console: show_summary(few, "title", console))
     none = replace(summary, evaluations=())
