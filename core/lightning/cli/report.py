@@ -199,7 +199,7 @@ def show_story(story: Story, console: Terminal) -> None:
     console.print(f"\n[bold]One held-out task:[/bold] {escape(story.task)}", highlight=False, soft_wrap=True)
     for when, lines, value in zip(("before", "after"), told, (story.before_value, story.after_value), strict=True):
         console.print(
-            f"\n[bold]{when} training[/bold] ({story.measure} {value:g}; after the same {same} turns)",
+            f"\n[bold]{when} training[/bold] ({story.measure} {value:g}; after the same {counted(same, 'turn')})",
             highlight=False,
             soft_wrap=True,
         )

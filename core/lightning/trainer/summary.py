@@ -561,9 +561,9 @@ class HeldOut:
             return
         if (best := self.best) is not None and _score(best) > _score(result):
             logger.warning(
-                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), but that model was not kept, because "
+                "held-out tasks were solved better after %s (%.3f) than now (%.3f), but that model was not kept, because "
                 "trainer.keep was not 'best' yet. To get it, start a new run with --from %s@%d",
-                best.step,
+                counted(best.step, "step"),
                 _score(best),
                 _score(result),
                 self._folder.parent,

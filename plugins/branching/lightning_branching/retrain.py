@@ -113,7 +113,7 @@ async def retrain(
             return Retraining(run_id, watcher.taken, watcher.compared, None, str(error))
     steps = len(records)
     if watcher.compared < steps:
-        why = f"the weights after {steps - watcher.compared} of {steps} steps are nowhere recorded"
+        why = f"the weights after {steps - watcher.compared} of {counted(steps, 'step')} are nowhere recorded"
         return Retraining(run_id, steps, watcher.compared, None, f"{why} (the last ones would be in a checkpoint)")
     return Retraining(run_id, steps, watcher.compared, True)
 

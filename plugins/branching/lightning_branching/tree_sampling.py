@@ -60,7 +60,8 @@ def check_tree(asked: Asked) -> bool:
     for size in (algorithm.group_size for _, algorithm in asked.schedule.phases):
         if (trunks := trunks_of(trainer, size)) >= size:
             raise ConfigError(
-                f"trainer.sampling = tree with {trunks} trunks in groups of {size} rollouts leaves no tokens for branches: set "
+                f"trainer.sampling = tree with {counted(trunks, 'trunk')} in groups of {counted(size, 'rollout')} "
+                "leaves no tokens for branches: set "
                 "a larger group_size of the algorithm, or fewer trainer.trunks"
             )
     return True

@@ -250,7 +250,8 @@ def _processes(profile: Profile, config: Config) -> Iterable[Help]:
         return
     yield Help(
         "process start",
-        f"steps wait {seconds / len(profile.steps):.2f} s for agents' processes to start, one for every {each} rollouts: let a "
+        f"steps wait {seconds / len(profile.steps):.2f} s for agents' processes to start, one for "
+        f"{'each rollout' if each == 1 else f'every {each} rollouts'}: let a "
         "process run more, if your agent's modules keep nothing that another rollout must not see",
         (f"runner.rollouts_per_process={REUSED}",),
         seconds * (1 - each / REUSED) / profile.seconds,

@@ -13,6 +13,7 @@ from typing import Final
 
 from lightning.config import Config
 from lightning.outside_requests import OUTSIDE
+from lightning.safe_text import counted
 from lightning.trainer.metrics import sampled_tokens
 from lightning.trainer.stages import Added, Alarm, StepStage, StepTaken
 from lightning.trainer.summary import Evaluation
@@ -50,7 +51,10 @@ class SpentBudget(StepStage):
         """Add up the counts of the steps before, and begin to count requests."""
         self._spent = {name: sum(step.get(f"{NAME}/{name}", 0.0) for step in steps) for name in SPENT}
         if without := sum(f"{NAME}/seconds" not in step for step in steps):
-            logger.warning("%d earlier steps were taken without a budget, and are not counted in it", without)
+            logger.warning(
+                "%s taken without a budget, and not counted in it",
+                counted(without, "earlier step was", "earlier steps were"),
+            )
         limit = self._limits.get("requests")
         OUTSIDE.begin(
             None if limit is None else int(limit), f"{NAME}.requests is {limit}", int(self._spent["requests"])

@@ -115,7 +115,7 @@ def _pinned(store: Store, place: str, found: Sequence[Rollout], pinned: Mapping[
     wanted = list(map(str, names)) if isinstance(names, list | tuple) else []
     if gone := [name for name in wanted if name not in there]:
         raise ConfigError(
-            f"{place} no longer has {len(gone)} rollouts that the run began with, such as {gone[0]}: restore it"
+            f"{place} no longer has {counted(len(gone), 'rollout')} that the run began with, such as {gone[0]}: restore it"
         )
     newest = pinned.get("newest")
     known = {str(name): int(str(value)) for name, value in newest.items()} if isinstance(newest, Mapping) else {}

@@ -325,7 +325,8 @@ class Session:
                 raise DataError("there is a gradient that no update has used: call optim_step() before publish()")
             if missed := len(now.batch.samples) - len(now.rows):
                 raise DataError(
-                    f"{missed} rows of the batch were in no gradient, and the record would say they were: call "
+                    f"{counted(missed, 'row of the batch was', 'rows of the batch were')} in no gradient, and the record "
+                    "would say the opposite: call "
                     "forward_backward() with all of them, or make a batch of fewer groups"
                 )
             made, batch, step = self._batches[id(now.batch)], now.batch, self.step + 1

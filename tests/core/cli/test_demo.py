@@ -109,7 +109,7 @@ async def test_the_story_is_of_the_task_whose_measure_rose(store: MemoryStore) -
 
 def test_a_story_whose_turns_are_all_alike_still_shows() -> None:
     shown = printed(lambda console: show_story(Story("t", "one\ntwo", 0.0, "one", 1.0), console))
-    assert "after the same 1 turns" in shown
+    assert "after the same 1 turn)" in shown
 
 
 async def test_the_picture_has_the_measure_s_curves(store: MemoryStore, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ async def test_time_and_trained_tokens(caplog: pytest.LogCaptureFixture) -> None
     assert "eval" not in stage.ends()
     assert caplog.text == ""
     await stage.begun([{"tokens": 5.0}], ())
-    assert "1 earlier steps were taken without a budget" in caplog.text
+    assert "1 earlier step was taken without a budget" in caplog.text
 
 
 async def test_requests_beyond_the_limit_are_refused_and_not_made() -> None:

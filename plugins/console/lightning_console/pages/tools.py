@@ -104,10 +104,10 @@ def scan_notices(scan: Scan) -> list[Block]:
         notices.append(Notice(f"{count(newer)} newer rollouts are not read yet", "muted", "the page adds them later"))
     if scan.left_out:
         detail = f"the console keeps at most {MOST_BYTES >> 20} MB of texts: these are not searched; tools are counted"
-        notices.append(Notice(f"{count(scan.left_out)} texts are left out", "warn", detail))
+        notices.append(Notice(f"{counted(scan.left_out, 'text is', 'texts are')} left out", "warn", detail))
     if scan.cut:
         notices.append(
-            Notice(f"of {count(scan.cut)} texts only the first {count(LONGEST)} characters are searched", "muted")
+            Notice(f"of {counted(scan.cut, 'text')} only the first {count(LONGEST)} characters are searched", "muted")
         )
     return [Notices(notices)] if notices else []
 
