@@ -1,4 +1,5 @@
-"""Texts of others: those of agents, servers and stores made safe for a terminal, a log and JSON, and those in files of users.
+"""Texts of others: those of agents, servers and stores made safe for a terminal, a log and JSON, and those in files of users;
+and counts in words.
 
 The invariant: a text of an agent, a server or a store is shown and never obeyed. Control characters could clear a screen,
 rename a window, paste, or imitate another program's output; lone surrogates would end the command that prints them. A user's
@@ -28,6 +29,12 @@ MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 """Byte order marks of other encodings than UTF-8; the longer ones first."""
+
+
+def counted(count: float, one: str, several: str = "", *, shown: str = "") -> str:
+    """Return a count and its noun, such as `1 step` and `2 steps`; `several` is a plural that is more than `one` and an s.
+    `shown` is the count as it is written, if not by `str`."""
+    return f"{shown or count} {one if count == 1 else several or f'{one}s'}"
 
 
 def printable(text: str) -> str:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
 from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained, trained_tokens
 from lightning.errors import ConfigError, DataError
+from lightning.safe_text import counted
 from lightning.types import GREEDY_BELOW, Transition
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
@@ -217,8 +218,9 @@ def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDA
     count = len(trajectory.transitions)
     if len(trajectory.trainable) != count or len(advantages) != count:
         raise DataError(
-            f"rollout {trajectory.rollout.id} has {count} calls, but {len(trajectory.trainable)} trainable flags and "
-            f"{len(advantages)} advantages: credit must give one advantage for each call"
+            f"rollout {trajectory.rollout.id} has {counted(count, 'call')}, but "
+            f"{counted(len(trajectory.trainable), 'trainable flag')} "
+            f"and {counted(len(advantages), 'advantage')}: credit must give one advantage for each call"
         )
     for transition, trainable, advantage in zip(trajectory.transitions, trajectory.trainable, advantages, strict=True):
         if is_trained(transition, trainable):

@@ -28,6 +28,7 @@ from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_folder import CURE_OF_TEMPLATE, read_facts
 from lightning.runner.stages import attempt_line
+from lightning.safe_text import counted
 from lightning.trainer.run_stages import run_line
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import step_line
@@ -116,7 +117,7 @@ def _python() -> Check:
 
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{usable} core{'s' if usable > 1 else ''}"
+    return counted(usable, "core")
 
 
 def _vllm() -> Check:

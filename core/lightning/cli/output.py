@@ -145,16 +145,17 @@ def next_steps(*steps: tuple[str, Sequence[object]]) -> None:
     """Print the commands that are useful next, on standard error: standard output stays what the command was asked for.
 
     Each step is its purpose, such as `see each rollout`, and the words after `lightning`, which are quoted for a shell.
-    Commands of plugins that are not installed are left out.
+    Commands of plugins that are not installed are left out, and so are those with a password, which are not printed.
     """
     from rich.text import Text
 
     from lightning.terminal import Terminal
 
-    known = {*COMMANDS, *plugins().names("commands")}
+    shown = [step for step in steps if step[1] and all(redacted(str(word)) == str(word) for word in step[1])]
+    known = {*COMMANDS, *plugins().names("commands")} if shown else set()
     lead = "Next: "
-    for purpose, words in steps:
-        if words and str(words[0]) in known:
+    for purpose, words in shown:
+        if str(words[0]) in known:
             command = (shlex.join(["lightning", *map(str, words)]), "bold")
             Terminal(stderr=True, soft_wrap=True).print(Text.assemble(lead, purpose, ": ", command), highlight=False)
             lead = " " * len(lead)

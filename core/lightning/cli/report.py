@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning.errors import MissingExtraError
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.terminal import Terminal
-from lightning.trainer.gains import LEVEL, MAY_BE_CHANCE, gain_of
+from lightning.trainer.gains import LEVEL, gain_of
 from lightning.trainer.plan import VAL
 from lightning.trainer.summary import PHASES, Evaluation, Summary, said
 from lightning.trainer.training_data import all_rollouts
@@ -141,11 +142,11 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     else:
         console.print(f"{escape(title)}: no held-out tasks were given, so how much was gained is not known (--val)")
     gain = gain_of(ended, measure, with_failures=any(result.failed for result in ended))
-    if gain is not None and not gain.is_certain:
-        console.print(f"[yellow]{gain.tasks} held-out tasks: {MAY_BE_CHANCE}", highlight=False, soft_wrap=True)
+    if gain is not None and gain.doubt:
+        console.print(f"[yellow]{counted(gain.tasks, 'held-out task')}: {gain.doubt}", highlight=False, soft_wrap=True)
     console.print(
-        f"{summary.steps} steps: {summary.rollouts} training rollouts ({summary.failed} failed) and "
-        f"{summary.held_out_rollouts} held-out rollouts in {_counted(len(ended), 'evaluation')}; "
+        f"{counted(summary.steps, 'step')}: {counted(summary.rollouts, 'training rollout')} ({summary.failed} failed) and "
+        f"{counted(summary.held_out_rollouts, 'held-out rollout')} in {counted(len(ended), 'evaluation')}; "
         f"{summary.trained_tokens} trained tokens, of which {summary.drift_tokens} are not exactly what vLLM sampled; "
         f"largest logprob gap between vLLM and the trainer {_gap(summary.max_logprob_gap)}",
         highlight=False,
@@ -185,10 +186,6 @@ def _cells(ended: Sequence[Evaluation], measure: str, *, with_failures: bool) ->
     )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def _gap(gap: float | None) -> str:
     return "unknown: no token was compared, or only those of older weights" if gap is None else f"{gap:.1e}"
 
@@ -202,7 +199,7 @@ def show_story(story: Story, console: Terminal) -> None:
     console.print(f"\n[bold]One held-out task:[/bold] {escape(story.task)}", highlight=False, soft_wrap=True)
     for when, lines, value in zip(("before", "after"), told, (story.before_value, story.after_value), strict=True):
         console.print(
-            f"\n[bold]{when} training[/bold] ({story.measure} {value:g}; after the same {same} turns)",
+            f"\n[bold]{when} training[/bold] ({story.measure} {value:g}; after the same {counted(same, 'turn')})",
             highlight=False,
             soft_wrap=True,
         )

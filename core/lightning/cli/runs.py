@@ -19,6 +19,7 @@ import typer.core
 
 from lightning.cli.output import AsJson, answers, escape, local_time, next_steps, print_json, print_table, say
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 from lightning.store.pages import each_rollout
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
@@ -94,8 +95,7 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
         _list(rows)
         place = [] if where == "runs" else ["--runs", where]
         several = [("compare the runs", ["runs", "compare", *place])] if len(rows) > 1 else []
-        if redacted(where) == where:  # a command without its password would not run
-            next_steps(("see a run's steps and rollouts", ["runs", *place, rows[0].id]), *several)
+        next_steps(("see a run's steps and rollouts", ["runs", *place, rows[0].id]), *several)
     else:
         say(f"no runs in {escape(redacted(where))} yet")
         next_steps(("make one with a demonstration", ["demo"]))
@@ -230,8 +230,7 @@ def compare(
     rows.sort(key=lambda row: (row.after is None, -(row.after or 0.0)))
     _show_compared(rows, all_settings=all_settings)
     options = [] if place == "runs" else ["--runs", place]
-    if redacted(place) == place:  # a command without its password would not run
-        next_steps(("see the run of the best held-out reward", ["runs", *options, rows[0].id]))
+    next_steps(("see the run of the best held-out reward", ["runs", *options, rows[0].id]))
 
 
 def _show_compared(rows: Sequence[Compared], *, all_settings: bool) -> None:
@@ -265,7 +264,9 @@ def _show_compared(rows: Sequence[Compared], *, all_settings: bool) -> None:
     else:
         say("The runs have the same settings.")
     if len(shown) < len(names):
-        say(f"{len(names) - len(shown)} more settings differ: --all-settings shows them")
+        say(
+            f"{counted(len(names) - len(shown), 'more setting differs', 'more settings differ')}: --all-settings shows them"
+        )
     say(
         "A held-out rollout that failed counts as 0. The intervals are over held-out tasks; other seeds differ by more."
     )
@@ -315,9 +316,9 @@ async def _rows(url: str, store: Store) -> list[RunRow]:
 async def _row(store: Store, run: Run, url: str) -> RunRow:
     splits: Counter[str] = Counter()
     failed = 0
-    for counted in await store.count_rollouts(run.id):
-        splits[counted.split] += counted.rollouts
-        failed += counted.rollouts if counted.status is Status.FAILED else 0
+    for share in await store.count_rollouts(run.id):
+        splits[share.split] += share.rollouts
+        failed += share.rollouts if share.status is Status.FAILED else 0
     summary = await summarize(store, run.id)
     rewards = (summary.rewards[0], summary.rewards[-1]) if summary.rewards else None
     with_failures = summary.rewards_with_failures
@@ -427,10 +428,13 @@ def _show_run(found: Details) -> None:
     )
     for result in found.summary.evaluations:
         named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
-        say(f"held-out after {result.step} steps: {said_reward(result)}{named} over {result.rollouts} tasks")
+        say(
+            f"held-out after {counted(result.step, 'step')}: {said_reward(result)}{named} over "
+            f"{counted(result.rollouts, 'task')}"
+        )
     if gain := gain_of(found.summary.evaluations, with_failures=True):
-        counted = " (failures count as 0)" if any(result.failed for result in found.summary.evaluations) else ""
-        say(f"held-out gain{counted}: {escape(str(gain))}")
+        note = " (failures count as 0)" if any(result.failed for result in found.summary.evaluations) else ""
+        say(f"held-out gain{note}: {escape(str(gain))}")
     rest = f"; {found.left_out} more with a larger --limit" if found.left_out else ""
     print_table(
         ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],

@@ -11,6 +11,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,8 @@ def _unknown(given: Given) -> str:
         return ""
     known = [setting.key for setting in settings()]
     section, sections = given.key.partition(".")[0], config_model().model_fields
+    if meant := _spelled(given.key, known):
+        return f"{given.origin}: unknown setting {given.key!r}; did you mean {meant!r}?"
     if said := answer(given.key):
         return f"{given.origin}: unknown setting {given.key!r}: {said}"
     if brought := _brought(given.key):
@@ -189,6 +192,14 @@ def _unknown(given: Given) -> str:
         hint = f". [{section}] has: {', '.join(inside)}" if inside else f". Sections are: {', '.join(sections)}"
     left_out = "" if hint.startswith(";") else plugins().left_out("settings")
     return f"{given.origin}: unknown setting {given.key!r}{hint}{'.' if left_out and not brought else ''}{left_out}"
+
+
+def _spelled(key: str, known: Sequence[str]) -> str:
+    """Return the setting whose section the key misspells and whose name it has; "" if there is none."""
+    section, _, name = key.rpartition(".")
+    sections = {*known, *(each.rpartition(".")[0] for each in known)}
+    near = (f"{each}.{name}" for each in get_close_matches(section, sections, 3, 0.75))
+    return next((each for each in near if find(each) is not None), "")
 
 
 def _brought(key: str) -> str:

@@ -29,6 +29,7 @@ from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, RequestBody, se
 from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
 from lightning.memory_budget import Budget, Holders
 from lightning.plugins import plugins
+from lightning.safe_text import counted
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class _Server(uvicorn.Server):
                         connection.shutdown()  # closes it now if it is idle, else after its answer
                     await asyncio.sleep(LOOK)
         except TimeoutError:
-            log.warning("%d calls had not ended after %g s and are cut off", len(tasks), DRAIN)
+            log.warning("%s not ended after %g s: cut off", counted(len(tasks), "call had", "calls had"), DRAIN)
             for task in tasks:
                 task.cancel()
 

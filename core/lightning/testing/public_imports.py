@@ -55,6 +55,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.cli.check",
             "lightning.cli.output",
             "lightning.cli.train",
+            "lightning.processes",
             "lightning.store.pages",
             "lightning.terminal",
         ),

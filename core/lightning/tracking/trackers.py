@@ -18,6 +18,7 @@ from typing import Self, TypeAlias, cast
 from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.redaction import redacted_json
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AlertTracker, AttemptRecord, RolloutTracker, Tracker
 from lightning.types import Json, Rollout
@@ -134,7 +135,9 @@ class _Feed:
             self._late = True
             self._thread.join(CLOSE_SECONDS / 4)
         if self._missed:
-            logger.warning("the tracker %r was too slow: it was not told of %d rollouts", self._name, self._missed)
+            logger.warning(
+                "the tracker %r was too slow: it was not told of %s", self._name, counted(self._missed, "rollout")
+            )
         if self._failed > 1:
             logger.warning(
                 "the tracker %r failed %d times in all: what it was told then may be missing", self._name, self._failed

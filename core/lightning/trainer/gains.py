@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
+from lightning.safe_text import counted
 from lightning.trainer.summary import Evaluation
 
 LEVEL: Final = 0.95
 """The confidence level of all intervals."""
 MAY_BE_CHANCE: Final = "the change may be chance; more held-out tasks tell smaller changes apart"
-"""The words for a gain whose interval has 0 in it."""
+"""The words for a gain whose interval has 0 in it, or is unknown."""
+NOTHING_EARNED: Final = "no rollout earned anything before or after; no interval"
+"""The words for a gain from 0 to 0, all rewards of which are 0: these do not show how much others would vary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
     """The change of a held-out mean from `before` to `after`, over `tasks` held-out tasks: those that count in the smaller of
     the two evaluations. `interval` is that of the change at `LEVEL`; None if it is not known, because fewer than two tasks
-    count or the spread of their values was not recorded."""
+    count, the spread of their values was not recorded, or all values before and after are 0."""
 
     before: float
     after: float
@@ -45,11 +48,19 @@ class Gain:
         """Format the interval, such as `[+0.45, +0.58]`."""
         return "[unknown]" if self.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.interval)
 
+    @property
+    def doubt(self) -> str:
+        """Why the change is not told apart from chance; "" if it is."""
+        if self.is_certain:
+            return ""
+        return NOTHING_EARNED if self.interval is None and self.before == self.after == 0.0 else MAY_BE_CHANCE
+
     def __str__(self) -> str:
         said = (
-            f"{self.before:.3f} → {self.after:.3f}, {self.change:+.3f} {self.said_interval()} over {self.tasks} tasks"
+            f"{self.before:.3f} → {self.after:.3f}, {self.change:+.3f} {self.said_interval()} over "
+            f"{counted(self.tasks, 'task')}"
         )
-        return said if self.is_certain else f"{said}; {MAY_BE_CHANCE}"
+        return f"{said}; {self.doubt}" if self.doubt else said
 
 
 def gain_of(results: Sequence[Evaluation], measure: str = "reward", *, with_failures: bool = False) -> Gain | None:
@@ -63,10 +74,10 @@ def gain_of(results: Sequence[Evaluation], measure: str = "reward", *, with_fail
     first, last = (each.mean_with_failures(measure) if with_failures else each.mean(measure) for each in ends)
     if first is None or last is None:
         return None
-    counts = [each.rollouts if with_failures else each.rollouts - each.failed for each in ends]
+    counts = [each.having(measure) + (each.failed if with_failures else 0) for each in ends]
     errors = [error_of(each, measure, with_failures=with_failures) for each in ends]
     known = [each for each in errors if each is not None]
-    if len(known) < 2 or min(counts) < 2:
+    if len(known) < 2 or min(counts) < 2 or not any((first, last, *known)):
         return Gain(first, last, None, min(counts))
     half = student(0.5 + LEVEL / 2, _freedom(known, counts)) * math.hypot(*known)
     return Gain(first, last, (last - first - half, last - first + half), min(counts))
@@ -81,21 +92,22 @@ def _freedom(errors: Sequence[float], counts: Sequence[int]) -> int:
 
 def error_of(result: Evaluation, measure: str = "reward", *, with_failures: bool = False) -> float | None:
     """Return the standard error of an evaluation's mean; None if the spread of the measure was not recorded. Values that are
-    all equal do not show how much others would vary, so the deviation is taken as at least a tenth of the mean."""
+    all equal do not show how much others would vary, so the deviation is taken as at least a tenth of the mean: 0 if all
+    values are 0."""
     mean = result.mean(measure) or 0.0
     deviation = result.deviation if measure == "reward" else result.deviations.get(measure)
     if deviation is None:
         return None
-    share = result.failed / max(result.rollouts, 1) if with_failures else 0.0
+    count = result.having(measure) + (result.failed if with_failures else 0)
+    share = result.failed / max(count, 1) if with_failures else 0.0
     spread = math.sqrt((1.0 - share) * deviation**2 + share * (1.0 - share) * mean**2)
-    count = result.rollouts if with_failures else result.rollouts - result.failed
     return max(spread, 0.1 * abs((1.0 - share) * mean)) / math.sqrt(max(count - 1, 1))
 
 
 def margin(result: Evaluation) -> float | None:
-    """Return half the width of the interval at `LEVEL` of an evaluation's `score`; None for fewer than two tasks, or if nothing
-    is known."""
-    if not result.known or result.rollouts < 2:
+    """Return half the width of the interval at `LEVEL` of an evaluation's `score`; None for fewer than two tasks, if nothing is
+    known, or if all rewards are 0, which do not show how much others would vary."""
+    if not result.known or result.rollouts < 2 or not result.error:
         return None
     return student(0.5 + LEVEL / 2, result.rollouts - 1) * result.error
 

@@ -20,6 +20,7 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.runner.protocol import StagedRunner
+from lightning.safe_text import counted
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
@@ -169,8 +170,9 @@ class Loop:
         early = self.done < self.stack.config.trainer.steps
         if best is not None and early and self.held_out.is_over(self.stack.config.trainer.patience):
             self.reporter.say(
-                f"ended after {self.done} steps: {self.stack.config.trainer.patience} evaluations in a row were no better than "
-                f"that after {best.step} steps (trainer.patience)"
+                f"ended after {counted(self.done, 'step')}: "
+                f"{counted(self.stack.config.trainer.patience, 'evaluation was', 'evaluations in a row were')} no better than "
+                f"that after {counted(best.step, 'step')} (trainer.patience)"
             )
         keeps = self.stack.config.trainer.keep == "best"
         self.kept = await asyncio.to_thread(self.held_out.deliver, model) if keeps else None
@@ -178,7 +180,8 @@ class Loop:
             await asyncio.to_thread(self.engine.export, model)
         else:
             self.reporter.say(
-                f"kept the model of the best evaluation: after {self.kept.step} steps, held-out reward {self.kept.score:.3f}"
+                f"kept the model of the best evaluation: after {counted(self.kept.step, 'step')}, held-out reward "
+                f"{self.kept.score:.3f}"
             )
         return self.kept
 
@@ -346,7 +349,7 @@ class Loop:
         with self.timed("eval"):
             rollouts = await self.sampler.execute(
                 lambda number: val_rollouts(run, step, self.val, attempts, generation=number),
-                f"held-out tasks after {step} steps",
+                f"held-out tasks after {counted(step, 'step')}",
             )
         result = evaluate_rollouts(step, rollouts)
         values = {"eval/failed": float(result.failed)}
@@ -362,7 +365,7 @@ class Loop:
         self.trackers.log(self.done, values)
         self.reporter.evaluated(result)
         self.held_out.add([result], fresh=fresh)
-        self.alarm(f"after {step} steps", step, await self.stages.evaluated(self.held_out.results))
+        self.alarm(f"after {counted(step, 'step')}", step, await self.stages.evaluated(self.held_out.results))
         if self.stack.config.trainer.keep == "best" and result in self.held_out.results:
             await asyncio.to_thread(self.held_out.keep, result, self.engine.export)
         return result

@@ -24,6 +24,7 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.outcomes import read_cause
+from lightning.safe_text import counted
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
@@ -352,7 +353,10 @@ def are_greedy(greedy: int, calls: int) -> bool:
 
 def are_too_long(calls: int) -> str:
     """Say that calls were refused because they are longer than the context, with the cure."""
-    return f"{calls} calls were refused, since prompt and answer together are longer than the context. {CURE_OF_LENGTH}"
+    return (
+        f"{counted(calls, 'call was', 'calls were')} refused, since prompt and answer together are longer than the "
+        f"context. {CURE_OF_LENGTH}"
+    )
 
 
 def are_media(media: int, calls: int) -> str:

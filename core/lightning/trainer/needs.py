@@ -1,4 +1,5 @@
-"""What a run needs of disk and memory, said before it starts, and what it leaves on the disk.
+"""What a run needs, said before it starts: the core knows of the disk, and stages of memory (`RunStage.needs`); and what a run
+leaves on the disk.
 
 The invariant: a need is at least this much. What cannot be known before the start, such as activations and the database, is
 named and not guessed.
@@ -16,15 +17,7 @@ from pathlib import Path
 
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
-from lightning.policy_server.auto_settings import (
-    DTYPE_BYTES,
-    TRAINING_BYTES,
-    Demand,
-    choose,
-    pick_device,
-    this_machine,
-)
-from lightning.policy_server.model_folder import folder_tensors, read_facts
+from lightning.policy_server.model_folder import folder_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,7 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     if not shapes:
         return None
     whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
-    state = 3 * 4 * (_adapters(shapes, config) or whole)
+    state = 3 * 4 * (adapter_weights(shapes, config) or whole)
     export = 4 * whole * (3 if config.trainer.keep == "best" else 1)
     kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
     return Need(
@@ -84,39 +77,7 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     )
 
 
-def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need | None:
-    """Return what training and vLLM need of the memory of this machine, where both compute on its CPU. `config` has the dtypes,
-    `requests` is how many requests run at once. None where the core does not know: another engine, a GPU, or a model whose
-    weights cannot be read."""
-    device = config.engine.device
-    if engine != "torch" or device not in ("auto", "cpu") or pick_device(config.policy_server) != "cpu":
-        return None
-    try:
-        facts = read_facts(model)
-        shapes = [spec.shape for spec in folder_tensors(model).values()]
-    except PolicyServerError:
-        return None
-    adapters = _adapters(shapes, config)
-    base = facts.parameters * DTYPE_BYTES.get(config.engine.dtype, 2)
-    trained = base + TRAINING_BYTES * adapters if adapters else TRAINING_BYTES * facts.parameters
-    parts, served = [f"training {size(trained)} and its activations"], 0
-    machine = this_machine()
-    if not config.policy_server.attach:
-        chosen = choose(config.policy_server, facts, "cpu", machine, demand=Demand(requests))
-        weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
-        parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache")
-        served = weights + cache
-    return Need(
-        "memory",
-        trained + served,
-        ", ".join(parts),
-        machine.memory,
-        "The system may end the run. End other programs, take a smaller model"
-        + ("" if adapters else ", or train adapters alone (engine.lora)"),
-    )
-
-
-def _adapters(shapes: list[tuple[int, ...]], config: Config) -> int:
+def adapter_weights(shapes: list[tuple[int, ...]], config: Config) -> int:
     """Return the number of weights that adapters have, 0 without adapters."""
     lora = config.engine.lora
     return sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0

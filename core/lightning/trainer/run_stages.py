@@ -6,7 +6,7 @@ resumes.
 
     prompts     a run begins, a dry run too: find the prompts for its agents
     teacher     a training begins, or resumes: find the teacher of its algorithms
-    needs       a training begins, or resumes: say what it needs of memory that the core does not know of
+    needs       a training begins, or resumes: say what it needs of memory
     begun       a run begins, or resumes: provide what it starts from in place of its model
     bring_forward
                 a training begins, or resumes: offer to take its recorded steps again, so that not each needs a checkpoint
@@ -93,7 +93,7 @@ class Prompts:
 class Start:
     """What is known of a run before anything of it is started. `store` has all projects; `url` is that of the store where it is
     not in the run's `folder`. `run` may not be kept yet, and `described` is what its settings are now. `phases` are its
-    algorithms with the first step of each; a search for prompts has none."""
+    algorithms with the first step of each; a search for prompts has none. `requests` is how many agents run at once."""
 
     store: Store
     run: Run
@@ -105,6 +105,7 @@ class Start:
     make_engine: Callable[[Config], Engine]
     url: str
     reporter: Reporter
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ import lightning
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.runner.outcomes import CAUSES, read_cause
+from lightning.safe_text import counted
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.terminal import Terminal
@@ -106,7 +107,7 @@ class Reporter:
         if left > 0:
             return left
         now = self._present()
-        done = "" if now.total is None else f": {now.completed:.0f} of {now.total:.0f} rollouts"
+        done = "" if now.total is None else f": {now.completed:.0f} of {counted(round(now.total), 'rollout')}"
         failed = f", {self._failed} failed" if self._failed else ""
         self.say(f"{now.description}{done}{failed}, for {_clock(now.elapsed or 0.0)} so far")
         return PULSE_SECONDS
@@ -154,7 +155,8 @@ class Reporter:
         reward += "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
         self._shown_at = self._clock()
         self.console.print(
-            f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
+            f"[bold]held-out after {counted(result.step, 'step')}: reward {reward}[/bold] over "
+            f"{counted(result.rollouts, 'task')}{failed}",
             highlight=False,
             soft_wrap=True,
         )
@@ -188,7 +190,7 @@ def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -
     said = [f"{name} {value:.3g}" for name, value in rewards.items()]
     for name in dict.fromkeys(reward.name for reward in given):
         values = [reward.value for reward in given if reward.name == name]
-        said.append(f"{name} {sum(values):.3g} of {len(values)} {'call' if len(values) == 1 else 'calls'}")
+        said.append(f"{name} {sum(values):.3g} of {counted(len(values), 'call')}")
     return ", ".join(said)
 
 
@@ -236,8 +238,8 @@ class Evaluation:
 
     `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None if no rollout was scored.
     `failed` rollouts have no reward and are left out of this mean. `rewards` are the means of the named parts, each over the
-    rollouts that have the part, and `deviations` their standard deviations. `deviation` is the standard deviation of the scored
-    rollouts' rewards, `lowest` the lowest of them.
+    rollouts that have the part, `counts` how many these are, and `deviations` their standard deviations. `deviation` is the
+    standard deviation of the scored rollouts' rewards, `lowest` the lowest of them.
     """
 
     step: int
@@ -248,6 +250,7 @@ class Evaluation:
     deviation: float = 0.0
     lowest: float = 0.0
     deviations: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -280,7 +283,12 @@ class Evaluation:
         mean = self.mean(measure)
         if mean is None and not self.failed:
             return None
-        return (mean or 0.0) * (self.rollouts - self.failed) / self.rollouts
+        having = self.having(measure)
+        return (mean or 0.0) * having / (having + self.failed)
+
+    def having(self, measure: str) -> int:
+        """Return how many rollouts have a named part of the reward; for `reward`, how many did not fail."""
+        return self.counts.get(measure, self.rollouts - self.failed)
 
     def mean(self, measure: str) -> float | None:
         """Return the mean of a named part of the reward, or of `reward` itself; None where no rollout has it."""
@@ -424,10 +432,14 @@ class _Tally:
         """Return the means of the named parts. A part called `reward` is left out, since it is the reward itself."""
         return {name: sum(values) / len(values) for name, values in sorted(self.parts.items()) if name != "reward"}
 
+    def counts(self) -> dict[str, int]:
+        """Return how many rollouts have each named part."""
+        return {name: len(values) for name, values in sorted(self.parts.items()) if name != "reward"}
+
     def evaluation(self, step: int) -> Evaluation:
         """Return the evaluation of the rollouts counted so far."""
         if not self.rewards:
-            return Evaluation(step, None, self.rollouts, self.failed, self.means())
+            return Evaluation(step, None, self.rollouts, self.failed, self.means(), counts=self.counts())
         return Evaluation(
             step,
             sum(self.rewards) / len(self.rewards),
@@ -437,6 +449,7 @@ class _Tally:
             deviation=_deviation(self.rewards),
             lowest=min(self.rewards),
             deviations={name: _deviation(values) for name, values in self.parts.items() if name != "reward"},
+            counts=self.counts(),
         )
 
 
@@ -548,9 +561,9 @@ class HeldOut:
             return
         if (best := self.best) is not None and _score(best) > _score(result):
             logger.warning(
-                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), but that model was not kept, because "
+                "held-out tasks were solved better after %s (%.3f) than now (%.3f), but that model was not kept, because "
                 "trainer.keep was not 'best' yet. To get it, start a new run with --from %s@%d",
-                best.step,
+                counted(best.step, "step"),
                 _score(best),
                 _score(result),
                 self._folder.parent,

@@ -30,6 +30,7 @@ from lightning.plugins.named import name_of
 from lightning.policy_server.auto_settings import shares_gpu
 from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent, Runner
+from lightning.safe_text import counted
 from lightning.store.places import DATABASE, RUN_FILE, run_id_of
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
@@ -40,7 +41,7 @@ from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch, Teacher, base_digest, is_over, keep_epochs, mark_over, reference_of
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import default_rate, local_model, made_head, optimizer_of, resolve_model, with_dtypes
-from lightning.trainer.needs import Need, check_disk, disk_need, memory_need
+from lightning.trainer.needs import Need, check_disk, disk_need
 from lightning.trainer.plan import as_tasks, task_ids
 from lightning.trainer.run_stages import FORKED, PROBE, BringForward, Prompts, RunLine, Start, began_with, run_line
 from lightning.trainer.runs import (
@@ -345,9 +346,10 @@ class Trainer:
             await self._fetch(reporter)
             train = [*record.tasks] if record else train
             described = self._described(train, val) | ({RECORDED: record.described} if record else {})
-            start = await self._start(store, described, reporter, resume=resume)
+            requests = runner.concurrency or self.config.runner.concurrency
+            start = await self._start(store, described, reporter, requests, resume=resume)
             if not isinstance(self.schedule, SearchAlgorithm):
-                say_needs(await self._needs_of_memory(line, start, runner), reporter)
+                say_needs(await line.needs(start), reporter)
             teacher = await line.teacher(start)
             start, epochs, bring_forward = await prepare(start, line, self.from_run, teacher)
             prompts = await line.prompts(store, start.run, self.config.runner.prompts)
@@ -433,11 +435,11 @@ class Trainer:
     ) -> str:
         """Why the run of this folder is left as it is, in words that follow the folder's name; empty if it goes on."""
         if self.resume is False:
-            return f"holds a run ({await steps_taken(store, known)} steps), and resume is False"
+            return f"holds a run ({counted(await steps_taken(store, known), 'step')}), and resume is False"
         if self._store_url and not (self.out / RUN_FILE).is_file():
             return "has the name of a run that its store keeps for another folder"
         if await is_over(store, known.id):
-            return f"holds a finished run ({await steps_taken(store, known)} steps)"
+            return f"holds a finished run ({counted(await steps_taken(store, known), 'step')})"
         theirs = await agent_of(store, known)
         if theirs and name_of(agent) not in ("", theirs):
             return f"holds a run of another agent ({theirs})"
@@ -477,7 +479,9 @@ class Trainer:
             rate, self._rate_chosen = default_rate(self.config, self.model)
             self.config = with_settings(self.config, {"engine.lr": rate})
 
-    async def _start(self, store: Store, described: Mapping[str, Json], reporter: Reporter, *, resume: bool) -> Start:
+    async def _start(
+        self, store: Store, described: Mapping[str, Json], reporter: Reporter, requests: int, *, resume: bool
+    ) -> Start:
         """The run to begin or to go on with, and what is known of it. Raises `ConfigError` for one that cannot be, or that has
         no room on the disk."""
         searches = isinstance(self.schedule, SearchAlgorithm)
@@ -499,13 +503,8 @@ class Trainer:
             self._make_engine,
             self._store_url or "",
             reporter,
+            requests,
         )
-
-    async def _needs_of_memory(self, line: RunLine, start: Start, runner: Runner) -> list[Need]:
-        """What the run needs of memory, as far as the core and the stages know."""
-        requests = runner.concurrency or self.config.runner.concurrency
-        own = await asyncio.to_thread(memory_need, start.model, start.config, self.engine, requests)
-        return [*([] if own is None else [own]), *await line.needs(start)]
 
     async def _open_loop(self, made: Prepared, val: list[Task]) -> Loop:
         """What samples and what trains, opened, and the loop over them."""

@@ -26,7 +26,7 @@ from lightning.cli.output import (
 )
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
-from lightning.store.url import redacted
+from lightning.safe_text import counted
 
 from lightning_branching.branch_parent import unused
 from lightning_branching.branching import BranchOutcome, BranchReport
@@ -177,7 +177,10 @@ def _number(text: str, given: str) -> float | int:
 def show(report: BranchReport, where: str, agent: str, *, yes: bool = False) -> None:
     """Print a table of the branches, the value that they estimate, and their warnings. `yes`: their tools may run again."""
     call = f"call {report.at} of {report.calls} ({escape(report.caller)})"
-    say(f"{len(report.branches)} branches of {escape(report.parent)} at {call}, with {escape(report.model)}")
+    say(
+        f"{counted(len(report.branches), 'branch', 'branches')} of {escape(report.parent)} at {call}, with "
+        f"{escape(report.model)}"
+    )
     print_table(
         ["branch", "calls", "reward"],
         [[escape(each.id), str(each.calls), _outcome(each)] for each in report.branches],
@@ -195,21 +198,19 @@ def show(report: BranchReport, where: str, agent: str, *, yes: bool = False) -> 
     else:
         beside = "" if report.advantage is None else f", {report.advantage:+.3f} beside them"
         say(f"the parent earned {report.parent_reward:.3f}{beside}")
-    for state, meaning in (("void", "did not begin as the parent did"), ("failed", "have no reward")):
+    began = "did not begin as the parent did"
+    for state, one, several in (("void", began, began), ("failed", "has no reward", "have no reward")):
         those = [each for each in report.branches if each.state == state]
         if those:
-            say(f"[red]{len(those)} branches are {state}: they {meaning}, and are in no figure. The first:")
+            forms = f"branch is {state}: it {one}, and is", f"branches are {state}: they {several}, and are"
+            say(f"[red]{counted(len(those), *forms)} in no figure. The first:")
             say(f"  {escape(those[0].why)}")
     for warning in report.warnings:
         say(f"[yellow]{escape(warning)}")
-    if redacted(where) == where:  # a command without its password would not run
-        next_steps(
-            ("see each branch", ["runs", "show", report.run, "--runs", where]),
-            (
-                "run a branch again",
-                ["replay", report.branches[0].id, agent, "--runs", where, *(["--yes"] if yes else [])],
-            ),
-        )
+    next_steps(
+        ("see each branch", ["runs", "show", report.run, "--runs", where]),
+        ("run a branch again", ["replay", report.branches[0].id, agent, "--runs", where, *(["--yes"] if yes else [])]),
+    )
 
 
 def _outcome(branch: BranchOutcome) -> str:

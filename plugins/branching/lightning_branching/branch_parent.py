@@ -17,6 +17,7 @@ from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.plugins import plugins
+from lightning.safe_text import counted
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
@@ -119,7 +120,7 @@ def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Paren
     recorded, name = found.recorded, found.recorded.rollout.id
     count = len(recorded.calls)
     if not 1 <= at <= count:
-        calls = f"{count} call{'s' if count > 1 else ''}"
+        calls = counted(count, "call")
         raise DataError(f"the rollout {name} has {calls}, counted from 1: there is no call {at} to branch at")
     call = recorded.calls[at - 1]
     if not call.transition.status.answered:

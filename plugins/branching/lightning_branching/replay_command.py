@@ -21,7 +21,6 @@ from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
-from lightning.store.url import redacted
 from lightning.trainer.agents import HowToCall, of_project
 from lightning.trainer.context import epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN
@@ -136,7 +135,7 @@ def replay(
 
 def _say_next(rollout: str, agent: str, where: str, *, yes: bool) -> None:
     """Print the command that branches at the rollout's first call, if the agent is known."""
-    if agent and redacted(where) == where:  # a command without its password would not run
+    if agent:
         consent = ["--yes"] if yes else []
         next_steps(("try other answers", ["branch", rollout, agent, "--at", "1", "--runs", where, *consent]))
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 
 from aiohttp import web
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, UNNAMED, Caller, CallStatus, Transition
 from lightning_record import exchanges
 
@@ -126,7 +127,9 @@ class ReplayServer:
         if self.until is not None and len(self.served) >= self.until:
             self.stopped = True
             self.end()
-            return _refuse(path, 409, "replay_ended", f"The replay ends after {self.until} calls, as it was asked to.")
+            return _refuse(
+                path, 409, "replay_ended", (f"The replay ends after {counted(self.until, 'call')}, as it was asked to.")
+            )
         call = self._calls.take(caller, path, exchanges.canonical(body))
         if call is None:
             return self._unknown(caller, path, body)

@@ -19,6 +19,7 @@ from lightning.errors import AuditError, ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weights import FILES
+from lightning.safe_text import counted
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Epoch, Numeric, base_digest, epoch_at, machine, read_epochs
@@ -50,7 +51,7 @@ class Retraining:
     step: int | None = None
 
     def __str__(self) -> str:
-        seen = f"{self.run}: {self.steps} steps taken again, the weights of {self.compared} compared"
+        seen = f"{self.run}: {counted(self.steps, 'step')} taken again, the weights of {self.compared} compared"
         if self.equal:
             return f"{seen}: equal, bit for bit"
         if self.equal is None:
@@ -112,7 +113,7 @@ async def retrain(
             return Retraining(run_id, watcher.taken, watcher.compared, None, str(error))
     steps = len(records)
     if watcher.compared < steps:
-        why = f"the weights after {steps - watcher.compared} of {steps} steps are nowhere recorded"
+        why = f"the weights after {steps - watcher.compared} of {counted(steps, 'step')} are nowhere recorded"
         return Retraining(run_id, steps, watcher.compared, None, f"{why} (the last ones would be in a checkpoint)")
     return Retraining(run_id, steps, watcher.compared, True)
 

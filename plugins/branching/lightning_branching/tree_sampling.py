@@ -15,6 +15,7 @@ from lightning.bounded import Once
 from lightning.config import TrainerConfig
 from lightning.errors import ConfigError
 from lightning.gateway.stages import CONTRACT
+from lightning.safe_text import counted
 from lightning.trainer.samplers import Asked, Sampled, TurnSampler
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
@@ -59,7 +60,8 @@ def check_tree(asked: Asked) -> bool:
     for size in (algorithm.group_size for _, algorithm in asked.schedule.phases):
         if (trunks := trunks_of(trainer, size)) >= size:
             raise ConfigError(
-                f"trainer.sampling = tree with {trunks} trunks in groups of {size} rollouts leaves no tokens for branches: set "
+                f"trainer.sampling = tree with {counted(trunks, 'trunk')} in groups of {counted(size, 'rollout')} "
+                "leaves no tokens for branches: set "
                 "a larger group_size of the algorithm, or fewer trainer.trunks"
             )
     return True
@@ -113,7 +115,7 @@ class TreeSampler(TurnSampler):
                 planned += made
             if planned:
                 groups = {rollout.group for rollout in planned}
-                grown = await self.ended(planned, f"{what}, {len(planned)} branches")
+                grown = await self.ended(planned, f"{what}, {counted(len(planned), 'branch', 'branches')}")
                 of_others = [rollout for rollout in ended if rollout.group not in groups]
                 ended = of_groups([*of_others, *grown], order)
         return ended

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.errors import ConfigError, DataError
+from lightning.safe_text import counted
 
 from lightning_console import router
 from lightning_console.blocks import Notices, json_of
@@ -87,7 +88,7 @@ class _Found:
 
     def said(self) -> str:
         """Say in a sentence how much the folder has, and how much is left out."""
-        text = f"{len(self.files)} pages with {len(self.rollouts)} rollouts"
+        text = f"{counted(len(self.files), 'page')} with {counted(len(self.rollouts), 'rollout')}"
         if self.left_out:
             text += f"; at least {len(self.left_out)} rollouts are left out: --limit {self.limit} was the limit"
         if self.pages_left_out:

@@ -13,8 +13,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, seconds_of, with_store
+from lightning.cli.output import (
+    AsJson,
+    escape,
+    local_time,
+    next_steps,
+    print_json,
+    print_table,
+    say,
+    seconds_of,
+    with_store,
+)
 from lightning.errors import ConfigError, StoreError
+from lightning.safe_text import counted
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
@@ -40,6 +51,10 @@ def status(place: Place, as_json: AsJson = False) -> None:
         print_json(found)
     else:
         print_table(["", escape(found.store)], [[name, escape(value)] for name, value in _lines(found)])
+        next_steps(
+            ("list its runs", ["runs", "--runs", place]),
+            ("see what could be removed", ["db", "prune", place]),
+        )
 
 
 @app.command("backup")
@@ -53,6 +68,7 @@ def backup(
     """
     asyncio.run(keeper_of(existing_store(place)).backup(target))
     say(f"{escape(str(target))}: {decimal(target.stat().st_size)}")
+    next_steps(("list the runs of the copy", ["runs", "--runs", target]))
 
 
 @app.command("restore")
@@ -68,7 +84,10 @@ def restore(
     url = place if "://" in place else sqlite_url(Path(place).resolve())
     asyncio.run(keeper_of(url).restore(source))
     found = asyncio.run(keeper_of(url).status())
-    say(f"{escape(found.store)}: {found.runs} runs, {sum(found.rollouts.values())} rollouts, {found.calls} calls")
+    calls = "an unknown number of calls" if found.calls is None else counted(found.calls, "call")
+    rollouts = counted(sum(found.rollouts.values()), "rollout")
+    say(f"{escape(found.store)}: {counted(found.runs, 'run')}, {rollouts}, {calls}")
+    next_steps(("list its runs", ["runs", "--runs", place]))
 
 
 @app.command("prune")
@@ -139,7 +158,7 @@ def export(
         raise ConfigError("standard output takes one table as JSON lines: give one --table, or a folder")
     scope = ExportScope(tuple(run or ()), split, attempts)
     for name, count, file in asyncio.run(_export(existing_store(place), out, tables, kind, scope)):
-        say(f"{name}: {count} rows, {escape(str(file))}")
+        say(f"{name}: {counted(count, 'row')}, {escape(str(file))}")
 
 
 async def _status(url: str) -> DatabaseStatus:
@@ -192,7 +211,7 @@ def _lines(found: DatabaseStatus) -> list[tuple[str, str]]:
         ("calls", "-" if found.calls is None else str(found.calls)),
         ("spans", "-" if found.spans is None else str(found.spans)),
         ("steps", str(found.steps)),
-        ("resources", f"{found.resources} versions"),
+        ("resources", counted(found.resources, "version")),
         ("tokens", "-" if found.tokens is None else _counts(found.tokens)),
         ("first run", local_time(found.oldest)),
         ("last attempt", local_time(found.newest)),

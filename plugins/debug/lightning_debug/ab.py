@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from lightning.cli.output import with_store
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.agents import of_project, project_of
@@ -138,7 +139,7 @@ async def compare(
             test.add([_within(each.difference, test) for each, _ in found if each is not None])
             done += count
             said = "{:+.3f}, from {:+.3f} to {:+.3f}".format(test.mean, *test.interval)
-            reporter.say(f"after {done} tasks: B - A = {said}")
+            reporter.say(f"after {counted(done, 'task')}: B - A = {said}")
         asked.check()
         regressions = await _regressions(evaluator.store, paired, limit)
     means = [sum(getattr(each, name) for each in paired) / max(len(paired), 1) for name in ("a", "b")]

@@ -17,6 +17,7 @@ from typing import Final, Literal
 import numpy as np
 from lightning.config import Config, config_model, with_settings
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
@@ -80,7 +81,7 @@ class Alarm:
         """When the alarm was found, in words."""
         if self.since is None:
             return "in the last steps" if self.still else "in the last steps, and not in the very last"
-        first = f"first seen after {self.since} steps"
+        first = f"first seen after {counted(self.since, 'step')}"
         return first if self.still else f"{first}, and no more at the end"
 
 

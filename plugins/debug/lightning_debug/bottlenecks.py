@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning.config import Config
 from lightning.errors import DataError
+from lightning.safe_text import counted
 from lightning_planner.calibration import calibrate
 from lightning_planner.costs import Agent, Costs, Schedule, Team
 from lightning_planner.recorded import PHASES, Recorded, recorded_config
@@ -233,7 +234,8 @@ def _evaluations(profile: Profile, config: Config) -> Iterable[Help]:
     mean = sum(took.values()) / len(took)
     yield Help(
         "evaluations",
-        f"{len(took)} evaluations of {mean:.2f} s in {len(profile.steps)} steps: evaluate less often, or on fewer tasks",
+        f"{counted(len(took), 'evaluation')} of {mean:.2f} s in {counted(len(profile.steps), 'step')}: evaluate "
+        "less often, or on fewer tasks",
         (f"trainer.eval_every={fewer}",),
         (sum(took.values()) - left) / profile.seconds,
         STEP,
@@ -248,7 +250,8 @@ def _processes(profile: Profile, config: Config) -> Iterable[Help]:
         return
     yield Help(
         "process start",
-        f"steps wait {seconds / len(profile.steps):.2f} s for agents' processes to start, one for every {each} rollouts: let a "
+        f"steps wait {seconds / len(profile.steps):.2f} s for agents' processes to start, one for "
+        f"{'each rollout' if each == 1 else f'every {each} rollouts'}: let a "
         "process run more, if your agent's modules keep nothing that another rollout must not see",
         (f"runner.rollouts_per_process={REUSED}",),
         seconds * (1 - each / REUSED) / profile.seconds,

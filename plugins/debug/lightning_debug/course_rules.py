@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from lightning.safe_text import counted
 from lightning.trainer.summary import NAMED, Evaluation
 
 from lightning_debug.diagnosis import (
@@ -69,7 +70,7 @@ def held_out_falls(course: Course) -> Iterator[Diagnosis]:
         return  # both fall: that is a collapse
     yield Diagnosis(
         "held-out falls",
-        f"held-out tasks earned {best.score:.3f} after {best.step} steps and {last.score:.3f} "
+        f"held-out tasks earned {best.score:.3f} after {counted(best.step, 'step')} and {last.score:.3f} "
         f"after {last.step}"
         + (f", while the training tasks went from {then:.3f} to {now:.3f}" if train else "")
         + ": the policy learns its tasks by heart, or what the reward of them pays. Give more tasks, end earlier "
@@ -349,7 +350,7 @@ def collapsed(course: Course) -> Iterator[Diagnosis]:
     if best - now > LARGE * scale and best - now > SURE * error:
         yield Diagnosis(
             "collapsed",
-            f"the reward collapsed: it was {best:.3f} after {end} steps, and is {now:.3f} now"
+            f"the reward collapsed: it was {best:.3f} after {counted(end, 'step')}, and is {now:.3f} now"
             + _beside(course, first - 1)
             + f". {SLOWER}; a new run can begin before it: --from RUN@{end}",
             serious=True,
@@ -399,7 +400,8 @@ def equal_groups(course: Course) -> Iterator[Diagnosis]:
         f"{mean_of(shares):.0%} of the groups teach nothing, since all of their rewards are equal (zero variance)"
         + (": the tasks are solved. Give harder ones" if solved else "")
         + (
-            f", all at once after {since} steps: the last of them made the policy say always the same. Lower engine.lr"
+            f", all at once after {counted(since, 'step')}: the last of them made the policy say always the same. "
+            "Lower engine.lr"
             if since
             else ""
         )
@@ -435,7 +437,8 @@ def flat(course: Course) -> Iterator[Diagnosis]:
         first, last = pair
         yield Diagnosis(
             "flat",
-            f"the held-out reward has not moved: {first.score:.3f} after {first.step} steps and {last.score:.3f} after "
+            f"the held-out reward has not moved: {first.score:.3f} after {counted(first.step, 'step')} and "
+            f"{last.score:.3f} after "
             f"{last.step}, where {last.rollouts} rollouts tell it to ±{2 * last.error:.2g}. {CURE_OF_FLAT}",
             serious=True,
             steps=(first.step, last.step),

@@ -21,6 +21,7 @@ from lightning.batch import Group
 from lightning.errors import ConfigError
 from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference
 from lightning.plugins.attached_adapters import failed_adapter
+from lightning.safe_text import counted
 from lightning.terminal import Terminal
 from lightning.trainer.algorithm import credit_of
 from lightning.trainer.metrics import (
@@ -126,7 +127,7 @@ async def dry_run(
     tried = await in_thread(try_algorithm, algorithm, groups)
     problems = _problems(rows, train_agents, compared=compared) + tried.problems
     if hidden := await hidden_tools(stack.gateway.parts):
-        problems.append(f"{hidden} calls: {HIDDEN}")
+        problems.append(f"{counted(hidden, 'call')}: {HIDDEN}")
     alike = equal_rewards(rows) if compared else ""
     hints = [*([alike] if alike else []), *_hints(rows, train_agents), *tried.hints]
     report = DevReport(rows, tuple(problems), tuple(hints), rewards_differ=not alike)
@@ -179,7 +180,7 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     sampling at temperature 0 is a problem."""
     failed = [row for row in rows if row.reward is None]
     problems = [
-        f"{count} of {len(rows)} rollouts failed: {why} (the first: task "
+        f"{count} of {counted(len(rows), 'rollout')} failed: {why} (the first: task "
         f"{next(row.task for row in failed if reason(row.error) == why)!r})"
         for count, why in grouped(row.error for row in failed)
     ]

@@ -33,6 +33,7 @@ from lightning.cli.output import (
 from lightning.cli.train import read_tasks
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 from lightning.store.places import existing_store
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.summary import Reporter
@@ -130,7 +131,7 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
     """Print the report of an evaluation as sentences and a table."""
     rewarded = f"{report.scored} of {report.rollouts} have a reward"
     model = f"{report.model} of {report.place}" if report.place else report.model
-    say(f"{escape(model)}: {report.tasks} tasks x {report.n} rollouts, {rewarded}")
+    say(f"{escape(model)}: {counted(report.tasks, 'task')} x {counted(report.n, 'rollout')}, {rewarded}")
     columns = ["", "over those with a reward", "95 % interval"]
     failed = bool(report.faults)
     print_table(
@@ -151,7 +152,7 @@ def show_evaluation(report: EvalReport, folder: Path) -> None:
     say(f"pass@k: a reward of at least {report.success:g} is a success; intervals are over tasks")
     if failed:
         said = ", ".join(f"{fault} {count}" for fault, count in report.faults.items())
-        say(f"[red]{report.rollouts - report.scored} rollouts failed, by fault of: {said}")
+        say(f"[red]{counted(report.rollouts - report.scored, 'rollout')} failed, by fault of: {said}")
         for count, why in report.reasons[:MOST_REASONS]:
             say(f"  {count} x {escape(why)}")
     for warning in report.warnings:
@@ -163,7 +164,7 @@ def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
     """Return the texts of a figure and its interval. The figure names its number of tasks if some tasks are left out."""
     if found is None:
         return "-", "-"
-    over = f" ({found.tasks} tasks)" if found.tasks < tasks else ""
+    over = f" ({counted(found.tasks, 'task')})" if found.tasks < tasks else ""
     return f"{found.value:.3f}{over}", "-" if found.interval is None else "{:.3f} to {:.3f}".format(*found.interval)
 
 
@@ -319,11 +320,13 @@ def show_comparison(found: Comparison, folder: Path, a: Variant, b: Variant) -> 
     interval = f"95 % interval {low:+.3f} to {high:+.3f}"
     say(f"B - A: {found.difference:+.3f}, {interval} (it holds at any time), p = {found.p_value:.2g}")
     winner = f"[bold]{found.better} is better[/bold]" if found.better else "A and B were not told apart"
-    say(f"{winner}, after {found.tasks} tasks and {found.rollouts} of {found.planned} rollouts")
+    say(f"{winner}, after {counted(found.tasks, 'task')} and {found.rollouts} of {counted(found.planned, 'rollout')}")
     if not found.better:
         say("more tasks, or more rollouts of each (-n), tell smaller differences apart")
     if found.lost_pairs:
-        say(f"[red]{found.lost_pairs} pairs were lost to the infrastructure and are in no figure")
+        ends = ("was lost to the infrastructure and is", "were lost to the infrastructure and are")
+        lost = counted(found.lost_pairs, f"pair {ends[0]}", f"pairs {ends[1]}")
+        say(f"[red]{lost} in no figure")
     if found.regressions:
         print_table(
             ["task", "A", "B", "rollout under A", "rollout under B"],

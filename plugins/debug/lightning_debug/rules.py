@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from lightning.runner.attempt_completion import UNCALLED
+from lightning.safe_text import counted
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, Transition, by_key
@@ -73,7 +74,7 @@ def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
         said = calls[0].error if len(calls[0].error) <= LONGEST else f"{calls[0].error[:LONGEST]}…"
         yield Diagnosis(
             f"refused/{agent}/{code}/{message}",
-            f"{agent}: {len(calls)} refused {'call' if len(calls) == 1 else 'calls'} ({code}): {said}",
+            f"{agent}: {counted(len(calls), 'refused call')} ({code}): {said}",
             serious=True,
         )
 
@@ -85,7 +86,8 @@ def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
         calls = sum(len(call.tool_calls) for attempt in asked for call in attempt.calls)
         yield Diagnosis(
             "silent tools",
-            f"the model asked for {calls} tool runs, and no tool run was reported. Mark the tools with @lightning.tool, or "
+            f"the model asked for {counted(calls, 'tool run')}, and no tool run was reported. Mark the tools with "
+            "@lightning.tool, or "
             "install the adapter of their framework (lightning adapters); without that no credit can be given for tools",
         )
 
@@ -112,7 +114,8 @@ def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
         most = max(call.max_tokens_asked for call in calls)
         yield Diagnosis(
             "clamped",
-            f"{len(calls)} calls asked for more tokens (up to {most}) than policy_server.max_model_len leaves room for behind "
+            f"{counted(len(calls), 'call')} asked for more tokens (up to {most}) than policy_server.max_model_len "
+            "leaves room for behind "
             "their prompts: each was answered with the room that was left",
         )
 
@@ -139,7 +142,8 @@ def unadapted_frameworks(evidence: Evidence) -> Iterator[Diagnosis]:
     for framework, callers in sorted(found.items()):
         yield Diagnosis(
             f"no adapter/{framework}",
-            f"{callers.total()} calls of {framework} have no name of its agents, and its tools are not seen: there is no "
+            f"{counted(callers.total(), f'call of {framework} has', f'calls of {framework} have')} no name of its "
+            "agents, and its tools are not seen: there is no "
             f"adapter for it here. All its agents are {names_of(callers)}. Put `with lightning.component(NAME)` around each "
             "agent and @lightning.tool on the tools, or turn on its OpenTelemetry spans where it has them (lightning adapters)",
         )
@@ -153,7 +157,7 @@ def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
     others = sum(any(call.status.answered for call in attempt.calls) for attempt in evidence.attempts)
     yield Diagnosis(
         "no calls",
-        f"{silent} rollouts returned a reward with 0 model calls"
+        f"{counted(silent, 'rollout')} returned a reward with 0 model calls"
         + (
             f", and {others} others called the model. Is it a cache of the agent's client (DSPy and litellm have one), or a "
             "plugin's stage of calls? Switch it off: a rollout that was answered from it teaches nothing"
@@ -210,7 +214,8 @@ def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
         judge = bool(early) and model not in early and 2 * late[model] > len(evidence.attempts)
         yield Diagnosis(
             f"model/{model}/{'late' if judge else ''}",
-            f"{callers.total()} calls asked for the model {model!r}: {who}. The policy answers them, as it does under any name"
+            f"{counted(callers.total(), 'call')} asked for the model {model!r}: {who}. The policy answers them, as "
+            "it does under any name"
             + (", and all of them came after the last tool: is it a judge" if judge else "")
             + f"{'?' if judge else '.'} To leave them out of training: train_agents={[f'{NOT}{OF_MODEL}{model}']}; to have a "
             "provider answer them: models of gateway.providers",

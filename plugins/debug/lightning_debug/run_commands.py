@@ -35,6 +35,7 @@ from lightning.cli.output import (
 )
 from lightning.config import load_config
 from lightning.errors import ConfigError, LightningError
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.summary import said
@@ -114,7 +115,7 @@ def _key(run: Run) -> tuple[str, float]:
 
 def show_advice(advice: Advice) -> None:
     """Print the advice."""
-    say(f"{escape(advice.run)}: {advice.steps} steps")
+    say(f"{escape(advice.run)}: {counted(advice.steps, 'step')}")
     if not advice.alarms:
         say("no alarm" if advice.steps else "nothing was looked at: the run has no step yet")
     for alarm in advice.alarms:
@@ -141,7 +142,10 @@ def _show_tuning(tuning: Sequence[Tuning], compared: int) -> None:
             f"none of {compared - 1} other runs of this model and these tasks fared better for a setting that is different"
         )
     for each in tuning:
-        runs = f"{each.better_reward:.3f} in {_runs(each.better_runs)} beside {each.my_reward:.3f} in {_runs(each.my_runs)}"
+        runs = (
+            f"{each.better_reward:.3f} in {counted(each.better_runs, 'run')} beside {each.my_reward:.3f} in "
+            f"{counted(each.my_runs, 'run')}"
+        )
         beside = "" if each.alone else "; these runs differ in other settings, too"
         values = f"{written(each.better)} instead of {written(each.mine)}"
         say(f"{escape(each.setting)} = {escape(values)}: {runs}{beside}")
@@ -168,10 +172,6 @@ def written(value: Json) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(written, value))}]"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'' if count == 1 else 's'}"
 
 
 def profile(
@@ -373,12 +373,13 @@ def _trial_json(trial: RewardTrial) -> dict[str, object]:
 def show_trial(trial: RewardTrial, limit: int) -> None:
     """Print the result of regrading as sentences and tables, with at most `limit` changed rollouts."""
     graded = len(trial.rollouts)
-    say(f"{escape(trial.grader)} on {graded} rollouts of {trial.groups} groups")
+    say(f"{escape(trial.grader)} on {counted(graded, 'rollout')} of {counted(trial.groups, 'group')}")
     if graded:
         _show_changes(trial)
     _show_judge(trial)
     for why, count in trial.failed.items():
-        say(f"[red]{count} rollouts could not be graded and are in no figure: {escape(why)}")
+        ungraded = counted(count, "rollout could not be graded and is", "rollouts could not be graded and are")
+        say(f"[red]{ungraded} in no figure: {escape(why)}")
     if not graded:
         say("[yellow]nothing was compared: no rollout was graded")
         return

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 
 from lightning_deploy.agent_sources import Included, lock
 from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, make_plan, sweep_plans
@@ -159,7 +160,7 @@ def _check_folder(out: Path, project: Path) -> None:
 
 def _show(plan: DeployPlan, target: str, out: Path, written: Written, verdicts: list[Verdict]) -> None:
     machine = plan.machine
-    clients = f"{plan.clients} clients of {plan.concurrency} agents"
+    clients = f"{counted(plan.clients, 'client')} of {counted(plan.concurrency, 'agent')}"
     say(f"{escape(plan.name)}: {clients}; a trainer with {machine.gpus} x {machine.gpu}")
     for use in machine.uses:
         say(f"  {use.role}: {use.used / 1e9:.0f} of {use.available / 1e9:.0f} GB of each GPU, estimated")
@@ -168,7 +169,7 @@ def _show(plan: DeployPlan, target: str, out: Path, written: Written, verdicts: 
     for whose, names in (("agents", plan.secrets), ("the trainer", plan.trainer_secrets)):
         if names:
             say(f"  by reference, for {whose}: {escape(', '.join(names))}")
-    say(f"{len(written.written)} files written to {escape(str(out))}, {len(written.unchanged)} unchanged")
+    say(f"{counted(len(written.written), 'file')} written to {escape(str(out))}, {len(written.unchanged)} unchanged")
     for name in written.kept:
         say(f"[yellow]kept[/] {escape(name)}: you have changed it (--diff shows how, --force replaces it)")
     if verdicts:
@@ -210,6 +211,9 @@ def _smoke(plan: DeployPlan, out: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    step, failed = f"{found.report['steps']} step of {found.trained} tokens", found.report["failed"]
-    say(f"[green]done[/]: {step} by {found.clients} clients, one of which was killed; {failed} rollouts failed")
+    step, failed = f"{found.report['steps']} step of {counted(found.trained, 'token')}", found.report["failed"]
+    say(
+        f"[green]done[/]: {step} by {counted(found.clients, 'client')}, one of which was killed; "
+        f"{counted(failed, 'rollout')} failed"
+    )
     say(escape(f"logs and the run: {folder}"))

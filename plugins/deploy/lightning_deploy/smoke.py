@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning.cli.output import with_store
 from lightning.errors import DataError
+from lightning.safe_text import counted
 from lightning.store.places import run_id_of
 from lightning.store.url import sqlite_url
 from lightning.types import Status
@@ -126,7 +127,7 @@ def smoke(
         processes.kill(started.running.pop(names[0]))
         for name in [*names[1:], f"client-{plan.clients + 1}"]:
             started.start(name, client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
-        told(f"{names[0]}: killed with {under_way} rollouts under way, and replaced")
+        told(f"{names[0]}: killed with {counted(under_way, 'rollout')} under way, and replaced")
         until(lambda: started.running["trainer"].poll() == 0, "the step")
     report = json.loads((Path(plan.out(places)) / "report.json").read_text(encoding="utf-8"))
     return Smoked(folder, report, under_way, int(report["trained_tokens"]), plan.clients + 1)

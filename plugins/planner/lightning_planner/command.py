@@ -15,6 +15,7 @@ import typer
 from lightning.cli.output import AsJson, escape, locate, next_steps, print_json, print_table, run_words, say, with_store
 from lightning.config import load_config
 from lightning.errors import ConfigError
+from lightning.safe_text import counted
 
 from lightning_planner.cluster import Cluster, assume, find_gpu
 from lightning_planner.costs import Changes
@@ -136,7 +137,7 @@ def _document(
 def _show(
     recorded: Recorded, played: Replay, plans: Sequence[Plan], shape: Shape | None, cluster: Cluster | None
 ) -> None:
-    say(f"[bold yellow]{LABEL}[/]; calibrated on {escape(recorded.run)}, {len(recorded.steps)} steps")
+    say(f"[bold yellow]{LABEL}[/]; calibrated on {escape(recorded.run)}, {counted(len(recorded.steps), 'step')}")
     print_table(
         ["seconds of a step", "recorded", "played back"],
         [
@@ -181,7 +182,10 @@ def _where(shape: Shape | None, cluster: Cluster | None) -> str:
 
 def _show_plans(plans: Sequence[Plan], where: str) -> None:
     schedule = plans[0].schedule
-    groups = f"{schedule.tasks_per_step} groups of {schedule.group_size} a step, {schedule.concurrency} agents at once"
+    groups = (
+        f"{counted(schedule.tasks_per_step, 'group')} of {schedule.group_size} a step, "
+        f"{counted(schedule.concurrency, 'agent')} at once"
+    )
     print_table(
         ["simulated", *(f"max_staleness {one.schedule.max_staleness}" for one in plans)],
         [

@@ -1,17 +1,29 @@
-"""The stage that says what a run needs of the memory of its GPUs, from the planner's own formulas.
+"""The stages that say what a run needs of memory: of that of its GPUs, from the planner's own formulas, or of this machine's,
+where both the engine and vLLM compute on its CPU.
 
-The invariant: only models are counted whose parameters the formulas count exactly; of others nothing is said.
+The invariant: only models are counted whose parameters are counted exactly; of others nothing is said.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from lightning.config import Config
-from lightning.errors import ConfigError
-from lightning.policy_server.auto_settings import shares_gpu
-from lightning.trainer.needs import Need, size
+from lightning.errors import ConfigError, PolicyServerError
+from lightning.policy_server.auto_settings import (
+    DTYPE_BYTES,
+    TRAINING_BYTES,
+    Demand,
+    choose,
+    pick_device,
+    shares_gpu,
+    this_machine,
+)
+from lightning.policy_server.model_folder import folder_tensors, read_facts
+from lightning.trainer.needs import Need, adapter_weights, size
 from lightning.trainer.run_stages import API, RunStage, Start
 
 from lightning_planner.memory import Item, ranks_of, training_items
@@ -43,6 +55,50 @@ class GpuNeeds(RunStage):
         cure += f", or train on more GPUs than {ranks} (--engine verl --set engine.verl.world_size=N)"
         parts = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
         return [Need("the memory of each GPU that trains", sum(item.bytes for item in items), parts, free, cure)]
+
+
+class CpuNeeds(RunStage):
+    """What training and vLLM need of the memory of this machine, where both compute on its CPU."""
+
+    api = API
+
+    async def needs(self, start: Start) -> Sequence[Need]:
+        """Return the need of memory; nothing where it is not known."""
+        engine = str(start.described.get("engine"))
+        need = await asyncio.to_thread(memory_need, start.model, start.config, engine, start.requests)
+        return [] if need is None else [need]
+
+
+def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need | None:
+    """Return what training and vLLM need of the memory of this machine, where both compute on its CPU. `config` has the dtypes,
+    `requests` is how many requests run at once. None where this is not known: another engine, a GPU, or a model whose
+    weights cannot be read."""
+    device = config.engine.device
+    if engine != "torch" or device not in ("auto", "cpu") or pick_device(config.policy_server) != "cpu":
+        return None
+    try:
+        facts = read_facts(model)
+        shapes = [spec.shape for spec in folder_tensors(model).values()]
+    except PolicyServerError:
+        return None
+    adapters = adapter_weights(shapes, config)
+    base = facts.parameters * DTYPE_BYTES.get(config.engine.dtype, 2)
+    trained = base + TRAINING_BYTES * adapters if adapters else TRAINING_BYTES * facts.parameters
+    parts, served = [f"training {size(trained)} and its activations"], 0
+    machine = this_machine()
+    if not config.policy_server.attach:
+        chosen = choose(config.policy_server, facts, "cpu", machine, demand=Demand(requests))
+        weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
+        parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache")
+        served = weights + cache
+    return Need(
+        "memory",
+        trained + served,
+        ", ".join(parts),
+        machine.memory,
+        "The system may end the run. End other programs, take a smaller model"
+        + ("" if adapters else ", or train adapters alone (engine.lora)"),
+    )
 
 
 def gpu_memory(device: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The plugin `planner`: the command `lightning plan`, and the stage that says what a run needs of GPUs."""
+"""The plugin `planner`: the command `lightning plan`, and the stages that say what a run needs of memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
-    """Register the run stage `gpu_needs`."""
+    """Register the run stages `gpu_needs` and `cpu_needs`."""
 
     def make(config: Config) -> RunStage | None:
         from lightning_planner.needs import on_gpus
 
         return on_gpus(config)
 
+    def on_cpu(config: Config) -> RunStage:
+        from lightning_planner.needs import CpuNeeds
+
+        return CpuNeeds()
+
     register("gpu_needs", make)
+    register("cpu_needs", on_cpu)

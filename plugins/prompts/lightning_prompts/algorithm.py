@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.errors import ConfigError, DataError
+from lightning.safe_text import counted
 from lightning.types import Task
 
 from lightning_prompts.protocol import Bench, OptimizerModel
@@ -67,7 +68,7 @@ class PromptAlgorithm(Protocol):
             )
         if self.max_rollouts is not None and self.max_rollouts <= 2 * len(val):
             raise ConfigError(
-                f"max_rollouts={self.max_rollouts} is spent by running {len(val)} held-out tasks before and after: "
+                f"max_rollouts={self.max_rollouts} is spent by running {counted(len(val), 'held-out task')} before and after: "
                 f"allow more than {2 * len(val)}, or give fewer tasks in `val`"
             )
 

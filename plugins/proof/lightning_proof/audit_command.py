@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from lightning.cli.output import escape, locate, next_steps, print_json, run_words, say, with_store
+from lightning.safe_text import counted
 
 from lightning_proof.audit import audit as audit_run
 
@@ -32,16 +33,17 @@ def audit(
             say(f"[yellow]warning[/yellow] {escape(warning)}")
         verdict = "[green]as it was trained" if report.ok else f"[red]{len(report.findings)} findings"
         if report.ok and report.changed:
-            steps = f"{len(report.changed)} step{'s' if len(report.changed) > 1 else ''}"
+            steps = counted(len(report.changed), "step")
             verdict = f"[yellow]as it was recorded, changed by the loop in {steps}"
         how = (
             "derived again" if report.rederived else "compared (its algorithm has arguments that only code can rebuild)"
         )
         epochs = f" in {report.epochs} config epochs" if report.epochs > 1 else ""
-        again = f", trained {report.reused} times again (declared as reused)" if report.reused else ""
+        again = f", trained {counted(report.reused, 'time')} again (declared as reused)" if report.reused else ""
         say(
-            f"{escape(report.run)}: {report.steps} steps{epochs}, {report.rollouts} training rollouts{again}, {report.calls} "
-            f"calls, {report.tokens} tokens {how}: {verdict}",
+            f"{escape(report.run)}: {counted(report.steps, 'step')}{epochs}, "
+            f"{counted(report.rollouts, 'training rollout')}{again}, {counted(report.calls, 'call')}, "
+            f"{counted(report.tokens, 'token')} {how}: {verdict}",
         )
         named = run_words(run, runs)
         if report.ok:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from lightning.errors import LightningError, UnavailableError
+from lightning.safe_text import counted
 from redis.exceptions import NoScriptError, RedisError
 
 from lightning_redis.connection import LEAST_SECONDS, Command, Reply, Wire, away, pause, translate
@@ -161,7 +162,7 @@ class Lane:
             self._sent = [call for call in self._sent if not call.waiter.done()]
             if self._sent:
                 if attempt == LOUD_AFTER:
-                    _log.warning("%s; %d calls wait for it", translated, len(self._sent))
+                    _log.warning("%s; %s for it", translated, counted(len(self._sent), "call waits", "calls wait"))
                 await asyncio.sleep(pause(attempt))
                 attempt += 1
 

@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, answers, escape, local_time, print_json, print_table, say, with_store
+from lightning.cli.output import (
+    AsJson,
+    answers,
+    escape,
+    local_time,
+    next_steps,
+    print_json,
+    print_table,
+    say,
+    with_store,
+)
 from lightning.errors import ConfigError, DataError
 from lightning.safe_text import printable, read_text
 from lightning.store.places import existing_store
@@ -86,6 +96,10 @@ def ls(
                 for row in rows
             ],
         )
+        most = max(rows, key=lambda row: row.versions).name
+        if sum(row.name == most for row in rows) == 1:
+            named = _words(ResourceReference(most), place)
+            next_steps((f"compare the versions of {most}", ["resources", "compare", *named]))
     else:
         say(f"no resources in {escape(redacted(place))}: prompt optimisation makes them, and `lightning resources put`")
 
@@ -123,6 +137,8 @@ def show(
             say(f"{escape(history[0].alias)}: " + " → ".join(str(move.version) for move in history))
         say("")
         say(escape(_text(resource)))
+        named_again = _words(reference, where)
+        next_steps(("compare it with the other versions", ["resources", "compare", *named_again]))
 
 
 @app.command("diff")
@@ -159,6 +175,8 @@ def diff(
         colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "default")
         say(f"[{colour}]{escape(line)}[/{colour}]")
     _show_uses(uses)
+    named = _words(reference, where, other.version)
+    next_steps((f"use version {other.version} from the next start on", ["resources", "promote", *named]))
 
 
 @app.command("compare")
@@ -201,6 +219,8 @@ def compare(
             for version in versions
         ],
     )
+    named = _words(reference, where, "VERSION")
+    next_steps(("use a version from the next start on", ["resources", "promote", *named]))
 
 
 @app.command("promote")
@@ -246,6 +266,8 @@ def put(
     resource = Resource(reference.name, read_content(source, kind), kind, {"made_by": "hand", "source": str(source)})
     stored = asyncio.run(with_store(existing_store(reference.place), lambda store: put_resource(store, resource)))
     say(f"{escape(stored.name)}@{stored.version} ({stored.kind.value}, sha256 {stored.digest[:12]})")
+    named = _words(reference, "", stored.version)
+    next_steps(("use it from the next start on", ["resources", "promote", *named]))
 
 
 @app.command("prune")
@@ -348,9 +370,9 @@ def _reward(value: Json) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "-"
 
 
-def _move(named: str, alias: str, where: str, move: Callable[[Store, ResourceReference], Awaitable[Alias]]) -> None:
+def _move(written: str, alias: str, where: str, move: Callable[[Store, ResourceReference], Awaitable[Alias]]) -> None:
     """Move an alias, and print its version before and after."""
-    url, reference = locate(named, where, to_change=True)
+    url, reference = locate(written, where, to_change=True)
 
     async def moved_in(store: Store) -> tuple[Resource | None, Alias]:
         before = await get_resource(store, reference.name, alias)
@@ -359,6 +381,16 @@ def _move(named: str, alias: str, where: str, move: Callable[[Store, ResourceRef
     before, moved = asyncio.run(with_store(url, moved_in))
     was = "new" if before is None else f"it was {before.version}"
     say(f"{escape(moved.name)}@{escape(moved.alias)} is version {moved.version} ({was})")
+    named = _words(reference, where)
+    next_steps(("compare what its versions earned", ["resources", "compare", *named]))
+
+
+def _words(reference: ResourceReference, where: str, which: int | str = "") -> list[str]:
+    """Return the words of a command line that name a resource as the user did, and the version or alias `which` of it."""
+    name = f"{reference.name}@{which}" if which else reference.name
+    if reference.place:
+        return [f"{reference.place}#{name}"]
+    return [name] if where == "runs" else [name, "--runs", where]
 
 
 def _text(resource: Resource) -> str:

@@ -19,6 +19,7 @@ from lightning.algorithms.protocol import head_of
 from lightning.batch import Group, is_trained
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.safe_text import counted
 from lightning.store.pages import each_rollout
 from lightning.store.places import existing_store, split_reference
 from lightning.store.protocol import Store
@@ -102,7 +103,8 @@ async def _read(store: Store, place: str, only: str, pinned: Json, project: str)
         return _pinned(store, place, found, pinned)
     if not found:
         raise ConfigError(
-            f"{place} has no rollout with a reward: {unrated} conversations wait for feedback (POST /v1/feedback)"
+            f"{place} has no rollout with a reward: {counted(unrated, 'conversation waits', 'conversations wait')} "
+            "for feedback (POST /v1/feedback)"
         )
     newest |= dict.fromkeys(served, await _newest(store, [rollout for rollout in found if rollout.id in set(served)]))
     return Record(store, place, tuple(found), newest, unrated)
@@ -113,7 +115,7 @@ def _pinned(store: Store, place: str, found: Sequence[Rollout], pinned: Mapping[
     wanted = list(map(str, names)) if isinstance(names, list | tuple) else []
     if gone := [name for name in wanted if name not in there]:
         raise ConfigError(
-            f"{place} no longer has {len(gone)} rollouts that the run began with, such as {gone[0]}: restore it"
+            f"{place} no longer has {counted(len(gone), 'rollout')} that the run began with, such as {gone[0]}: restore it"
         )
     newest = pinned.get("newest")
     known = {str(name): int(str(value)) for name, value in newest.items()} if isinstance(newest, Mapping) else {}
@@ -180,8 +182,12 @@ class RecordedSampler(TurnSampler):
         held = await resources.enter_async_context(open_record(_beside(place, out), known, project))
         await check_record(held, schedule, self.asked.agents, config.policy_fault)
         self.held, tasks = held, held.tasks
-        unrated = f"; {held.unrated} conversations without feedback are left out" if held.unrated else ""
-        said = f"{len(held.rollouts)} recorded rollouts of {len(tasks)} tasks in {held.place}{unrated}"
+        unrated = (
+            f"; {counted(held.unrated, 'conversation without feedback is', 'conversations without feedback are')} left out"
+            if held.unrated
+            else ""
+        )
+        said = f"{counted(len(held.rollouts), 'recorded rollout')} of {counted(len(tasks), 'task')} in {held.place}{unrated}"
         steps = steps_of_pass(len(held.groups(schedule.at(1).group_size)), config.tasks_per_step)
         return Brought(tasks, held.described(), steps, said)
 

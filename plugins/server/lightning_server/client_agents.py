@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from lightning.asyncio_utils import unless
 from lightning.runner.lease_loop import Source
+from lightning.safe_text import counted
 from lightning.trainer.agents import LOOK_SECONDS, Agents
 from lightning.types import Rollout, Status
 
@@ -90,9 +91,8 @@ class ClientAgents(Agents):
         if (await self.store.list_rollouts(self.run, status=Status.RUNNING, limit=1)).items:
             return
         logger.warning(
-            "%d rollouts of run %s wait, and no client has taken one for %.0f s. %s",
-            len(self.expected),
-            self.run,
+            "%s, and no client has taken one for %.0f s. %s",
+            counted(len(self.expected), f"rollout of run {self.run} waits", f"rollouts of run {self.run} wait"),
             SILENCE_SECONDS,
             f"Start one where the agents are to run: {self.how_to_join}"
             if self.how_to_join

@@ -12,7 +12,17 @@ import sys
 from typing import Annotated
 
 import typer
-from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say, seconds_of, with_store
+from lightning.cli.output import (
+    AsJson,
+    escape,
+    local_time,
+    next_steps,
+    print_json,
+    print_table,
+    say,
+    seconds_of,
+    with_store,
+)
 from lightning.store.places import existing_store
 from lightning.types import DEFAULT_PROJECT, Scope
 
@@ -56,6 +66,8 @@ def create(
     what = f"{stored.scope.value} of {'all projects' if project == '*' else f'project {project}'}"
     sys.stderr.write(f"token {stored.id}: {what}, {until}. It cannot be shown again:\n")
     sys.stdout.write(plain + "\n")
+    sys.stdout.flush()
+    next_steps(("revoke it when it is no longer needed", ["token", "revoke", stored.id, "--store", place]))
 
 
 @app.command("ls")
@@ -81,7 +93,8 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             ],
         )
     else:
-        say("there are no tokens; `lightning token create` makes one")
+        say("there are no tokens")
+        next_steps(("make one that may read", ["token", "create", "viewer", "--store", place]))
 
 
 @app.command("revoke")
@@ -98,6 +111,7 @@ def revoke(
     say(
         f"revoked {revoked.id} ({revoked.scope.value}, project {escape(revoked.project)}) {escape(revoked.name)}".strip()
     )
+    next_steps(("see which tokens are left", ["token", "ls", "--store", place]))
 
 
 def _state(token: Token) -> str:

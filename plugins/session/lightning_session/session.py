@@ -33,6 +33,7 @@ from lightning.config import Config
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import ConfigError, DataError
 from lightning.losses.protocol import check_updates
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import REUSE
 from lightning.trainer.algorithm import AlgorithmSchedule
@@ -305,7 +306,8 @@ class Session:
             config = self._loop.stack.config
             raise DataError(
                 f"engine.lr_schedule = {config.engine.lr_schedule} has fallen to 0, since trainer.steps = "
-                f"{config.trainer.steps} steps are over: set trainer.steps to the steps of your loop, or give optim_step() "
+                f"{counted(config.trainer.steps, 'step')} are over: set trainer.steps to the steps of your loop, or "
+                "give optim_step() "
                 "a rate"
             )
         return rate
@@ -323,7 +325,8 @@ class Session:
                 raise DataError("there is a gradient that no update has used: call optim_step() before publish()")
             if missed := len(now.batch.samples) - len(now.rows):
                 raise DataError(
-                    f"{missed} rows of the batch were in no gradient, and the record would say they were: call "
+                    f"{counted(missed, 'row of the batch was', 'rows of the batch were')} in no gradient, and the record "
+                    "would say the opposite: call "
                     "forward_backward() with all of them, or make a batch of fewer groups"
                 )
             made, batch, step = self._batches[id(now.batch)], now.batch, self.step + 1

@@ -18,6 +18,7 @@ from typing import Final
 
 from lightning.errors import ConfigError
 from lightning.instrument.context import root_span_id
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Caller, Json, Span, StepReward, ToolEvent, Transition
@@ -83,7 +84,10 @@ class OpenTelemetry:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
         self._quiet.end()
         if self._failures:
-            logger.warning("%d spans were not taken by the backend that OTEL_EXPORTER_OTLP_* names", self._failures)
+            logger.warning(
+                "%s not taken by the backend that OTEL_EXPORTER_OTLP_* names",
+                counted(self._failures, "span was", "spans were"),
+            )
 
 
 MODEL = "policy"

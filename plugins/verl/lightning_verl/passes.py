@@ -27,6 +27,7 @@ from lightning.engines.rows import (
     trained_tokens,
 )
 from lightning.losses.protocol import Loss
+from lightning.safe_text import counted
 
 if TYPE_CHECKING:
     from lightning_verl.api import TensorDict
@@ -136,7 +137,7 @@ class LossPass:
         self.report.nonfinite = self.report.nonfinite or f"{problem} {self._where(rows)}"
 
     def _where(self, rows: Sequence[int]) -> str:
-        return f"at step {self._step} in {len(rows)} rows (the first: {name(self._samples[rows[0]])})"
+        return f"at step {self._step} in {counted(len(rows), 'row')} (the first: {name(self._samples[rows[0]])})"
 
 
 def _entries(starts: Ints, rows: Sequence[int]) -> Ints:

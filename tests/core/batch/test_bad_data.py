@@ -64,7 +64,7 @@ def test_a_call_is_trained_once() -> None:
 
 
 def test_credit_must_cover_every_call() -> None:
-    with pytest.raises(DataError, match="r7 has 1 calls, but 1 trainable flags and 2 advantages"):
+    with pytest.raises(DataError, match="r7 has 1 call, but 1 trainable flag and 2 advantages"):
         build_samples([with_call(CALL)], [[1.0, 1.0]])
     with pytest.raises(DataError, match="2 lists of advantages were given for 1"):
         build_samples([with_call(CALL)], [[1.0], [1.0]])

@@ -64,7 +64,7 @@ async def test_a_named_part_of_the_reward_is_what_the_table_shows(store: MemoryS
     assert "+0.500" in table
     told = printed(lambda console: show_summary(summary, "title", console))
     assert "+0.850" in told
-    assert "1 steps: 1 training rollouts (0 failed) and 4 held-out rollouts in 2 evaluations" in told
+    assert "1 step: 1 training rollout (0 failed) and 4 held-out rollouts in 2 evaluations" in told
     few = replace(summary, evaluations=tuple(replace(one, reward=0.5) for one in summary.evaluations))
     assert f"2 held-out tasks: {MAY_BE_CHANCE}" in printed(lambda console: show_summary(few, "title", console))
     none = replace(summary, evaluations=())
@@ -109,7 +109,7 @@ async def test_the_story_is_of_the_task_whose_measure_rose(store: MemoryStore) -
 
 def test_a_story_whose_turns_are_all_alike_still_shows() -> None:
     shown = printed(lambda console: show_story(Story("t", "one\ntwo", 0.0, "one", 1.0), console))
-    assert "after the same 1 turns" in shown
+    assert "after the same 1 turn)" in shown
 
 
 async def test_the_picture_has_the_measure_s_curves(store: MemoryStore, tmp_path: Path) -> None:

@@ -115,3 +115,16 @@ def test_no_answer_is_given_to_words_of_our_own() -> None:
     assert not [name for name in WORDS if find(name)]
     assert answer("trainer.stops") == ""
     assert len(WORDS) >= 40
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("gatway.override_sampling.temperature=1.0", "gateway.override_sampling.temperature"),
+        ("gateway.overide_sampling.top_p=1.0", "gateway.override_sampling.top_p"),
+    ],
+)
+def test_a_misspelled_section_is_not_taken_for_a_word_of_another_library(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(overrides=[given])
+    assert str(raised.value).endswith(f"; did you mean {meant!r}?")

@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(
     rows = [make_row(8, [(4, 8, 1.0, 0.1)], name="fine"), make_row(8, [(4, 8, 2.0, 0.1)], name="culprit")]
     assert_skipped(engine.step(rows, broken))
     assert re.search(
-        r"loss is nan at step 1 in 1 rows of up to 8 tokens \(rollout culprit.*: the step is skipped", caplog.text
+        r"loss is nan at step 1 in 1 row of up to 8 tokens \(rollout culprit.*: the step is skipped", caplog.text
     )
     assert "(1 in a row; engine.max_nonfinite_steps = 3). If it happens again: lower engine.lr" in caplog.text
     assert_unchanged(engine, before)
@@ -346,9 +346,7 @@ def test_a_backward_pass_that_fails_is_an_engine_error_and_nothing_is_trained(
     engine = open_engine()
     before = snapshot(engine)
     row = make_row(16, [(4, 16, 1.0, 0.1)], name="culprit")
-    with pytest.raises(
-        EngineError, match=r"backward pass failed on 1 rows of up to 16 .*rollout culprit.* device-side"
-    ):
+    with pytest.raises(EngineError, match=r"backward pass failed on 1 row of up to 16 .*rollout culprit.* device-side"):
         engine.step([row], failing_backward(0, RuntimeError("CUDA error: device-side assert triggered")))
     assert_unchanged(engine, before)
     with pytest.raises(EngineError, match=r"backward pass failed .* does not require grad"):

@@ -55,7 +55,7 @@ async def test_a_stop_closes_what_is_at_rest_and_cuts_off_what_does_not_end(
         await hangs.wait()
         await port.stop()
         await asyncio.wait_for(cut_off.wait(), 5)
-        assert "1 calls had not ended after" in caplog.text
+        assert "1 call had not ended after" in caplog.text
         with pytest.raises(aiohttp.ClientConnectionError):
             await http.get(port.url)
         asking.cancel()

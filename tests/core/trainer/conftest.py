@@ -285,6 +285,7 @@ async def open_bench(
             lambda config: LedgerEngine(),
             "",
             Reporter(enabled=False),
+            config.runner.concurrency,
         )
         line.check(config)
         start, epochs, bring_forward = await prepare(start, line, parent)

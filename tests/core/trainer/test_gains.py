@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
-from lightning.trainer.gains import MAY_BE_CHANCE, gain_of, margin
+from lightning.trainer.gains import MAY_BE_CHANCE, NOTHING_EARNED, gain_of, margin
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
 from lightning.types import Rollout, Status, Task
 
@@ -45,7 +46,7 @@ def test_a_gain_over_few_tasks_may_be_chance() -> None:
 def test_what_is_not_known_has_no_interval_and_no_gain() -> None:
     one = gain_of([evaluation(0, [0.0]), evaluation(1, [1.0])])
     assert one is not None
-    assert (one.interval, one.is_certain, "[unknown] over 1 tasks" in str(one)) == (None, False, True)
+    assert (one.interval, one.is_certain, "[unknown] over 1 task;" in str(one)) == (None, False, True)
     assert gain_of([evaluation(0, [0.0, 1.0])]) is None
     assert gain_of([evaluation(0, [0.0, 1.0]), evaluation(1, [None, None])]) is None
     assert margin(evaluation(0, [1.0])) is None
@@ -68,6 +69,31 @@ def test_a_named_part_has_its_own_spread() -> None:
     assert twice is not None
     assert reward.interval is not None
     assert twice.interval == pytest.approx(tuple(2 * end for end in reward.interval))
+
+
+def test_a_part_that_only_some_rollouts_have_is_as_uncertain_as_these_are_few() -> None:
+    few = [evaluation(step, zeros_and_ones(ones, 8)) for step, ones in enumerate((2, 5))]
+    many = [evaluation(step, [*zeros_and_ones(ones, 8), *[0.0] * 100]) for step, ones in enumerate((2, 5))]
+    parted = [replace(each, deviations=own.deviations, rewards=own.rewards, counts=own.counts)
+              for each, own in zip(many, few, strict=True)]  # fmt: skip
+    alone, beside = gain_of(few, "twice"), gain_of(parted, "twice")
+    assert alone == beside
+    assert beside is not None
+    assert beside.tasks == 8
+    assert evaluation(0, [1.0, None]).having("twice") == 1
+
+
+def test_rewards_that_are_all_0_tell_nothing_of_their_spread() -> None:
+    results = [evaluation(0, [0.0] * 20), evaluation(5, [0.0] * 19 + [None])]
+    for with_failures in (False, True):
+        gain = gain_of(results, with_failures=with_failures)
+        assert gain is not None
+        assert (gain.interval, gain.is_certain) == (None, False)
+        assert str(gain).endswith(f"[unknown] over {20 if with_failures else 19} tasks; {NOTHING_EARNED}")
+    assert margin(results[0]) is None
+    some = gain_of([evaluation(0, [0.0] * 20), evaluation(5, zeros_and_ones(10, 20))])
+    assert some is not None
+    assert some.is_certain
 
 
 @pytest.mark.parametrize("spreads", [(1.0, 1.0), (0.01, 1.0)])

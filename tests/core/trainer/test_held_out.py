@@ -91,7 +91,7 @@ async def test_what_was_better_before_it_was_asked_for_is_said(
     async with bench(tmp_path / "r", graded([0.3], answering), **settings) as again:
         again.engine.export = ledger(again.engine)
         assert (await again.loop.run({})).step == 3
-    assert "solved better after 1 steps (0.900) than now" in caplog.text
+    assert "solved better after 1 step (0.900) than now" in caplog.text
     assert "--from" in caplog.text
 
 

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.config import Config, with_settings
-from lightning.policy_server.auto_settings import LEAST_KV_BYTES, Machine
 from lightning.policy_server.model_folder import folder_tensors
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer import needs
-from lightning.trainer.needs import Need, disk_need, memory_need, said_of_disk, size
+from lightning.trainer.needs import Need, disk_need, said_of_disk, size
 from lightning.trainer.summary import Reporter
 from lightning.trainer.trainer import say_needs
 
@@ -22,37 +20,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "this_machine", lambda: Machine(2, 10**10))
-    monkeypatch.setattr(needs, "pick_device", lambda config: "cuda" if config.device == "cuda" else "cpu")
-
-
 def made(**settings: object) -> Config:
     given = {"engine.dtype": "float32", "policy_server.dtype": "float32"}
     return with_settings(Config(), given | {name.replace("__", "."): value for name, value in settings.items()})
 
 
-def test_memory_is_that_of_training_and_of_vllm_where_both_are_on_the_cpu(model: Path) -> None:
-    shapes = [spec.shape for spec in folder_tensors(model).values()]
-    numbers = sum(map(math.prod, shapes))
-    need = memory_need(model, made(), "torch", 1)
-    assert need is not None
-    assert (need.bytes, need.free) == (20 * numbers + 4 * numbers + LEAST_KV_BYTES, 10**10)
-    adapters = memory_need(model, made(engine__lora={"rank": 1}), "torch", 1)
-    assert adapters is not None
-    learned = sum(sum(shape) for shape in shapes if len(shape) == 2)
-    assert adapters.bytes == 4 * numbers + 20 * learned + 4 * numbers + LEAST_KV_BYTES
-    attached = memory_need(model, made(policy_server__attach="http://127.0.0.1:1"), "torch", 1)
-    assert attached is not None
-    assert attached.bytes == 20 * numbers
-
-
-def test_of_what_is_not_known_nothing_is_said(model: Path, tmp_path: Path) -> None:
-    assert memory_need(model, made(), "another", 1) is None
-    assert memory_need(model, made(engine__device="cuda"), "torch", 1) is None
-    assert memory_need(model, made(policy_server__device="cuda"), "torch", 1) is None
-    assert memory_need(tmp_path, made(), "torch", 1) is None
+def test_of_what_is_not_known_nothing_is_said(tmp_path: Path) -> None:
     assert disk_need(tmp_path, tmp_path, made()) is None
 
 

@@ -218,7 +218,7 @@ def test_one_that_fails_is_told_apart_and_in_no_figure(runs: ScriptedVLLM, capsy
     shown = words(capsys.readouterr().out)
     assert "worth 4.000 ± 2.000" in shown
     assert "the mean of 2 valid branches" in shown
-    assert "1 branches are failed: they have no reward" in shown
+    assert "1 branch is failed: it has no reward, and is in no figure" in shown
     assert "could not convert string to float: 'no number'" in shown
     assert "the parent earned 4.000, +0.000 beside them" in shown
 

@@ -88,7 +88,7 @@ def test_it_ends_after_the_calls_that_are_asked_for() -> None:
     assert result.stopped
     assert result.answered == 1
     assert result.outcome is not None
-    assert "The replay ends after 1 calls" in result.outcome.error
+    assert "The replay ends after 1 call," in result.outcome.error
 
 
 def test_a_changed_prompt_is_shown_where_it_differs() -> None:

@@ -133,4 +133,4 @@ def test_without_a_checkpoint_of_the_last_step_nothing_is_proven(train: Any) -> 
     shutil.rmtree(folder / "checkpoints")
     found = retrained(folder)
     assert found.equal is None
-    assert "the weights after 1 of 1 steps are nowhere recorded" in found.why
+    assert "the weights after 1 of 1 step are nowhere recorded" in found.why

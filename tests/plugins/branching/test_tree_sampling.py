@@ -270,7 +270,7 @@ def test_a_record_has_no_trees() -> None:
 def test_a_group_of_one_has_no_branches() -> None:
     tree = {"trainer.sampling": "tree"}
     check_tree(asked(tree, 8, 2))
-    with pytest.raises(ConfigError, match="1 trunks in groups of 1 rollouts"):
+    with pytest.raises(ConfigError, match="1 trunk in groups of 1 rollout"):
         check_tree(asked(tree, 8, 1))
 
 

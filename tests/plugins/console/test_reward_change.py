@@ -203,7 +203,7 @@ async def test_a_step_that_is_sampled_is_compared_by_what_ended(store: MemorySto
     await step(store, 2, [[0.5, 0.5], [0.0, 1.0]], ended=False)
     found = await shown(places_of(store), "step/run/2")
     (going, lead, *_) = found["Why the reward moved"]["notices"]
-    assert going["text"].startswith("1 rollouts of step 2 have not ended")
+    assert going["text"].startswith("1 rollout of step 2 has not ended")
     assert "to step 2 (0.333)" in lead["text"]
     await step(store, 3, [[0.5]], ended=False)
     empty = await shown(places_of(store), "step/run/3")

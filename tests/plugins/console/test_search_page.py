@@ -146,7 +146,7 @@ async def test_a_text_of_a_million_characters_is_searched_to_its_bound(
     blocks = await found(store, "long", q="needle")
     (row,) = rows(blocks)
     assert (row["text before"][:6], row["found"]) == ("…word ", "needle")
-    assert "of 1 texts only the first" in notices(blocks)
+    assert "of 1 text only the first" in notices(blocks)
     assert not rows(await found(store, "long", q="behind"))
 
 

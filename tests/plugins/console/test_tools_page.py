@@ -153,7 +153,7 @@ async def test_invented_tools_and_arguments_and_calls_that_never_ran_are_named(s
     }
     (row,) = texts(blocks[TOOLS])
     assert (row["tool"], row["runs"], row["failed"], row["share"]) == ("divide", "1", "–", "–")
-    assert "1 tool runs were not reported" in notices(blocks)
+    assert "1 tool run was not reported" in notices(blocks)
     assert "not known" in facts(blocks)["failed"][1]
 
 
@@ -198,7 +198,7 @@ async def test_rollouts_that_wait_or_run_are_counted_with_the_calls_that_they_ha
     await store.create_rollouts([Rollout("run/1/0/1", "run", Task("two"), "run/1/0", step=1, index=1)])
     blocks = await shown(places_of(store), "tools/run")
     assert "tools were offered to the model" in notices(blocks), "a call whose tool may still run is no odd one"
-    assert "2 rollouts with 1 calls were read" in notices(blocks)
+    assert "2 rollouts with 1 call were read" in notices(blocks)
 
 
 @pytest.mark.parametrize("named", [{"response_id": "run/1/0/0-0"}, {}])

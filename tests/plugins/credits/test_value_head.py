@@ -172,7 +172,7 @@ def test_a_value_loss_that_is_not_finite_takes_no_step(open_engine: Open, make_r
     engine = open_engine(critic=True, max_nonfinite_steps=0)
     before = {name: value.detach().clone() for name, value in engine._learning().items()}
     row = with_targets(make_row(8, [(4, 8, 1.0, 0.1)], name="culprit"), [1e30], 1.0)
-    with pytest.raises(EngineError, match=r"value loss is inf at step 1 in 1 rows .* this update was not taken"):
+    with pytest.raises(EngineError, match=r"value loss is inf at step 1 in 1 row .* this update was not taken"):
         engine.step([row], LOSS)
     assert all(torch.equal(value, before[name]) for name, value in engine._learning().items())
 

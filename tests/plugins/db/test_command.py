@@ -75,7 +75,7 @@ def test_backup_and_restore(lightning: Command, runs: Path, tmp_path: Path) -> N
     backup, new = str(tmp_path / "b.db"), str(tmp_path / "new.db")
     assert "b.db: " in lightning("db", "backup", str(runs / "small"), backup).out
     assert lightning("db", "backup", str(runs / "small"), backup).code == 2
-    assert "1 runs, 4 rollouts, 0 calls" in lightning("db", "restore", backup, new).out
+    assert "1 run, 4 rollouts, 0 calls" in lightning("db", "restore", backup, new).out
     assert json.loads(lightning("runs", "--runs", new, "--json").out)[0]["id"] == "small"
     ran = lightning("db", "restore", str(tmp_path / "none.db"), str(tmp_path / "x.db"))
     assert (ran.code, "there is no database at" in ran.err) == (2, True)

@@ -14,6 +14,7 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.outside_requests import OUTSIDE
 from lightning.trainer.stages import StepTaken
+from lightning.trainer.summary import Evaluation
 from lightning.trainer.trainer import refuse_ends
 from lightning.types import CallStatus
 from lightning_debug.budget import SpentBudget, budget
@@ -53,7 +54,8 @@ async def test_a_run_ends_when_its_budget_is_spent_and_goes_on_with_a_larger_one
     assert (steps, len(sampled)) == (1, 1)
     assert told[0] == (
         f"stopped after step 1: spent {sampled[0]:,.0f} sampled tokens, and budget.sampled_tokens is 1; go on with --resume "
-        "and a larger budget (--set budget.sampled_tokens=N)"
+        "and a larger budget (--set budget.sampled_tokens=N). The held-out tasks were last run after step 0, and the weights "
+        "have changed since: evaluate them with `lightning eval RUN@1 MODULE:FUNCTION --tasks HELD_OUT.jsonl`"
     )
     again = await run(bench, tmp_path / "run", said, **settings, budget__sampled_tokens=1)
     assert again[0] == 1, "nothing more is spent under the same limit"
@@ -75,9 +77,16 @@ async def test_time_and_trained_tokens(caplog: pytest.LogCaptureFixture) -> None
     now[0] = 18.0
     await stage.taken(StepTaken(3, [], [], None, {"tokens": 0.0}))  # type: ignore[arg-type]
     assert stage.ends().startswith("spent 30 seconds, and budget.seconds is 30;")
+    assert "eval" not in stage.ends(), "no held-out tasks were given"
+    await stage.evaluated([Evaluation(2, 0.5, 4, 0)])
+    assert stage.ends().endswith(
+        "since: evaluate them with `lightning eval RUN@3 MODULE:FUNCTION --tasks HELD_OUT.jsonl`"
+    )
+    await stage.evaluated([Evaluation(3, 0.5, 4, 0)])
+    assert "eval" not in stage.ends()
     assert caplog.text == ""
     await stage.begun([{"tokens": 5.0}], ())
-    assert "1 earlier steps were taken without a budget" in caplog.text
+    assert "1 earlier step was taken without a budget" in caplog.text
 
 
 async def test_requests_beyond_the_limit_are_refused_and_not_made() -> None:

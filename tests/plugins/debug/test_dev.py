@@ -45,7 +45,7 @@ def test_what_was_refused_is_a_problem_also_where_the_agent_went_on() -> None:
     seen = row(recorded=Attempted([no, asked], ()))
     assert _problems([seen, seen], ["*"]) == ["agent: 2 refused calls (x): no"]
     (hint,) = _hints([seen])
-    assert hint.startswith("the model asked for 1 tool runs")
+    assert hint.startswith("the model asked for 1 tool run,")
 
 
 def test_calls_under_a_mask_are_hinted_at_and_stop_nothing() -> None:
@@ -134,8 +134,8 @@ async def test_a_dry_run_tells_of_tools_that_the_model_is_not_shown_and_of_calls
     (problem,) = report.problems
     assert problem.startswith("2 calls: the model's chat template does not show the tools")
     hint, clamped = report.hints
-    assert hint.startswith("1 calls were refused, since prompt and answer together are longer than the context")
-    assert clamped.startswith("1 calls asked for more tokens (up to 1000000) than")
+    assert hint.startswith("1 call was refused, since prompt and answer together are longer than the context")
+    assert clamped.startswith("1 call asked for more tokens (up to 1000000) than")
 
 
 async def test_a_dry_run_is_not_green_when_calls_are_refused_and_the_agent_goes_on(bench: Any, tmp_path: Path) -> None:

@@ -196,3 +196,30 @@ def test_a_sweep_of_real_trainings_is_stopped_and_goes_on(tmp_path: Path) -> Non
     assert [one["report"]["steps"] for one in found["runs"]] == [2, 2]
     assert len({one["report"]["seed"] for one in found["runs"]}) == 2
     assert (out / "run-seed1" / REPORT).exists()
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from lightning_deploy.processes import start
+command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+child = start(command, pathlib.Path(sys.argv[1]), os.environ)
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child of its parent's death on Linux alone")
+def test_a_run_ends_when_its_sweep_was_killed(tmp_path: Path) -> None:
+    sweep = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / LOG)], stdout=subprocess.PIPE, text=True)
+    assert sweep.stdout is not None
+    with sweep.stdout:
+        child = int(sweep.stdout.readline())
+    until = time.monotonic() + 30
+    while not (tmp_path / LOG).read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    sweep.kill()
+    sweep.wait()
+    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < until, "the run goes on without its sweep"
+        time.sleep(0.01)

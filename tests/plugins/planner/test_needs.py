@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,9 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.config import Config, with_settings
+from lightning.policy_server.auto_settings import LEAST_KV_BYTES, Machine
+from lightning.policy_server.model_folder import folder_tensors
+from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.run_stages import Start
 from lightning_planner import needs
 from lightning_planner.memory import training_items
+from lightning_planner.needs import memory_need
 from lightning_planner.shape import KNOWN, read_shape
 
 QWEN = "Qwen/Qwen3-4B"
@@ -55,3 +60,41 @@ def test_a_run_on_a_cpu_or_without_torch_has_no_such_stage(monkeypatch: pytest.M
     assert needs.on_gpus(with_settings(Config(), {"engine.device": "cpu"})) is None
     monkeypatch.setattr(needs, "find_spec", lambda name: None)
     assert needs.on_gpus(Config()) is None  # without torch the engine says which command installs it
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "this_machine", lambda: Machine(2, 10**10))
+    monkeypatch.setattr(needs, "pick_device", lambda config: "cuda" if config.device == "cuda" else "cpu")
+
+
+def made(**settings: object) -> Config:
+    given = {"engine.dtype": "float32", "policy_server.dtype": "float32"}
+    return with_settings(Config(), given | {name.replace("__", "."): value for name, value in settings.items()})
+
+
+def test_memory_is_that_of_training_and_of_vllm_where_both_are_on_the_cpu(machine: None, model: Path) -> None:
+    shapes = [spec.shape for spec in folder_tensors(model).values()]
+    numbers = sum(map(math.prod, shapes))
+    need = memory_need(model, made(), "torch", 1)
+    assert need is not None
+    assert (need.bytes, need.free) == (20 * numbers + 4 * numbers + LEAST_KV_BYTES, 10**10)
+    adapters = memory_need(model, made(engine__lora={"rank": 1}), "torch", 1)
+    assert adapters is not None
+    learned = sum(sum(shape) for shape in shapes if len(shape) == 2)
+    assert adapters.bytes == 4 * numbers + 20 * learned + 4 * numbers + LEAST_KV_BYTES
+    attached = memory_need(model, made(policy_server__attach="http://127.0.0.1:1"), "torch", 1)
+    assert attached is not None
+    assert attached.bytes == 20 * numbers
+
+
+def test_of_what_is_not_known_nothing_is_said(machine: None, model: Path, tmp_path: Path) -> None:
+    assert memory_need(model, made(), "another", 1) is None
+    assert memory_need(model, made(engine__device="cuda"), "torch", 1) is None
+    assert memory_need(model, made(policy_server__device="cuda"), "torch", 1) is None
+    assert memory_need(tmp_path, made(), "torch", 1) is None

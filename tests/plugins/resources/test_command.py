@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_compare(lightning: Command, tuned: Path) -> None:
     assert lightning("resources", "compare", "writer", *both).out.split()[-2:] == ["4", "1.000"]
     found = json.loads(lightning("resources", "compare", "writer", "--runs", str(tuned), "--json").out)
     assert [version["version"] for version in found["versions"]] == [1, 2]
+
+
+def test_each_command_ends_with_the_next_one_named_as_the_resource_was(lightning: Command, tuned: Path) -> None:
+    place, where = str(tuned / "tuned"), ["--runs", str(tuned)]
+    named = shlex.join(["writer", *where])
+    listed = lightning("resources", "ls", str(tuned)).err
+    assert listed == f"Next: compare the versions of writer: lightning resources compare {named}\n"
+    for words in (["show", "writer@1", *where], ["promote", "writer@2", *where], ["rollback", "writer", *where]):
+        assert lightning("resources", *words).err.endswith(f": lightning resources compare {named}\n")
+    said = lightning("resources", "diff", f"{place}#writer", "1", "2").err
+    assert said.endswith(f": lightning resources promote {shlex.quote(f'{place}#writer@2')}\n")
 
 
 def test_prune_says_what_goes_and_deletes_when_told(lightning: Command, tuned: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ async def test_the_record_is_what_it_was_when_the_run_began(tmp_path: Path) -> N
     async with open_record(str(source), None, "default") as record:
         assert len(record.rollouts) == 3
     lost = {**pinned, "rollouts": ["served-0", "gone"]}
-    with pytest.raises(ConfigError, match=r"no longer has 1 rollouts .* such as gone"):
+    with pytest.raises(ConfigError, match=r"no longer has 1 rollout .* such as gone"):
         async with open_record(str(source), lost, "default"):
             pass
 

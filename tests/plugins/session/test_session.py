@@ -128,7 +128,7 @@ async def test_rows_that_were_in_no_gradient_are_not_recorded_as_trained(bench: 
         batch = await session.batch(await session.rollout(TASKS))
         await session.forward_backward(batch, batch.samples[1:])
         await session.optim_step()
-        with pytest.raises(DataError, match="1 rows of the batch were in no gradient"):
+        with pytest.raises(DataError, match="1 row of the batch was in no gradient"):
             await session.publish()
         await session.forward_backward(batch, batch.samples[:1])
         with pytest.raises(DataError, match="a gradient that no update has used"):
@@ -146,7 +146,7 @@ async def test_rows_whose_gradient_was_lost_are_not_recorded_as_trained(bench: O
             await session.forward_backward(batch, batch.samples[1:])
         await session.forward_backward(batch, batch.samples[1:])
         await session.optim_step()
-        with pytest.raises(DataError, match="1 rows of the batch were in no gradient"):
+        with pytest.raises(DataError, match="1 row of the batch was in no gradient"):
             await session.publish()
         await session.forward_backward(batch, batch.samples[:1])
         await session.optim_step()

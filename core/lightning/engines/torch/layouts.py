@@ -46,6 +46,7 @@ from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.tree import TreeWalk
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss
+from lightning.safe_text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Linear:
             rows = [wanted[place] for place in places]
             ids = self._ids(rows)
             computed += ids.size
-            what = f"{len(rows)} rows of up to {ids.shape[1]} tokens ({_names([self.samples[row] for row in rows])})"
+            what = f"{counted(len(rows), 'row')} of up to {ids.shape[1]} tokens ({_names([self.samples[row] for row in rows])})"
             with failing("forward pass", what), lm.computing():
                 # The last token's hidden state would predict a token behind the row, so it is not computed.
                 hidden = lm.hidden(torch.from_numpy(ids[:, :-1]).to(lm.device))

@@ -26,7 +26,7 @@ from lightning_console.blocks import (
     Table,
 )
 from lightning_console.pages.versions import bounds_of, compare_versions, comparison_blocks
-from lightning_console.pages.words import NONE, change, count, name_of, number, seconds, to, written
+from lightning_console.pages.words import NONE, change, count, counted, name_of, number, seconds, to, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import (
     AXES,
@@ -102,7 +102,7 @@ async def page(places: Places, address: Address) -> Page:
         *await _task_by_task(places, address, runs),
         _settings(runs),
     ]
-    title = f"Compare {len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+    title = f"Compare {counted(len(runs), 'run')}"
     return Page(str(address), title, blocks, above)
 
 
@@ -170,7 +170,7 @@ def _runs(groups: Mapping[str, list[Compared]]) -> Table:
                     Cell(number(margin(last) if last else None)),
                     Cell(number(reward[-1] if reward else None)),
                     Cell(
-                        f"{gain.steps} steps, {seconds(gain.seconds)}" if gain else NONE,
+                        f"{counted(gain.steps, 'step')}, {seconds(gain.seconds)}" if gain else NONE,
                         hint=gain.measure if gain else "",
                     ),
                     Cell(count(total(run.named("tokens")))),
@@ -232,7 +232,7 @@ async def _task_by_task(places: Places, address: Address, runs: list[Compared]) 
     last ones of the first two runs, or the first and the last one of a single run."""
     evaluated = [each for each in runs if each.curves.evaluations]
     names = {
-        f"{run.key}@{each.step}": f"{run.name} after {each.step} steps"
+        f"{run.key}@{each.step}": f"{run.name} after {counted(each.step, 'step')}"
         for run in evaluated
         for each in run.curves.evaluations
     }

@@ -38,6 +38,7 @@ from lightning_console.blocks import (
 from lightning_console.pages.words import (
     NONE,
     count,
+    counted,
     differing,
     ending_of,
     located,
@@ -369,7 +370,11 @@ def _facts(view: GroupView) -> Facts:
     if first.task.expected is not None:
         facts.append(Fact("expected", one_line(task_text(first.task.expected), 60), "given to the grader"))
     if spread := proof.groups.get(view.id):
-        facts.append(Fact("mean return", number(spread[0]), f"deviation {number(spread[1])} over {spread[2]} rollouts"))
+        facts.append(
+            Fact(
+                "mean return", number(spread[0]), f"deviation {number(spread[1])} over {counted(spread[2], 'rollout')}"
+            )
+        )
     failed = sum(1 for each in view.own if each.rollout.status == "failed")
     facts.append(Fact("rollouts", count(len(view.own)), f"{failed} failed", "warn" if failed else ""))
     if view.branches:
@@ -401,9 +406,9 @@ def _words(view: GroupView) -> Sequence[Block]:
     if view.texts:
         said.append(Notice(f"answers are shown as tokens: {view.texts}", "muted"))
     if view.left_out:
-        said.append(Notice(f"{count(view.left_out)} calls further down are not shown"))
+        said.append(Notice(f"{counted(view.left_out, 'call further down is', 'calls further down are')} not shown"))
     if view.more:
-        said.append(Notice(f"{count(view.more)} rollouts of this group are not shown"))
+        said.append(Notice(f"{counted(view.more, 'rollout of this group is', 'rollouts of this group are')} not shown"))
     return [Notices(said)] if said else []
 
 

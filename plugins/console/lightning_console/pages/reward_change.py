@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_console.blocks import Block, Cell, Column, Link, Notice, Notices, Table, Tone
-from lightning_console.pages.words import NONE, count, inside, number, share, to, tone_of, written
+from lightning_console.pages.words import NONE, count, counted, inside, number, share, to, tone_of, written
 from lightning_console.places import Located
 from lightning_console.queries.reward_change import Difficulty, GroupReward, RewardChange
 
@@ -29,7 +29,10 @@ def change_blocks(found: Located, change: RewardChange | str | None) -> list[Blo
         return [Notices([Notice("There is nothing to compare", "muted", detail=change)], title=TITLE)]
     notices = [_lead(found, change), _tasks(change)]
     if change.open:
-        going = f"{count(change.open)} rollouts of step {change.step} have not ended: its reward is that of the others"
+        going = (
+            f"{counted(change.open, f'rollout of step {change.step} has', f'rollouts of step {change.step} have')} not "
+            "ended: its reward is that of the others"
+        )
         notices.insert(0, Notice(going, "warn"))
     if abs(change.rest) >= SMALL:
         notices.append(_groups_notice(change))

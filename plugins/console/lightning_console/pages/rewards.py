@@ -37,7 +37,7 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
-from lightning_console.pages.words import NONE, change, count, located, number, share, to, trail
+from lightning_console.pages.words import NONE, change, count, counted, located, number, share, to, trail
 from lightning_console.places import Located, Places, folder_of
 from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.router import Address
@@ -287,7 +287,10 @@ async def page(places: Places, address: Address) -> Page:
             _correlations(rewards),
         ]
     else:
-        what = f"{count(rewards.rollouts)} training rollouts were looked at, {count(rewards.failed)} of them failed"
+        what = (
+            f"{counted(rewards.rollouts, 'training rollout was', 'training rollouts were')} looked at, "
+            f"{count(rewards.failed)} of them failed"
+        )
         blocks = [Notices([Notice("no training rollout of this run has a reward", "muted", detail=what)])]
     blocks += _trials(found, trials)
     return Page(str(address), "Reward", blocks, trail(found))
@@ -345,7 +348,7 @@ def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
             [[float(at.step), at.mean, *((at.low, at.high) if each is chosen else ())] for at in each.steps],
             to=[to("step", found.key, at.step) for at in each.steps],
             hints=[
-                f"median {number(at.middle)}, from {number(at.least)} to {number(at.most)}, {at.count} rollouts"
+                f"median {number(at.middle)}, from {number(at.least)} to {number(at.most)}, {counted(at.count, 'rollout')}"
                 for at in each.steps
             ],
             dashed=each.name != "reward",

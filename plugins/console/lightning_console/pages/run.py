@@ -28,6 +28,7 @@ from lightning_console.pages.words import (
     NONE,
     change,
     count,
+    counted,
     located,
     name_of,
     number,
@@ -121,7 +122,7 @@ async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bo
     """Profile a run's time and tokens; None if that is not ready within the patience of the places. A run with more than
     `SMALL` `rollouts` is profiled only if somebody `asked` for it."""
     if not asked and rollouts > SMALL:
-        return Profiled(None, why=f"the run has {rollouts} rollouts: it takes a while", asked=False)
+        return Profiled(None, why=f"the run has {counted(rollouts, 'rollout')}: it takes a while", asked=False)
 
     async def make() -> Profiled:
         try:
@@ -211,15 +212,15 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
     pruned = await found.store.get_state(found.run.id, PRUNED)
     if isinstance(pruned, dict):
         what = "calls that were trained among them" if pruned.get("trained") else "none that was trained"
-        lost, at = count(pruned.get("rollouts")), when(pruned.get("at"))
-        text = f"calls of {lost} rollouts were removed on {at} (lightning db prune)"
+        lost, at = pruned.get("rollouts"), when(pruned.get("at"))
+        text = f"calls of {counted(lost, 'rollout')} were removed on {at} (lightning db prune)"
         notices.append(Notice(text, "warn", detail=f"{what}; their texts and tokens cannot be shown"))
     if line.unread:
         notices.append(Notice("the run cannot be read whole", "warn", detail=line.unread))
     if not curves.steps:
         over = await is_over(found.store, found.run.id)
         what = "it trained nothing: it evaluates, or searched for prompts" if over else "no step is committed yet"
-        detail = f"{count(line.rollouts)} rollouts, {count(line.failed)} of them failed"
+        detail = f"{counted(line.rollouts, 'rollout')}, {count(line.failed)} of them failed"
         notices.append(
             Notice(
                 what,
@@ -287,7 +288,7 @@ def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:
         ),
         Fact(
             "80 % of the gain",
-            f"{gain.steps} steps" if gain else NONE,
+            counted(gain.steps, "step") if gain else NONE,
             f"{seconds(gain.seconds)} of training; {gain.measure}" if gain else "nothing gained, or too short to say",
         ),
         Fact("steps", count(len(curves.steps)), f"{seconds(curves.seconds[-1])} of training"),
@@ -307,12 +308,14 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
         why = "not evaluated yet" if line.about.held_out else "this run has no held-out tasks"
         return Fact("held-out", NONE, why, "muted")
     if last is None:
-        return Fact("held-out", number(first.score), f"{plus_or_minus(margin(first))} after {first.step} steps")
+        return Fact(
+            "held-out", number(first.score), f"{plus_or_minus(margin(first))} after {counted(first.step, 'step')}"
+        )
     gain = held_out_gain_of((first, last), with_failures=True)
     return Fact(
         "held-out",
         change(first.score, last.score),
-        f"{plus_or_minus(margin(last))} after {last.step} steps, {last.failed} of {last.rollouts} failed",
+        f"{plus_or_minus(margin(last))} after {counted(last.step, 'step')}, {last.failed} of {last.rollouts} failed",
         "good" if gain is not None and gain.is_certain and gain.change > 0 else "",
         hint="failed rollouts count as 0; a click compares the first with the last, task by task",
         to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
@@ -462,7 +465,7 @@ def advice_blocks(found: Located, advice: Advice | str | None) -> list[Block]:
         return [Notices([Notice("there is no advice", "muted", detail=advice)], title="Alarms")]
     alarms = [_alarm(found, alarm) for alarm in advice.alarms]
     if not alarms:
-        looked = f"the rules looked at {advice.steps} steps"
+        looked = f"the rules looked at {counted(advice.steps, 'step')}"
         alarms = [Notice("no alarm", "good", detail=looked)] if advice.steps else [Notice("no step yet", "muted")]
     if advice.unread:
         alarms.append(Notice(advice.unread, "warn"))
@@ -470,7 +473,7 @@ def advice_blocks(found: Located, advice: Advice | str | None) -> list[Block]:
     tuning = [_tuning(each) for each in advice.tuning]
     others = advice.compared - 1
     note = (
-        f"settings are compared with {others} other {'run' if others == 1 else 'runs'} of this model and these tasks"
+        f"settings are compared with {counted(others, 'other run')} of this model and these tasks"
         if others
         else "no other run of this model and these tasks was measured alike: settings are not compared"
     )
@@ -502,7 +505,10 @@ def _evidence(found: Located, steps: tuple[int, ...], rollouts: tuple[str, ...])
 
 def _tuning(each: Tuning) -> Notice:
     line = override(each.setting, each.better)
-    runs = f"{number(each.better_reward)} in {each.better_runs} runs beside {number(each.my_reward)} in {each.my_runs}"
+    runs = (
+        f"{number(each.better_reward)} in {counted(each.better_runs, 'run')} beside {number(each.my_reward)} in "
+        f"{each.my_runs}"
+    )
     beside = "those runs differ in nothing else" if each.alone else "those runs differ in other settings, too"
     return Notice(
         f"{each.setting} = {setting_written(each.better)} instead of {setting_written(each.mine)}: {runs}",

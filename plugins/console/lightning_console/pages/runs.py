@@ -26,6 +26,7 @@ from lightning_console.pages.words import (
     NONE,
     change,
     count,
+    counted,
     name_of,
     number,
     page_links,
@@ -126,7 +127,7 @@ def _marked(marked: list[str], address: Address) -> list[Block]:
     if not marked:
         return []
     keys = ",".join(marked)
-    text = f"{len(marked)} {'run is' if len(marked) == 1 else 'runs are'} marked"
+    text = f"{counted(len(marked), 'run is', 'runs are')} marked"
     links = [Link("compare them" if len(marked) > 1 else "open it in compare", to("compare", runs=keys))]
     return [Notices([Notice(text, links=[*links, Link("mark none", str(address.having(runs=None)))])])]
 
@@ -180,7 +181,7 @@ def _row(line: RunLine) -> list[Cell]:
             if not line.about.held_out and line.state.name != "unread"
             else NONE,
             tone="" if first else "muted",
-            hint=f"after {newest.step} steps, {plus_or_minus(margin(newest))} (95 %)" if newest else "",
+            hint=f"after {counted(newest.step, 'step')}, {plus_or_minus(margin(newest))} (95 %)" if newest else "",
         ),
         Cell(
             NONE if line.last is None else str(line.last),

@@ -24,7 +24,7 @@ from lightning_console.blocks import (
     Table,
 )
 from lightning_console.pages.tools import difference_text, scan_notices
-from lightning_console.pages.words import NONE, count, inside, located, number, page_links, to, trail, written
+from lightning_console.pages.words import NONE, count, counted, inside, located, number, page_links, to, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.scan import KINDS, Scan, scan_of
@@ -127,7 +127,7 @@ def _controls(address: Address, query: Query, scan: Scan) -> Controls:
 
 
 def _beginning(scan: Scan) -> Notices:
-    text = f"{count(len(scan.texts))} different texts of {count(len(scan.rollouts))} rollouts can be searched"
+    text = f"{counted(len(scan.texts), 'different text')} of {counted(len(scan.rollouts), 'rollout')} can be searched"
     detail = (
         "type a text: it is found wherever it stands, in any script, without regard to case, in tasks, prompts, answers, "
         "arguments and results of tools, and errors. The filters work without a text, too"
@@ -139,7 +139,7 @@ def _said(results: Results, scan: Scan) -> list[Block]:
     """Say what the search could not look at."""
     notices = []
     if results.looked < results.texts:
-        done = f"{count(results.looked)} of {count(results.texts)} texts"
+        done = f"{count(results.looked)} of {counted(results.texts, 'text')}"
         notices.append(
             Notice(f"the search stopped after {done}: it took too long", "warn", "a longer text is found faster")
         )
@@ -148,7 +148,7 @@ def _said(results: Results, scan: Scan) -> list[Block]:
         why.update(each.missing)
     for reason, calls in why.most_common(3):
         found = "" if results.matched else "this may be why nothing is found"
-        notices.append(Notice(f"{count(calls)} calls are not searched whole: {reason}", "muted", found))
+        notices.append(Notice(f"{counted(calls, 'call is', 'calls are')} not searched whole: {reason}", "muted", found))
     return [Notices(notices)] if notices else []
 
 
@@ -158,8 +158,8 @@ def _facts(results: Results) -> list[Block]:
         return []
     facts = [Fact("rollouts with it", count(results.matched), f"of {count(results.wanted)} that the filters take")]
     if beside.with_:
-        facts.append(Fact("reward with it", number(beside.mean_with), f"of {count(beside.with_)} rollouts"))
-        facts.append(Fact("reward without it", number(beside.mean_without), f"of {count(beside.without)} rollouts"))
+        facts.append(Fact("reward with it", number(beside.mean_with), f"of {counted(beside.with_, 'rollout')}"))
+        facts.append(Fact("reward without it", number(beside.mean_without), f"of {counted(beside.without, 'rollout')}"))
         change = NONE if beside.difference is None else f"{beside.difference:+.3f}"
         facts.append(Fact("difference within tasks", change, difference_text(beside)))
     return [Facts(facts)]
@@ -213,7 +213,9 @@ def _rows(found: Located, match: Match) -> list[list[Cell]]:
     ]
     if match.texts > len(match.hits):
         more = Cell(
-            f"and in {match.texts - len(match.hits)} more texts of it", to("rollout", found.key, rollout.id), "muted"
+            f"and in {counted(match.texts - len(match.hits), 'more text')} of it",
+            to("rollout", found.key, rollout.id),
+            "muted",
         )
         rows.append([*blank, more, Cell(""), Cell(""), Cell("")])
     return rows

@@ -38,6 +38,7 @@ from lightning_console.pages.reward_change import change_blocks
 from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
     count,
+    counted,
     inside,
     located,
     mean_of,
@@ -350,7 +351,7 @@ def _scatter(found: Located, step: Step, axis: str) -> Chart:
 def _hint(found: Located, step: Step, each: Rollout) -> str:
     known = step.against[each.id]
     parts = [inside(found, each.id)]
-    parts += [f"{known['tokens']} tokens", f"{known['turns']} calls"] if known["turns"] is not None else []
+    parts += [counted(known["tokens"], "token"), counted(known["turns"], "call")] if known["turns"] is not None else []
     parts += [f"advantage {known['advantage']:+.3f}"] if known["advantage"] is not None else []
     return ", ".join([*parts, seconds(each.seconds)])
 
@@ -359,7 +360,7 @@ def _untaught(found: Located, step: Step) -> list[Block]:
     reasons = by_key((group for group in step.groups if group.untaught), lambda group: group.untaught)
     notices = [
         Notice(
-            f"{len(own)} of {len(step.groups)} groups taught nothing: {own[0].why}",
+            f"{len(own)} of {counted(len(step.groups), 'group')} taught nothing: {own[0].why}",
             "muted",
             detail=name,
             links=[Link(inside(found, group.id), to("group", found.key, group.id)) for group in own[:8]],
@@ -378,7 +379,7 @@ def _failures(found: Located, step: Step) -> list[Block]:
     reasons = by_key((one for one in step.proof.rollouts if one.status is Status.FAILED), why)
     notices = [
         Notice(
-            f"{len(own)} {'rollout' if len(own) == 1 else 'rollouts'}: {reason(own[0].error)}",
+            f"{counted(len(own), 'rollout')}: {reason(own[0].error)}",
             "bad" if fault != "policy" else "warn",
             detail=FAULTS.get(fault, fault),
             links=[rollout_link(found, one.id) for one in own[:EXAMPLES]],

@@ -28,6 +28,7 @@ from lightning_console.blocks import (
 from lightning_console.pages.words import (
     NONE,
     count,
+    counted,
     inside,
     located,
     number,
@@ -103,10 +104,10 @@ def scan_notices(scan: Scan) -> list[Block]:
         notices.append(Notice(f"{count(newer)} newer rollouts are not read yet", "muted", "the page adds them later"))
     if scan.left_out:
         detail = f"the console keeps at most {MOST_BYTES >> 20} MB of texts: these are not searched; tools are counted"
-        notices.append(Notice(f"{count(scan.left_out)} texts are left out", "warn", detail))
+        notices.append(Notice(f"{counted(scan.left_out, 'text is', 'texts are')} left out", "warn", detail))
     if scan.cut:
         notices.append(
-            Notice(f"of {count(scan.cut)} texts only the first {count(LONGEST)} characters are searched", "muted")
+            Notice(f"of {counted(scan.cut, 'text')} only the first {count(LONGEST)} characters are searched", "muted")
         )
     return [Notices(notices)] if notices else []
 
@@ -182,7 +183,8 @@ def _nothing(rollouts: Sequence[Scanned], tool: str) -> Notices:
     else:
         text = "no tool run is recorded"
     detail = (
-        f"{count(len(rollouts))} rollouts with {count(calls)} calls were read. A tool run is recorded where the framework's "
+        f"{counted(len(rollouts), 'rollout')} with {counted(calls, 'call')} were read. A tool run is recorded where "
+        "the framework's "
         "adapter reports it, or where @lightning.tool stands on the tool's function"
     )
     return Notices([Notice(text, "muted", detail)])
@@ -194,7 +196,8 @@ def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block
     if unreported:
         notices.append(
             Notice(
-                f"{count(unreported)} tool runs were not reported: only their results in later requests are known",
+                f"{counted(unreported, 'tool run was', 'tool runs were')} not reported: only the results in later "
+                "requests are known",
                 "warn",
                 "whether they failed is not known. Install the framework's adapter, or put @lightning.tool on the functions",
             )
@@ -202,7 +205,7 @@ def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block
     texts = sum(sum(each.missing.values()) for each in rollouts)
     if texts:
         detail = "tools that the model invented, and tool calls that never ran, are not found in these"
-        notices.append(Notice(f"the texts of {count(texts)} calls are not recorded whole", "muted", detail))
+        notices.append(Notice(f"the texts of {counted(texts, 'call')} are not recorded whole", "muted", detail))
     return [Notices(notices)] if notices else []
 
 
@@ -216,7 +219,7 @@ def _facts(
     runs, failed, known = (sum(getattr(line, name) for line in lines) for name in ("runs", "failed", "known"))
     worst = next(iter(lines), None)
     tools, agents = len({line.tool for line in lines}), len({line.agent for line in lines})
-    facts = [Fact("tool runs", count(runs), f"of {_several(tools, 'tool')} by {_several(agents, 'agent')}")]
+    facts = [Fact("tool runs", count(runs), f"of {counted(tools, 'tool')} by {counted(agents, 'agent')}")]
     facts.append(
         Fact(
             "failed",
@@ -247,10 +250,6 @@ def split_text(rollouts: Sequence[Scanned]) -> str:
     return ", ".join(f"{count(number)} {kind}" for kind, number in kinds.most_common())
 
 
-def _several(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
-
-
 def _reward_fact(beside: RewardBeside) -> Fact:
     name = "reward with a failed tool minus without"
     if not beside.with_:
@@ -268,7 +267,7 @@ def difference_text(beside: RewardBeside) -> str:
     if beside.interval is None:
         return "one task has groups with both kinds: no interval"
     low, high = beside.interval
-    said = f"{low:+.3f} to {high:+.3f} (95 %, over {count(beside.tasks)} tasks with both)"
+    said = f"{low:+.3f} to {high:+.3f} (95 %, over {counted(beside.tasks, 'task')} with both)"
     return said if beside.told_apart else f"{said}: not told apart from chance"
 
 
@@ -294,7 +293,7 @@ def _table(address: Address, lines: Sequence[ToolLine], arguments: Sequence[Argu
             Cell(line.agent),
             Cell(count(line.runs)),
             Cell(count(line.failed) if line.known else NONE, tone="bad" if line.failed else ""),
-            Cell(share(line.share), hint=f"of {count(line.known)} runs that are known to have ended well or not"),
+            Cell(share(line.share), hint=f"of {counted(line.known, 'run')} that are known to have ended well or not"),
             Cell(interval_text(line.interval)),
             Cell(written(line.errors[0][1], 80) if line.errors else "", hint=f"{len(line.errors)} kinds of errors"),
             Cell(argument_text(said) if line.failed else "", _to(address, line) if line.failed else ""),
@@ -342,10 +341,17 @@ def _arguments(lines: Sequence[ToolLine], arguments: Sequence[Arguments]) -> Tab
             tells = [Cell("tells failed runs from the others", tone="bad"), Cell(f"{feature.failed} of {feature.runs}")]
             rows.append([Cell(line.agent), Cell(written(feature.text, 200)), *tells])
         for text, failed in said.frequent:
-            rows.append([Cell(line.agent), Cell(written(text, 200)), Cell("frequent"), Cell(f"{failed} failed runs")])
+            rows.append(
+                [Cell(line.agent), Cell(written(text, 200)), Cell("frequent"), Cell(counted(failed, "failed run"))]
+            )
         if said.unknown:
             rows.append(
-                [Cell(line.agent), Cell(NONE), Cell("not recorded", tone="muted"), Cell(f"{said.unknown} failed runs")]
+                [
+                    Cell(line.agent),
+                    Cell(NONE),
+                    Cell("not recorded", tone="muted"),
+                    Cell(counted(said.unknown, "failed run")),
+                ]
             )
         if said.said:
             rows.append([Cell(line.agent), Cell(NONE), Cell(said.said, tone="muted"), Cell("")])
@@ -413,7 +419,7 @@ def _course(address: Address, lines: Sequence[ToolLine]) -> Chart:
                 f"{line.tool}, called by {line.agent}",
                 [(step, value) for step, value, _ in points],
                 to=[str(address.having(step=step, split="train", cursor=None)) for step, _, _ in points],
-                hints=[f"{count(runs)} runs" for _, _, runs in points],
+                hints=[counted(runs, "run") for _, _, runs in points],
             )
         )
     return Chart(

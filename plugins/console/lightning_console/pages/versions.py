@@ -17,7 +17,7 @@ from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired
 from lightning_debug.statistics import SequentialTest, interval, p_flipped
 
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
-from lightning_console.pages.words import NONE, cannot_read, count, mean_of, number, to, tone_of, when, written
+from lightning_console.pages.words import NONE, cannot_read, count, counted, mean_of, number, to, tone_of, when, written
 from lightning_console.places import Located, Places, key_of
 from lightning_console.queries.runs import ODD, said_of
 from lightning_console.router import Address
@@ -338,7 +338,7 @@ def _chance(found: VersionComparison) -> Notice:
 
 
 def _side_fact(name: str, side: Side) -> Fact:
-    detail = f"{side.name}, {count(side.rollouts)} rollouts"
+    detail = f"{side.name}, {counted(side.rollouts, 'rollout')}"
     return Fact(name, number(side.mean), detail, to=to("run", side.located.key))
 
 
@@ -357,10 +357,15 @@ def _words(found: VersionComparison) -> list[Block]:
         said.append(_chance(found))
     if found.only_a or found.only_b:
         said.append(
-            Notice(f"{found.only_a} tasks were given to A alone and {found.only_b} to B alone: they are in no figure")
+            Notice(
+                f"{counted(found.only_a, 'task was', 'tasks were')} given to A alone and {found.only_b} to B alone: "
+                "they are in no figure"
+            )
         )
     if found.lost_pairs:
-        said.append(Notice(f"{found.lost_pairs} pairs were lost to the infrastructure and are in no figure", "warn"))
+        ends = ("was lost to the infrastructure and is", "were lost to the infrastructure and are")
+        lost = counted(found.lost_pairs, f"pair {ends[0]}", f"pairs {ends[1]}")
+        said.append(Notice(f"{lost} in no figure", "warn"))
     return [Notices(said)] if said else []
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from lightning.cli.output import local_time
 from lightning.errors import DataError
+from lightning.safe_text import counted as with_noun
 from lightning.store.url import parse
 from lightning.types import Json, Rollout, Status, StepRecord
 from lightning_branching.recorded import is_void
@@ -114,6 +115,11 @@ def share(value: float | None) -> str:
 def count(value: float | None) -> str:
     """Format a count with spaces between thousands."""
     return NONE if value is None else f"{value:,.0f}".replace(",", " ")
+
+
+def counted(value: float | None, one: str, several: str = "") -> str:
+    """Format a count with its noun, such as `1 step` and `2 steps`; several of them if it is unknown."""
+    return with_noun(2 if value is None else value, one, several, shown=count(value))
 
 
 def seconds(value: float | None) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.errors import StoreError
+from lightning.safe_text import counted
 from lightning.store.url import parse
 from lightning.types import Json, StepReward, StepState, Transition
 from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
@@ -217,7 +218,7 @@ def _decoded(call: Transition, vocabulary: Vocabulary) -> list[_Message]:
     ids = call.prompt_ids[-PROMPTS:]
     if not len(ids):
         return []
-    cut = f"… ({len(call.prompt_ids) - len(ids)} tokens before)\n" if len(ids) < len(call.prompt_ids) else ""
+    cut = f"… ({counted(len(call.prompt_ids) - len(ids), 'token')} before)\n" if len(ids) < len(call.prompt_ids) else ""
     why = "its request is not recorded: this is the whole prompt, decoded from its token ids"
     return [_Message("user", cut + vocabulary.text(ids), missing=why)]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.trainer.context import read_epochs
 from lightning.trainer.gains import margin
@@ -170,7 +171,7 @@ def gain_of(curves: Curves) -> Gain | None:
         window = min(WINDOW, len(rewards) // 3 + 1)
         smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
         scores = [(known[place + window - 1][0], float(value)) for place, value in enumerate(smooth)]
-        measure = f"reward of training, mean of {window} steps"
+        measure = f"reward of training, mean of {counted(window, 'step')}"
     else:
         return None
     before, after = scores[0][1], max(score for _, score in scores)

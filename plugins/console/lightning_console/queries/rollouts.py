@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 import numpy as np
 from lightning.errors import DataError, LightningError
+from lightning.safe_text import counted
 from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.trainer.training_data import load_groups
@@ -356,7 +357,7 @@ def lanes_of(
         if call.choice:
             continue
         end = max(call.ended_at, call.started_at)
-        detail = f"{len(call.prompt_ids)} + {len(call.response_ids)} tokens"
+        detail = f"{len(call.prompt_ids)} + {counted(len(call.response_ids), 'token')}"
         made = Moment("call", f"call {number}", call.started_at, end, number, str(call.status), detail)
         placed.append((call.caller.name, made))
     placed += [_tool(event, calls, by_id, numbers) for event in events]

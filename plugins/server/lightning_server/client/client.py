@@ -35,6 +35,7 @@ from lightning.plugins import plugins
 from lightning.runner.lease_loop import deliver
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.runner.protocol import Agent
+from lightning.safe_text import counted
 from lightning.store.protocol import RunWatch
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status, as_texts, new_id
 
@@ -144,10 +145,12 @@ class Client:
         await delivery.stop.wait()
         news.set()
         seconds = self.config.runner.drain
-        logger.info("stopping: %d agents get %g s to end (runner.drain)", delivery.running, seconds)
+        logger.info(
+            "stopping: %s %g s to end (runner.drain)", counted(delivery.running, "agent gets", "agents get"), seconds
+        )
         await asyncio.sleep(seconds)
         if running := delivery.running:
-            logger.warning("%d agents were ended after %g s (runner.drain)", running, seconds)
+            logger.warning("%s ended after %g s (runner.drain)", counted(running, "agent was", "agents were"), seconds)
 
     async def _open(self, stop: asyncio.Event) -> bool:
         """Connect to a server, and wait until one answers. Returns False when `stop` was set before."""

@@ -146,4 +146,4 @@ async def test_it_is_said_when_nobody_takes_the_work(
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
-    assert "1 rollouts of run run wait" in caplog.text
+    assert "1 rollout of run run waits" in caplog.text
