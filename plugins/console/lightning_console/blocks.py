@@ -47,22 +47,25 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One part of a page, with `title` above it and `note` below; the base class of all components' values."""
+    """One part of a page, with `title` above it and `note` below; the base class of all components' values. A `folded` block
+    shows its title, and the rest when the reader asks for it."""
 
     title: str = field(default="", kw_only=True)
     note: str = field(default="", kw_only=True)
+    folded: bool = field(default=False, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON for the block's component: its name (the class's), `title` with its `hint`, `note`, and other fields
         as `value`. Names that the glossary has get its explanation as hint."""
         value = asdict(self)
-        title, note = value.pop("title"), value.pop("note")
+        title, note, folded = value.pop("title"), value.pop("note"), value.pop("folded")
         with_hints(value)
         return {
             "component": type(self).__name__,
             "title": title,
             "hint": explained(title),
             "note": note,
+            "folded": folded,
             "value": value,
         }
 
@@ -140,7 +143,8 @@ class Chart(Block):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message of the console: an alarm, an advice or an error. `commands` are command lines for the reader to copy."""
+    """A message of the console: an alarm, an advice or an error. `commands` are command lines for the reader to copy. A
+    `folded` detail is shown when the reader asks for it."""
 
     text: str
     tone: Tone = ""
@@ -148,6 +152,7 @@ class Notice:
     links: Sequence[Link] = ()
     commands: Sequence[str] = ()
     key: str = ""
+    folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from lightning_console.blocks import (
     Page,
     Table,
 )
-from lightning_console.pages.tools import difference_text, scan_notices
-from lightning_console.pages.words import NONE, count, inside, located, number, page_links, to, trail, written
+from lightning_console.pages.tools import difference_of, difference_text, scan_notices
+from lightning_console.pages.words import count, inside, located, number, page_links, to, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.scan import KINDS, Scan, scan_of
@@ -42,7 +42,7 @@ EITHER: Final = [("", "any"), ("yes", "yes"), ("no", "no")]
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `search/RUN?q=&where=&above=&below=&failed=&cut=&step=&split=&cursor=`."""
+    """Make the page `search/RUN?q=&where=&above=&below=&failed=&cut=&odd=&step=&split=&cursor=`."""
     found = await located(places, address)
     query = query_of(address)
     patience = None if places.patience is None else SHARE * places.patience
@@ -82,6 +82,7 @@ def query_of(address: Address) -> Query:
         address.number("step", 0) if address.option("step") else None,
         address.option("split"),
         _yes(address, "cut"),
+        _yes(address, "odd"),
     )
 
 
@@ -115,6 +116,7 @@ def _controls(address: Address, query: Query, scan: Scan) -> Controls:
             Control("below", "reward at most", address.option("below")),
             Control("failed", "failed", address.option("failed"), EITHER),
             Control("cut", "an answer cut off", address.option("cut"), EITHER),
+            Control("odd", "a tool call that could not run", address.option("odd"), EITHER),
             Control("step", "step", address.option("step")),
             Control(
                 "split",
@@ -160,8 +162,7 @@ def _facts(results: Results) -> list[Block]:
     if beside.with_:
         facts.append(Fact("reward with it", number(beside.mean_with), f"of {count(beside.with_)} rollouts"))
         facts.append(Fact("reward without it", number(beside.mean_without), f"of {count(beside.without)} rollouts"))
-        change = NONE if beside.difference is None else f"{beside.difference:+.3f}"
-        facts.append(Fact("difference within tasks", change, difference_text(beside)))
+        facts.append(Fact("difference within tasks", difference_of(beside), difference_text(beside)))
     return [Facts(facts)]
 
 
@@ -206,7 +207,7 @@ def _rows(found: Located, match: Match) -> list[list[Cell]]:
                 to("rollout", found.key, rollout.id, **_call(hit.call)),
             ),
             Cell(hit.before),
-            Cell(hit.found, tone="warn"),
+            Cell(hit.found, tone="warn" if hit.found else ""),
             Cell(hit.after),
         ]
         for place, hit in enumerate(match.hits)

@@ -14,6 +14,7 @@ from typing import Final
 
 from lightning.types import Status
 
+from lightning_console.queries.conversation import one_line
 from lightning_console.queries.scan import KINDS, Kind, Scan, Scanned
 from lightning_console.queries.tool_stats import RewardBeside, reward_beside
 
@@ -25,6 +26,8 @@ AROUND: Final = 70
 """Most characters that are shown before and after a hit."""
 BLOCK: Final = 4096
 """How many characters are passed over at once before a hit, where characters are longer without case."""
+WHOLE: Final = 300
+"""Most characters of an answer that is shown without a search for a text."""
 HITS: Final = 3
 """Most hits of one rollout that are shown."""
 
@@ -33,7 +36,7 @@ HITS: Final = 3
 class Query:
     """A search: the `text` (empty: any rollout that fits the rest), where it may stand (empty: anywhere), and which rollouts
     are wanted. `above` and `below` bound the reward, both included; `failed` and `cut_off` (an answer ended at the limit of
-    tokens) are None for any rollout."""
+    tokens) and `odd` (a tool call could not run) are None for any rollout."""
 
     text: str = ""
     where: str = ""
@@ -43,6 +46,7 @@ class Query:
     step: int | None = None
     split: str = ""
     cut_off: bool | None = None
+    odd: bool | None = None
 
     def takes(self, rollout: Scanned) -> bool:
         """Return whether a rollout is one of those that are wanted."""
@@ -51,7 +55,8 @@ class Query:
             self.split in ("", rollout.split)
             and self.step in (None, rollout.step)
             and self.failed in (None, rollout.status is Status.FAILED)
-            and self.cut_off in (None, rollout.cut_off > 0)
+            and self.cut_off in (None, bool(rollout.cut_off))
+            and self.odd in (None, bool(rollout.odd))
             and (self.above is None or (reward is not None and reward >= self.above))
             and (self.below is None or (reward is not None and reward <= self.below))
         )
@@ -96,7 +101,7 @@ def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
     """Return the matches of a query from number `first` on, at most `limit`, in the order of the rollouts' creation."""
     rollouts = [each for each in list(scan.rollouts.values()) if query.takes(each)]
     if not query.text:
-        matches = [Match(each, 0, ()) for each in rollouts[first : first + limit]]
+        matches = [_shown(scan, each, query) for each in rollouts[first : first + limit]]
         return Results(tuple(matches), first, len(rollouts), len(rollouts), 0, 0, None)
     wanted = folded_of(query.text)
     numbers, looked = _having(scan, wanted)
@@ -108,6 +113,17 @@ def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
     ]
     beside = reward_beside(rollouts, {each.id for each in found})
     return Results(tuple(matches), first, len(found), len(rollouts), looked, len(scan.texts), beside)
+
+
+def _shown(scan: Scan, rollout: Scanned, query: Query) -> Match:
+    """Return a rollout of a search without a text, with the answers that its filters are about: those that were cut off, and
+    those with a tool call that could not run."""
+    marks = rollout.marks
+    said = {marks[at + 2]: scan.texts[marks[at]] for at in range(0, len(marks), 3) if KINDS[marks[at + 1]] == "answer"}
+    found = [(call, said.get(call, "")) for call in rollout.cut_off if query.cut_off]
+    found += [(each.call, each.detail) for each in rollout.odd if query.odd]
+    hits = [Hit("answer", call, one_line(text, WHOLE), "", "") for call, text in found]
+    return Match(rollout, len(hits), tuple(hits[:HITS]))
 
 
 def folded_of(text: str) -> str:

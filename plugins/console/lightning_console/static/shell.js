@@ -123,6 +123,7 @@ window.lightning = window.lightning || {components: {}};
           if (mine !== turn) return;
           say("");
           host.removeAttribute("aria-busy");
+          host.removeAttribute("data-opening");
           if (!answer.same) draw(answer);
           if (answer.live) later(mine, Math.max(AGAIN, SHARE * (Date.now() - begun)));
           return;
@@ -143,7 +144,10 @@ window.lightning = window.lightning || {components: {}};
 
     function open(address, how = "push") {
       if (how === "push" && address !== at) source.put(address, false);
-      if (address !== at) seen = "";
+      if (address !== at) {
+        seen = "";
+        host.setAttribute("data-opening", ""); // shown until the page is there
+      }
       at = address;
       look();
     }
