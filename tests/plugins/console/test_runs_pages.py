@@ -425,7 +425,7 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
     places = Places(str(copied))
     drawn = await chart(places, "compare?runs=one,seed", "reward, failed rollouts as 0")
     (group,) = drawn["series"]
-    assert group["name"].startswith("A: 2 seeds")
+    assert group["name"].startswith("1: 2 seeds")
     for _, mean, low, high in group["points"]:
         assert (mean - low, high - mean) == (pytest.approx(0.25), pytest.approx(0.25))
     (row,) = await table(places, "compare?runs=one,seed", "Settings that differ")
@@ -436,7 +436,7 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
     await places.close()
     places = Places(str(copied))
     (again,) = (await chart(places, "compare?runs=one,seed", "reward, failed rollouts as 0"))["series"]
-    assert again["name"].startswith("A: 2 runs like")
+    assert again["name"].startswith("1: 2 runs like")
     await places.close()
 
 
