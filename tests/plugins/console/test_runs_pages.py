@@ -548,6 +548,9 @@ async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_i
     found = await fact(places, "rewards/one", "the reward follows most")
     assert found["value"] == strongest["quantity"]["text"] == "the length of the answers (tokens)"
     assert found["detail"] == f"rank correlation {strongest['rank correlation']['text']}"
+    said = await shown(places, "rewards/one")
+    assert "The reward follows the length of the answers (tokens) most: rank correlation +" in said
+    assert "The highest reward is " in said
     await places.close()
 
 

@@ -309,10 +309,11 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
     if last is None:
         return Fact("held-out", number(first.score), f"{plus_or_minus(margin(first))} after {first.step} steps")
     gain = held_out_gain_of((first, last), with_failures=True)
+    sure = "interval unknown" if gain is None or gain.interval is None else "{:+.3f} to {:+.3f}".format(*gain.interval)
     return Fact(
         "held-out",
         change(first.score, last.score),
-        f"{plus_or_minus(margin(last))} after {last.step} steps, {last.failed} of {last.rollouts} failed",
+        f"the gain on these tasks: {sure} (95 %); after {last.step} steps {last.failed} of {last.rollouts} failed",
         "good" if gain is not None and gain.is_certain and gain.change > 0 else "",
         hint="failed rollouts count as 0; a click compares the first with the last, task by task",
         to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
