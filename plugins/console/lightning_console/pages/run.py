@@ -321,14 +321,16 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
 
 
 def _step_links(found: Located, curves: Curves) -> list[Block]:
-    """Return links to the steps: to all of a short run, else to the first and the last, and to others between them."""
+    """Return links to the steps, and to those that moved the reward most: to all of a short run, else to the first and the
+    last, and to others between them."""
     steps = curves.steps
     if not steps:
         return []
     shown = sorted({steps[round(at * (len(steps) - 1) / (MOST_LINKS - 1))] for at in range(MOST_LINKS)})
     links = [Link(f"step {step}", to("step", found.key, step)) for step in shown]
     text = "Each step's groups and rollouts:" if len(shown) == len(steps) else f"Some of the {count(len(steps))} steps:"
-    return [Notices([Notice(text, links=links)], title="Steps")]
+    reward = Notice("Reward", links=[Link("what it follows, and which rollout earned most", to("rewards", found.key))])
+    return [Notices([*_moves(found, curves), reward, Notice(text, links=links)], title="Steps and rewards")]
 
 
 def _charts(found: Located, curves: Curves) -> list[Block]:
@@ -362,7 +364,6 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
         )
         if curves.steps
         else Notices([]),
-        _moves(found, curves),
         Chart(
             [Series("held-out", held_out)],
             "after so many steps",
@@ -385,7 +386,7 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
     return [block for block in blocks if not (isinstance(block, Notices) and not block.notices)]
 
 
-def _moves(found: Located, curves: Curves) -> Notices:
+def _moves(found: Located, curves: Curves) -> list[Notice]:
     """Return links to the steps at which the reward fell and rose most, and to what the last step pushed most."""
     values = zip(curves.steps, curves.named("reward_with_failures"), strict=True)
     known = [(step, value) for step, value in values if value is not None]
@@ -404,7 +405,7 @@ def _moves(found: Located, curves: Curves) -> Notices:
         notices.append(
             Notice("Every metric", links=[Link("all metrics, and charts of them", to("metrics", found.key))])
         )
-    return Notices(notices)
+    return notices
 
 
 def _failures(curves: Curves, series: Callable[..., Series], marks: Sequence[tuple[float, str]]) -> list[Block]:

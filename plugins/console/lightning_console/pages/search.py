@@ -24,7 +24,7 @@ from lightning_console.blocks import (
     Table,
 )
 from lightning_console.pages.tools import difference_of, difference_text, scan_notices
-from lightning_console.pages.words import count, inside, located, number, page_links, to, trail, written
+from lightning_console.pages.words import count, in_short, inside, located, number, page_links, to, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.scan import KINDS, Scan, scan_of
@@ -34,6 +34,8 @@ from lightning_console.router import Address
 EACH: Final = 25
 """Rollouts of one page."""
 MOST_PAGES: Final = 20
+MOST_PARTS: Final = 8
+"""Most parts of the run that the sentence about the matches lists."""
 SHARE: Final = 0.25
 """The share of a page's patience that a search waits for texts that are not read yet."""
 
@@ -55,7 +57,12 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_beginning(scan))
     else:
         results = await asyncio.to_thread(search, scan, query, first, EACH)
-        blocks += [*_said(results, scan), *_facts(results), _table(found, address, results)]
+        blocks += [
+            *_whereabouts(results, scan),
+            *_said(results, scan),
+            *_facts(results),
+            _table(found, address, results),
+        ]
         following = str(address.having(cursor=first + EACH)) if first + EACH < results.matched else ""
     return Page(
         str(address),
@@ -152,6 +159,22 @@ def _said(results: Results, scan: Scan) -> list[Block]:
         found = "" if results.matched else "this may be why nothing is found"
         notices.append(Notice(f"{count(calls)} calls are not searched whole: {reason}", "muted", found))
     return [Notices(notices)] if notices else []
+
+
+def _whereabouts(results: Results, scan: Scan) -> list[Block]:
+    """Say in one sentence in which parts of the run the matches are, and what they earned beside the others there."""
+    there = results.whereabouts
+    if not results.matched:
+        return []
+    names = {"train": "in training step", "val": "held-out after step"}
+    parts = [f"{count(many)} {names.get(split, f'{split}, step')} {step}" for split, step, many in there.parts]
+    rest = f", and {count(len(parts) - MOST_PARTS)} more parts" if len(parts) > MOST_PARTS else ""
+    begun = "" if scan.whole else "So far "
+    text = f"{begun}{count(results.matched)} rollouts: {', '.join(parts[:MOST_PARTS])}{rest}"
+    if there.earned is not None:
+        beside = "" if there.others is None else f", the other rollouts of the same parts {number(there.others)}"
+        text += f". They earned {number(there.earned)} on average{beside}"
+    return in_short([Notice(text)])
 
 
 def _facts(results: Results) -> list[Block]:

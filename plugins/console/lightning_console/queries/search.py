@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning.types import Status
+from lightning.types import Status, by_key
 
+from lightning_console.pages.words import mean_of
 from lightning_console.queries.conversation import one_line
 from lightning_console.queries.scan import KINDS, Kind, Scan, Scanned
 from lightning_console.queries.tool_stats import RewardBeside, reward_beside
@@ -83,10 +84,21 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """The parts of a run in which some rollouts are: their number by split and step, in the order of the steps. `earned` is
+    their mean reward, `others` that of the other rollouts of these parts, each part counted as often as it has some of them;
+    None if there is none with a reward."""
+
+    parts: tuple[tuple[str, int, int], ...]
+    earned: float | None
+    others: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """One page of a search: the matches from number `first` on, of `matched` rollouts among the `wanted` ones. `looked` of
     `texts` texts were looked at; fewer if the search had to stop. `beside` compares the rewards of the rollouts with the text
-    and without it; None without a text."""
+    and without it; None without a text. `whereabouts` are those of all matches."""
 
     matches: tuple[Match, ...]
     first: int
@@ -95,6 +107,7 @@ class Results:
     looked: int
     texts: int
     beside: RewardBeside | None
+    whereabouts: Whereabouts
 
 
 def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
@@ -102,7 +115,8 @@ def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
     rollouts = [each for each in list(scan.rollouts.values()) if query.takes(each)]
     if not query.text:
         matches = [_shown(scan, each, query) for each in rollouts[first : first + limit]]
-        return Results(tuple(matches), first, len(rollouts), len(rollouts), 0, 0, None)
+        there = whereabouts(scan, rollouts)
+        return Results(tuple(matches), first, len(rollouts), len(rollouts), 0, 0, None, there)
     wanted = folded_of(query.text)
     numbers, looked = _having(scan, wanted)
     found = [
@@ -112,7 +126,22 @@ def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
         _match(scan, each, list(_marks(each, numbers, query.where)), wanted) for each in found[first : first + limit]
     ]
     beside = reward_beside(rollouts, {each.id for each in found})
-    return Results(tuple(matches), first, len(found), len(rollouts), looked, len(scan.texts), beside)
+    there = whereabouts(scan, found)
+    return Results(tuple(matches), first, len(found), len(rollouts), looked, len(scan.texts), beside, there)
+
+
+def whereabouts(scan: Scan, found: Sequence[Scanned]) -> Whereabouts:
+    """Return where in the run some rollouts are, and what they and the others there earned. Branches, and rollouts that have
+    not ended or were lost to the infrastructure, have no part in the rewards."""
+    mine = {each.id for each in found}
+    parts = by_key(sorted(found, key=lambda each: (each.step, each.split)), lambda each: (each.split, each.step))
+    every = by_key(list(scan.rollouts.values()), lambda each: (each.split, each.step))
+    others = []
+    for part, own in parts.items():
+        beside = mean_of([each.score for each in every[part] if each.id not in mine and not each.is_branch])
+        others += [beside] * len(own)
+    earned = mean_of([each.score for each in found if not each.is_branch])
+    return Whereabouts(tuple((*part, len(own)) for part, own in parts.items()), earned, mean_of(others))
 
 
 def _shown(scan: Scan, rollout: Scanned, query: Query) -> Match:
