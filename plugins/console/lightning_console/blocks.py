@@ -340,9 +340,9 @@ class TokenStrip(Block):
 @dataclass(frozen=True, slots=True)
 class Page:
     """The page of an address. `trail` links to the pages above it; `live` says that the page may still change (its run goes on,
-    or a slow part is missing); `previous` and `next` are the addresses that the keys `[` and `]` open. `name` is the id of the
-    shown thing, where the title is not: it stands below the title, to be copied. `waits` says that the page could not be made
-    and is asked for again."""
+    or a slow part is missing: then it is `partial`, too, and asked for again soon); `previous` and `next` are the addresses
+    that the keys `[` and `]` open. `name` is the id of the shown thing, where the title is not: it stands below the title, to
+    be copied. `waits` says that the page could not be made and is asked for again."""
 
     address: str
     title: str
@@ -353,6 +353,7 @@ class Page:
     next: str = ""
     name: str = ""
     waits: bool = False
+    partial: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the page as the JSON that the browser's shell gets and that an export writes."""

@@ -244,6 +244,7 @@ async def page(places: Places, address: Address) -> Page:
         [*_blocks(found, pushed)],
         trail(found, *step_links(found, records[0])),
         live=pushed is None,
+        partial=pushed is None,
         previous=to("pushed", found.key, step - 1) if step > 1 else "",
         next=to("pushed", found.key, step + 1) if last is not None and step < last.step else "",
     )

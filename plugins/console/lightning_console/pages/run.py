@@ -192,6 +192,7 @@ async def page(places: Places, address: Address) -> Page:
         blocks,
         (Link("Runs", "runs"),),
         live=waiting or line.state.name == "running",
+        partial=waiting,
         next=to("step", found.key, curves.steps[-1]) if curves.steps else "",
     )
 

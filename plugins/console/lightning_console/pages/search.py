@@ -70,6 +70,7 @@ async def page(places: Places, address: Address) -> Page:
         blocks,
         trail(found),
         live=not scan.whole or goes_on,
+        partial=not scan.whole,
         previous=str(address.having(cursor=max(0, first - EACH) or None)) if first else "",
         next=following,
     )

@@ -215,6 +215,7 @@ async def page(places: Places, address: Address) -> Page:
         ],
         trail(found),
         live=(step.record is None and goes_on) or change is None,
+        partial=change is None,
         previous=to("step", found.key, step.number - 1) if step.number > 1 else "",
         next=to("step", found.key, step.number + 1) if not is_last or (step.record and goes_on) else "",
     )

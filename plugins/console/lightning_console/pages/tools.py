@@ -87,7 +87,8 @@ async def page(places: Places, address: Address) -> Page:
     blocks += await asyncio.to_thread(_blocks, found, address, rollouts)
     more = _trail(found, address)
     goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
-    return Page(str(address), _title(found, address), blocks, trail(found, *more), live=not scan.whole or goes_on)
+    title, above, missing = _title(found, address), trail(found, *more), not scan.whole
+    return Page(str(address), title, blocks, above, live=missing or goes_on, partial=missing)
 
 
 def scan_notices(scan: Scan) -> list[Block]:
@@ -238,8 +239,8 @@ def _worst(address: Address, line: ToolLine, said: Arguments) -> Notice:
         first = said.telling[0]
         ran = "all" if first.failed == first.runs else f"{first.failed} of"
         detail += (
-            f". In {count(first.times)} of the failed runs, {written(first.text, 80)}; {ran} {first.runs} different runs with "
-            "such an argument failed (equal runs of one task count once)"
+            f". In {count(first.times)} of them, {written(first.text, 80)}; {ran} {first.runs} different runs with such an "
+            "argument failed"
         )
     return Notice(
         text,
@@ -260,9 +261,8 @@ def _never_ran(found: Located, address: Address, rollouts: Sequence[Scanned]) ->
     text = f"{_several(len(odd), 'tool call')} in {_several(len({rollout for rollout, _ in odd}), 'rollout')} could not run: "
     why = ", ".join(f"{kind} ({times})" for kind, times in kinds.most_common(NAMED_KINDS))
     names = Counter(f"{each.name or 'no tool'} by {each.agent}" for _, each in odd)
-    detail = "Called: " + ", ".join(f"{name} ({times})" for name, times in names.most_common(NAMED_KINDS))
-    if not invented:
-        detail += ". The model invented no tool and no argument"
+    detail = "" if invented else "The model invented no tool and no argument. "
+    detail += "Called: " + ", ".join(f"{name} ({times})" for name, times in names.most_common(NAMED_KINDS))
     link = Link("these rollouts, with the texts of the calls", to("search", found.key, odd="yes", **where))
     return [Notice(text + why, "warn", detail, [link])]
 

@@ -4,6 +4,7 @@ window.lightning = window.lightning || {components: {}};
   "use strict";
   const AGAIN = 2000; // milliseconds between two looks at a page that may change
   const SHARE = 20; // ... and at least so many times as long as one look takes: it takes at most a twentieth of a core
+  const SOON = 4; // ... a quarter while a part of the page is missing and somebody waits for it
   const NAV = [["Runs", "runs"], ["Prompts and weights", "resources"], ["Chat", "chat"]];
 
   const sleep = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
@@ -125,7 +126,7 @@ window.lightning = window.lightning || {components: {}};
           host.removeAttribute("aria-busy");
           host.removeAttribute("data-opening");
           if (!answer.same) draw(answer);
-          if (answer.live) later(mine, Math.max(AGAIN, SHARE * (Date.now() - begun)));
+          if (answer.live) later(mine, Math.max(AGAIN, (answer.partial ? SOON : SHARE) * (Date.now() - begun)));
           return;
         } catch (error) {
           if (mine !== turn) return;
