@@ -47,22 +47,25 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One part of a page, with `title` above it and `note` below; the base class of all components' values."""
+    """One part of a page, with `title` above it and `note` below; the base class of all components' values. A `folded` block
+    shows its title, and the rest when the reader asks for it."""
 
     title: str = field(default="", kw_only=True)
     note: str = field(default="", kw_only=True)
+    folded: bool = field(default=False, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON for the block's component: its name (the class's), `title` with its `hint`, `note`, and other fields
         as `value`. Names that the glossary has get its explanation as hint."""
         value = asdict(self)
-        title, note = value.pop("title"), value.pop("note")
+        title, note, folded = value.pop("title"), value.pop("note"), value.pop("folded")
         with_hints(value)
         return {
             "component": type(self).__name__,
             "title": title,
             "hint": explained(title),
             "note": note,
+            "folded": folded,
             "value": value,
         }
 
@@ -140,7 +143,8 @@ class Chart(Block):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message of the console: an alarm, an advice or an error. `commands` are command lines for the reader to copy."""
+    """A message of the console: an alarm, an advice or an error. `commands` are command lines for the reader to copy. A
+    `folded` detail is shown when the reader asks for it."""
 
     text: str
     tone: Tone = ""
@@ -148,6 +152,7 @@ class Notice:
     links: Sequence[Link] = ()
     commands: Sequence[str] = ()
     key: str = ""
+    folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,9 +340,9 @@ class TokenStrip(Block):
 @dataclass(frozen=True, slots=True)
 class Page:
     """The page of an address. `trail` links to the pages above it; `live` says that the page may still change (its run goes on,
-    or a slow part is missing); `previous` and `next` are the addresses that the keys `[` and `]` open. `name` is the id of the
-    shown thing, where the title is not: it stands below the title, to be copied. `waits` says that the page could not be made
-    and is asked for again."""
+    or a slow part is missing: then it is `partial`, too, and asked for again soon); `previous` and `next` are the addresses
+    that the keys `[` and `]` open. `name` is the id of the shown thing, where the title is not: it stands below the title, to
+    be copied. `waits` says that the page could not be made and is asked for again."""
 
     address: str
     title: str
@@ -348,6 +353,7 @@ class Page:
     next: str = ""
     name: str = ""
     waits: bool = False
+    partial: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the page as the JSON that the browser's shell gets and that an export writes."""

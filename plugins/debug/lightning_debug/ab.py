@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lightning.cli.output import with_store
 from lightning.errors import ConfigError
@@ -20,7 +20,7 @@ from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.agents import of_project, project_of
 from lightning.trainer.summary import Reporter
-from lightning.types import Fault, Json, Rollout, Task, by_key
+from lightning.types import Fault, Json, Rollout, Status, Task, by_key
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
 from lightning_record import exchanges
@@ -189,22 +189,44 @@ def _check_bounds(rollouts: Sequence[Rollout], bounds: tuple[float, float]) -> N
             )
 
 
+class Ended(Protocol):
+    """The result of a rollout."""
+
+    @property
+    def status(self) -> Status:
+        """Its state."""
+        ...
+
+    @property
+    def fault(self) -> Fault | None:
+        """Whose fault it was; None unless it failed."""
+        ...
+
+    @property
+    def reward(self) -> float | None:
+        """Its reward; None if it has none."""
+        ...
+
+
+def earned(rollout: Ended, lowest: float = 0.0) -> float | None:
+    """Return the reward that counts for a rollout in comparisons: `lowest` if it failed. None if it has not ended, or was lost
+    to the infrastructure, which says nothing of the policy: then it is left out."""
+    if rollout.reward is not None:
+        return rollout.reward
+    return lowest if rollout.status is Status.FAILED and rollout.fault is not Fault.INFRASTRUCTURE else None
+
+
 def paired_tasks(
     a: Sequence[Rollout], b: Sequence[Rollout], n: int, lowest: float
 ) -> Iterator[tuple[PairedTask | None, int]]:
     """Yield the result of each task (None if all its pairs are lost) and the number of its lost pairs. Both lists have `n`
     rollouts for each task, in the same order."""
 
-    def value(rollout: Rollout) -> float | None:
-        if rollout.reward is not None:
-            return rollout.reward
-        return None if rollout.fault is Fault.INFRASTRUCTURE else lowest
-
     for first in range(0, len(a), n):
         pairs = [
             (one, other, before, now)
             for one, other in zip(a[first : first + n], b[first : first + n], strict=True)
-            if (before := value(one)) is not None and (now := value(other)) is not None
+            if (before := earned(one, lowest)) is not None and (now := earned(other, lowest)) is not None
         ]
         if not pairs:
             yield None, n

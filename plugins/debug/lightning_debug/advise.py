@@ -26,14 +26,16 @@ from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
 
-from lightning_debug.diagnosis import Attempted, Course, Diagnosis
+from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence
 from lightning_debug.garbled import GARBLED, look_at, with_examples
-from lightning_debug.rules import diagnose
+from lightning_debug.rules import diagnose, reward_follows_length
 
 LOOKS: Final = 400
 """The rules are applied after about this many steps of a long run, evenly, and after the last one."""
 READ_STEPS: Final = 2
 """Number of last steps whose rollouts are read."""
+OF_IDLE: Final = ("unable tools",)
+"""Causes that are also looked for in the last `READ_STEPS` earlier steps that taught nothing."""
 EXAMPLES: Final = 3
 """Most rollouts that an alarm names."""
 LAST: Final = 5
@@ -229,13 +231,17 @@ def _of_course(recorded: Recorded) -> Iterator[Alarm]:
 
 
 async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list[Alarm], str]:
-    """Return what the rules find in the rollouts of the last steps, and why these cannot be read (empty if they can)."""
+    """Return what the rules find in the rollouts of the last steps and of the last ones that taught nothing, and why these
+    cannot be read (empty if they can)."""
     pruned = await store.get_state(run.id, PRUNED)
     if isinstance(pruned, Mapping) and pruned.get("trained"):
         return [], "its calls were removed (lightning db prune --trained), so that only its metrics were looked at"
     steps = len(recorded.steps)
+    first = max(0, steps - READ_STEPS) + 1
+    idle = [step for step, metrics in enumerate(recorded.steps[: first - 1], 1) if metrics.get("groups_used") == 0]
     found: dict[str, Alarm] = {}
-    for step in range(max(0, steps - READ_STEPS) + 1, steps + 1):
+    together: list[Attempted] = []
+    for step in [*idle[-READ_STEPS:], *range(first, steps + 1)]:
         epoch = epoch_at(recorded.epochs, step)
         rollouts = await all_rollouts(store, run.id, split=TRAIN, step=step)
         agents = epoch.train_agents
@@ -243,7 +249,12 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
         errors = [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
         for each in diagnose(attempts, agents, errors):
-            found[each.cause] = Alarm(replace(each, steps=(step,)), None, still=step == steps)
+            if step >= first or each.cause in OF_IDLE:
+                since = None if step >= first else step
+                found[each.cause] = Alarm(replace(each, steps=(step,)), since, still=step == steps)
+        together += attempts if step >= first else ()
+    for each in reward_follows_length(Evidence(together)):  # one step may have too few pairs
+        found[each.cause] = Alarm(replace(each, steps=tuple(range(first, steps + 1))), None, still=True)
     return list(found.values()), ""
 
 

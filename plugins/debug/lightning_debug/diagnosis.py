@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -30,19 +30,22 @@ class Diagnosis(Alarm):
 @dataclass(frozen=True, slots=True)
 class Attempted:
     """The model calls of an attempt, refused and failed ones included, and its reported tool runs; `reward` is None and `group`
-    empty if not known."""
+    empty if not known. `parts` are the named parts of the reward."""
 
     calls: Sequence[Transition]
     tool_events: Sequence[ToolEvent]
     reward: float | None = None
     group: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Attempted:
         """Make it from a trajectory; the reward is None unless its rollout succeeded."""
         rollout = trajectory.rollout
         reward = rollout.reward if rollout.status is Status.SUCCEEDED else None
-        return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events, reward, rollout.group)
+        parts = {name: value for name, value in rollout.rewards.items() if name != "reward"}
+        calls = (*trajectory.transitions, *trajectory.refused)
+        return cls(calls, trajectory.tool_events, reward, rollout.group, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -33,7 +34,17 @@ LONGEST: Final = 300
 LEAST_PAIRS: Final = 60
 """Pairs of rollouts of one task with different rewards and lengths that are needed to say that the reward follows length."""
 MOST_PAIRS: Final = 0.9
-"""If the longer rollout earns more in at least this share of those pairs, it is no accident."""
+"""If the longer rollout earns more in at least this share of those pairs, the reward is said to follow length. Chance gives
+half of the pairs; a reward that also pays for something else stays below."""
+MOST_ALIKE: Final = 0.8
+"""The same share where the reward has named parts and the two rollouts of each pair are alike in them: no other known reason
+is left for the difference."""
+SHUFFLES: Final = 1000
+"""How often the rewards of each group are shuffled, to see how many pairs chance orders by length."""
+UNLIKELY: Final = 0.01
+"""A length is only named if at most this share of the shuffles orders as many pairs."""
+LEAST_VALUES: Final = 3
+"""Rewards of rollouts with equal parts that take fewer values say yes or no to something: they do not grow with length."""
 OUTSIDE: Final = re.compile(
     r"connection|timed? ?out|refused|unreachable|unavailable|rate.?limit|quota|unauthori[sz]ed|forbidden"
     r"|(?:http|status|code)\D{0,12}(?:401|403|429|50[0-4])\b",
@@ -98,13 +109,18 @@ def failing_tools(evidence: Evidence) -> Iterator[Diagnosis]:
     for name, events in by_key(runs, lambda event: event.name).items():
         errors = [event.error for event in events if event.status == "error" and OUTSIDE.search(event.error)]
         if len(events) >= TOOL_RUNS and len(errors) >= MANY_TOOL_FAILURES * len(events):
-            said = Counter(error.strip().rpartition("\n")[2][:120] for error in errors).most_common(1)[0][0]
+            said = Counter(map(last_line, errors)).most_common(1)[0][0]
             yield Diagnosis(
                 f"failing tools/{name}",
                 f"the tool {name} failed in {len(errors)} of {len(events)} runs, and not by the model's doing ({said}): the "
                 "policy learns to avoid it, or learns from noise. Mend its service, or try again within the tool",
                 serious=True,
             )
+
+
+def last_line(error: str) -> str:
+    """Return the last line of an error, shortened to 120 characters: of a traceback, the exception."""
+    return error.strip().rpartition("\n")[2][:120]
 
 
 def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
@@ -242,25 +258,84 @@ def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:
             )
 
 
+LENGTHS: Final[tuple[tuple[str, str, Callable[[Attempted], int]], ...]] = (
+    ("longer one", "the length of what is said", lambda one: sum(len(call.response_ids) for call in one.calls)),
+    ("one with the longer last answer", "the length of the last answer", lambda one: len(one.calls[-1].response_ids)),
+    ("one with more calls", "the number of calls", lambda one: len(one.calls)),
+)
+"""Lengths that a reward should not follow: the rollout that has more of it, its name, and its value (in tokens or calls)."""
+
+
 def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Find a reward that follows length: within groups, the longer rollout nearly always earns more."""
-    groups: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    for attempt in evidence.attempts:
-        if attempt.reward is not None and attempt.group:
-            said = sum(len(call.response_ids) for call in attempt.calls)
-            groups[attempt.group].append((attempt.reward, said))
-    agree = differ = 0
-    for members in groups.values():
-        for (reward, said), (other, longer) in combinations(members, 2):
-            order = (reward - other) * (said - longer)
-            agree, differ = agree + (order > 0), differ + (order < 0)
-    if agree + differ >= LEAST_PAIRS and agree >= MOST_PAIRS * (agree + differ):
+    """Find a reward that follows length: of two rollouts of one task, the longer one nearly always earns more.
+
+    Only pairs with equal named parts of the reward count, because a part such as correctness explains the other pairs as well,
+    and only where the reward takes several values beside these parts: two are right and wrong. Of the `LENGTHS` the one that
+    orders the most pairs is named. Rewards that are shuffled within each group say how often chance orders as many.
+    """
+    known = [each for each in evidence.attempts if each.reward is not None and each.group and each.calls]
+    kinds = by_key(known, lambda each: tuple(sorted(each.parts.items()))).values()
+    graded = [own for own in kinds if len({each.reward for each in own}) >= LEAST_VALUES]
+    alike = [group for own in graded for group in by_key(own, lambda each: each.group).values()]
+    parts = sorted({name for group in alike for name in group[0].parts})
+    most = MOST_ALIKE if parts else MOST_PAIRS
+    rewards = [np.array([each.reward for each in own], dtype=np.float64) for own in alike]
+    found = []
+    for longer, name, length in LENGTHS:
+        agree, pairs, by_chance = _ordered(rewards, [np.array(list(map(length, own))) for own in alike])
+        if pairs >= LEAST_PAIRS and agree >= most * pairs and by_chance <= UNLIKELY:
+            found.append((agree / pairs, agree, pairs, longer, name, by_chance))
+    if found:
+        share, agree, pairs, longer, name, by_chance = max(found, key=itemgetter(0))
+        equal = f" with equal {', '.join(parts)}" if parts else ""
         yield Diagnosis(
             "reward follows length",
-            f"of {agree + differ} pairs of rollouts of one task that earned differently, the longer one earned more in "
-            f"{agree}: the reward follows the length of what is said. Is that meant? `lightning reward try GRADER RUN` shows "
-            "what another reward would pay",
+            f"of {pairs} pairs of rollouts of one task{equal} that earned differently, the {longer} earned more in {agree} "
+            f"({share:.0%}; from {most:.0%} on this is an alarm, and shuffled rewards give as many in "
+            f"{SHUFFLES * by_chance:.0f} of {SHUFFLES} cases): the reward follows {name}. Is that meant? "
+            "`lightning reward try GRADER RUN` shows what another reward would pay",
         )
+
+
+def _ordered(
+    rewards: Sequence[npt.NDArray[np.float64]], lengths: Sequence[npt.NDArray[np.int64]]
+) -> tuple[int, int, float]:
+    """Return in how many pairs within the groups the longer rollout earned more, how many pairs differ in both, and the share
+    of shuffles of the rewards within each group that order the pairs as well. Each array has one value for each rollout."""
+    draws = np.random.default_rng(0)
+    agree = pairs = 0
+    shuffled = np.zeros(SHUFFLES)
+    for own, said in zip(rewards, lengths, strict=True):
+        longer = np.sign(said[:, None] - said[None, :])
+        orders = draws.permuted(np.tile(own, (SHUFFLES, 1)), axis=1)
+        orders[0] = own  # the order that was seen counts, so that the share is never 0
+        for row, order in enumerate(orders):
+            shuffled[row] += float((np.sign(order[:, None] - order[None, :]) * longer).sum()) / 2
+        both = np.sign(own[:, None] - own[None, :]) * longer
+        agree, pairs = agree + int((both > 0).sum()) // 2, pairs + int((both != 0).sum()) // 2
+    return agree, pairs, float(np.mean(shuffled >= shuffled[0]))
+
+
+def unable_tools(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Find that all rollouts of several tasks earned the same while most of them had a failed tool run."""
+    known = [each for each in evidence.attempts if each.reward is not None]
+    failed = [each for each in known if any(event.status == "error" for event in each.tool_events)]
+    groups = {each.group for each in known}
+    if len(groups) < 2 or len({each.reward for each in known}) > 1 or 2 * len(failed) <= len(known):
+        return
+    errors = Counter(
+        f"{event.name} failed with {last_line(event.error)!r}"
+        for each in failed
+        for event in each.tool_events
+        if event.status == "error"
+    )
+    said, times = errors.most_common(1)[0]
+    yield Diagnosis(
+        "unable tools",
+        f"all {len(known)} rollouts of {len(groups)} tasks earned {known[0].reward:.3f}, and {len(failed)} of them had a "
+        f"failed tool run (most often {said}, {times} times): the tool may not be able to do these tasks. Nothing is learned "
+        "from rollouts that earn the same",
+    )
 
 
 def unequal_grades(evidence: Evidence) -> Iterator[Diagnosis]:
@@ -298,6 +373,7 @@ RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     requested_models,
     lost_names,
     unadapted_frameworks,
+    unable_tools,
     reward_follows_length,
     unequal_grades,
     not_replayable,

@@ -260,6 +260,17 @@ def test_notices_show_commands_to_copy(show: Show) -> None:
     tab.wait_for_function("document.querySelector('.said').textContent !== ''")
 
 
+def test_what_is_folded_is_shown_when_somebody_asks_and_stays_open(show: Show) -> None:
+    blocks = [Notices([Notice("It fell", detail="of 16 groups", folded=True)], title="Rare", folded=True)]
+    tab = show(Page("run/demo", "Run", blocks))
+    assert not tab.get_by_text("It fell").is_visible()
+    tab.get_by_text("Rare").click()
+    tab.get_by_text("It fell").wait_for()
+    assert not tab.get_by_text("of 16 groups").is_visible()
+    tab.get_by_text("How this is known").click()
+    tab.get_by_text("of 16 groups").wait_for()
+
+
 def test_an_action_asks_and_says_what_came_of_it(show: Show) -> None:
     tab = show(gallery.one(gallery.actions()))
 

@@ -52,6 +52,12 @@ async def test_the_calls_that_were_pushed_most_stand_with_their_answers(store: M
     said = [notice["text"] for notice in found["Notices"]["notices"]]
     assert "GRPO gives every token of a call the same push: calls are listed, not tokens" in said
     assert "Tokens pushed most" not in found
+    hardest, up_most = found["In short"]["notices"]
+    assert hardest["text"] == "Pushed down hardest: 1/0/2, call 1 by solver, 'word12 word13' (50 % of all pushes)"
+    assert hardest["detail"].startswith(
+        "Its rollout earned 0.000, the 2 others of its group 0.750 on average. 1 of its 3"
+    )
+    assert up_most["text"].startswith("Pushed up hardest: 1/0/0, call 1 by solver, 'word10 word11'")
     (cell, *_) = found["Pushed up most"]["rows"][0]
     assert cell["to"] == "rollout/run/run%2F1%2F0%2F0?call=1"
 

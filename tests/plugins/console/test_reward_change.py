@@ -16,7 +16,7 @@ from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task
 from lightning_console.answers import answer
 from lightning_console.pages.reward_change import change_blocks
 from lightning_console.places import Located, Places
-from lightning_console.queries.reward_change import Beside, GroupReward, RewardChange, Seen, compare_steps
+from lightning_console.queries.reward_change import FAILED_TOOL, Beside, GroupReward, RewardChange, Seen, compare_steps
 from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 
@@ -36,7 +36,7 @@ def groups(step: int, *means: float, first: int = 0, rollouts: int = 8) -> list[
 
 def said(change: RewardChange | str | None) -> str:
     found = Located("r", Run("r", "r"), MemoryStore(), "memory://")
-    (notices, *_) = change_blocks(found, change)
+    notices, _ = change_blocks(found, change)
     return "\n".join(f"{each['text']}. {each['detail']}" for each in notices.to_json()["value"]["notices"])
 
 
@@ -152,6 +152,22 @@ def test_a_share_that_grew_accounts_for_its_part() -> None:
     assert Beside("x", 0.1, 0.3, None, 0.5).accounts is None
 
 
+def test_a_step_that_earned_nothing_names_the_kind_of_rollouts_that_came_with_it() -> None:
+    change = compare_steps(1, groups(1, 0.5, 0.7, 0.6), 2, groups(2, 0.0, 0.0, 0.0, first=3))
+    failed = Beside(FAILED_TOOL, 0.08, 0.86, 0.0, 0.2)
+    alike = replace(change, equal=0.0, beside=(failed,), tool_error=("calculate: ValueError: display overflow", 65))
+    assert (
+        "All rollouts of step 2 earned 0.000. The most probable cause: rollouts with a failed tool run, 86 % of all (8.0 %"
+        in said(alike)
+    )
+    assert "most often calculate: ValueError: display overflow (65 times). The tool may not be able" in said(alike)
+    assert "No few groups" not in said(alike)
+    assert "No kind of failure explains it" in said(replace(change, equal=0.0))
+    assert "probable cause" not in said(replace(change, beside=(replace(failed, now=0.2),))), (
+        "a small share explains little"
+    )
+
+
 @pytest.fixture
 async def store() -> AsyncIterator[MemoryStore]:
     made = MemoryStore()
@@ -160,24 +176,37 @@ async def store() -> AsyncIterator[MemoryStore]:
     await made.close()
 
 
-async def step(store: MemoryStore, number: int, rewards: list[list[float | None]], *, ended: bool = True) -> None:
-    """A step whose groups earned these rewards; None for a rollout that failed. One that has not `ended` lacks its record, and
-    its last rollout."""
+async def step(
+    store: MemoryStore,
+    number: int,
+    rewards: list[list[float | None]],
+    *,
+    ended: bool = True,
+    fault: Fault = Fault.TIMEOUT,
+    idle: bool = False,
+) -> None:
+    """A step whose groups earned these rewards; None for a rollout that failed by this `fault`. One that has not `ended` lacks
+    its record, and its last rollout; an `idle` one trained nothing."""
     names = []
     for place, own in enumerate(rewards):
         group = f"run/{number}/{place}"
         names.append(group)
         await store.create_rollouts(
-            [Rollout(f"{group}/{n}", "run", Task(f"task {place}"), group, number, index=n) for n in range(len(own))]
+            [
+                Rollout(f"{group}/{n}", "run", Task(f"task {place}"), group, number, index=n, max_attempts=1)
+                for n in range(len(own))
+            ]
         )
     leases = await store.lease("run", "w", limit=100)
     by_id = {lease.rollout.id: lease for lease in leases}
     wanted = [(f"{name}/{n}", reward) for name, own in zip(names, rewards, strict=True) for n, reward in enumerate(own)]
     for rollout, reward in wanted if ended else wanted[:-1]:
-        outcome = Outcome(fault=Fault.TIMEOUT, error="slow") if reward is None else Outcome(reward=reward)
+        outcome = Outcome(fault=fault, error="slow") if reward is None else Outcome(reward=reward)
         await store.complete(rollout, by_id[rollout].attempt, outcome)
     if ended:
-        await store.commit_step(StepRecord("run", number, number, (), (), f"d{number}", groups=tuple(names)))
+        metrics = {"rows": 0.0} if idle else {}
+        record = StepRecord("run", number, number, (), (), f"d{number}", groups=tuple(names), metrics=metrics)
+        await store.commit_step(record)
 
 
 async def test_failed_rollouts_count_as_0_and_are_said_beside_the_reward(store: MemoryStore) -> None:
@@ -192,7 +221,18 @@ async def test_failed_rollouts_count_as_0_and_are_said_beside_the_reward(store: 
     assert "fell by 0.500 from step 1 (0.750) to step 2 (0.250)" in lead["text"]
     await step(store, 3, [[None, None]])
     only_failed = await shown(places_of(store), "step/run/3")
+    assert "All rollouts of step 3 earned 0.000" in only_failed["Why the reward moved"]["notices"][1]["text"]
     assert "to step 3 (0.000)" in only_failed["Why the reward moved"]["notices"][0]["text"]
+
+
+async def test_what_the_infrastructure_lost_is_left_out_and_said(store: MemoryStore) -> None:
+    await store.put_run(Run("run", "run", {}))
+    await step(store, 1, [[1.0, 1.0], [1.0, 0.0]])
+    await step(store, 2, [[1.0, None], [0.5, 0.5]], fault=Fault.INFRASTRUCTURE, idle=True)
+    found = (await shown(places_of(store), "step/run/2"))["Why the reward moved"]["notices"]
+    assert "to step 2 (0.667)" in found[0]["text"]
+    assert any(each["text"] == "1 rollouts were lost to the infrastructure and are left out" for each in found)
+    assert any("it trained nothing, so v2 has the weights of v1" in each["text"] for each in found)
 
 
 async def test_a_step_that_is_sampled_is_compared_by_what_ended(store: MemoryStore) -> None:

@@ -313,9 +313,9 @@ def test_a_task_is_told_without_json() -> None:
 @pytest.mark.parametrize(
     ("reward", "tone", "said"),
     [
-        (0, "good", "its group has 0.000 to 1.000"),
+        (0, "up", "its group has 0.000 to 1.000"),
         (1, "", "0.000 to 1.000"),
-        (2, "bad", "its group has 0.000 to 1.000"),
+        (2, "down", "its group has 0.000 to 1.000"),
     ],
 )
 async def test_a_reward_is_seen_beside_those_of_its_group(places: Places, reward: int, tone: str, said: str) -> None:

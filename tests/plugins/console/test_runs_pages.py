@@ -425,7 +425,7 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
     places = Places(str(copied))
     drawn = await chart(places, "compare?runs=one,seed", "reward, failed rollouts as 0")
     (group,) = drawn["series"]
-    assert group["name"].startswith("A: 2 seeds")
+    assert group["name"].startswith("1: 2 seeds")
     for _, mean, low, high in group["points"]:
         assert (mean - low, high - mean) == (pytest.approx(0.25), pytest.approx(0.25))
     (row,) = await table(places, "compare?runs=one,seed", "Settings that differ")
@@ -436,7 +436,7 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
     await places.close()
     places = Places(str(copied))
     (again,) = (await chart(places, "compare?runs=one,seed", "reward, failed rollouts as 0"))["series"]
-    assert again["name"].startswith("A: 2 runs like")
+    assert again["name"].startswith("1: 2 runs like")
     await places.close()
 
 
@@ -548,6 +548,9 @@ async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_i
     found = await fact(places, "rewards/one", "the reward follows most")
     assert found["value"] == strongest["quantity"]["text"] == "the length of the answers (tokens)"
     assert found["detail"] == f"rank correlation {strongest['rank correlation']['text']}"
+    said = await shown(places, "rewards/one")
+    assert "The reward follows the length of the answers (tokens) most: rank correlation +" in said
+    assert "The highest reward is " in said
     await places.close()
 
 

@@ -107,7 +107,17 @@ async def test_rollouts_are_found_by_reward_step_and_failure_with_and_without_a_
     assert not rows(await found(store, "bad", failed="no"))
     assert not rows(await found(store, "bad", split="val"))
     await one(store, "long", [([USER], {"content": "and so on", "finish_reason": "length"}, None)])
-    assert rows(await found(store, "long", cut="yes"))[0]["rollout"] == "1/0/0"
+    (cut,) = rows(await found(store, "long", cut="yes"))
+    assert (cut["rollout"], cut["found in"], cut["text before"]) == ("1/0/0", "answer of call 1", "and so on")
+    broken = '<tool_call> {"name": "look", "arguments": {"q": beads"}} </tool_call>'
+    await one(store, "odd", [([USER], {"content": broken}, None)])
+    assert rows(await found(store, "odd", odd="yes"))[0]["text before"] == broken
+    said = (await found(store, q="zero", step=2))["In short"]["notices"][0]["text"]
+    assert (
+        said
+        == "8 rollouts: 8 in training step 2. They earned 0.250 on average, the other rollouts of the same parts 1.000"
+    )
+    assert not rows(await found(store, "odd", odd="no"))
     assert not rows(await found(store, "long", cut="no"))
     assert not rows(await found(store, "bad", cut="yes"))
     assert rows(await found(store, "bad", q="it broke"))[0]["found in"] == "error"

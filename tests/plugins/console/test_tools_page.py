@@ -157,6 +157,27 @@ async def test_invented_tools_and_arguments_and_calls_that_never_ran_are_named(s
     assert "not known" in facts(blocks)["failed"][1]
 
 
+async def test_the_page_begins_with_the_tool_that_failed_most_and_the_calls_that_never_ran(store: MemoryStore) -> None:
+    await write(store)
+    (worst,) = (await shown(places_of(store), "tools/run"))["In short"]["notices"]
+    assert worst["text"].startswith(
+        "The tool divide failed most, run by the agent solver: 16 of its 32 runs (50 %, 95 %: "
+    )
+    assert "In 16 of them, by is 0; all 16 different runs with such an argument failed" in worst["detail"]
+    texts_ = [
+        '{"name": "look", "arguments": {"q": beads"}} </tool_call>',
+        '{"name": "look", "arg',
+        "no JSON",
+        "{]</tool_call>",
+    ]
+    await one(store, "odd", [([USER], {"content": f"<tool_call>{text}"}, OFFERED) for text in texts_])
+    blocks = await shown(places_of(store), "tools/odd")
+    (never,) = blocks["In short"]["notices"]
+    assert never["text"].startswith("4 tool calls in 1 rollout could not run: broken JSON: a quote is missing (2), ")
+    assert never["detail"].startswith("The model invented no tool and no argument. Called: look by solver (2), no tool")
+    assert never["links"][0]["to"] == "search/odd?odd=yes"
+
+
 async def test_a_tool_that_the_agent_says_is_unknown_counts_without_texts(store: MemoryStore) -> None:
     event = ToolEvent("ghost", "error", error="no such tool", kind="unknown_tool")
     await one(store, "bare", [], [event])

@@ -95,6 +95,9 @@ async def test_a_small_gain_on_every_task_is_not_called_chance(store: MemoryStor
     said = json.dumps((await shown(store, of("run@0", "run@4")))["Notices"])
     assert "On these tasks B is better, and chance alone hardly explains it" in said
     assert "in 31 of 1000 cases" in said, "two of the 64 ways to flip six signs"
+    assert "On new tasks of this kind it is not sure which is better: -0." in said, (
+        "the other statement is about new tasks"
+    )
     assert "not told apart" not in said
 
 
@@ -105,9 +108,13 @@ async def test_two_runs_are_compared_task_by_task_on_the_page_that_compares_them
     blocks = await shown(store, "compare?runs=one,two")
     solved = blocks["Solved by one alone (A 1, B 1)"]
     assert [[cell["text"] for cell in row] for row in solved["rows"]] == [
-        ["question 3", "A alone", "1.000", "0.000", "-1.000"],
-        ["question 2", "B alone", "0.000", "1.000", "+1.000"],
+        ["question 3", "A alone", "1.000", "0.000", "-1.000", "#7", "#8"],
+        ["question 2", "B alone", "0.000", "1.000", "+1.000", "#8", "#7"],
     ]
+    assert "A alone solves 1 tasks, B alone 1; both 1, neither 1" in json.dumps(blocks["Notices"])
+    one = await shown(store, "compare?runs=one,two&task=QUESTION%203")
+    assert len(one["Solved by one alone (A 1, B 1)"]["rows"]) == 1, "the title counts all tasks, the filter shows one"
+    assert len(one["Every task, the largest difference first"]["rows"]) == 1
     every = blocks["Every task, the largest difference first"]["rows"]
     assert [row[0]["text"] for row in every] == ["question 3", "question 2", "question 1", "question 0"]
     assert solved["rows"][0][2]["to"] == str(Address("rollout", ("one", "one/val/4/3")))

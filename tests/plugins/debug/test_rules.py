@@ -216,6 +216,42 @@ def test_a_reward_that_follows_length_is_named() -> None:
     assert diagnose(longer[:8]) == [], "too few to say"
 
 
+def test_a_part_that_explains_the_reward_is_no_length_and_the_strongest_length_is_named() -> None:
+    def said(calls: int, reward: float, correct: float, group: int) -> Attempted:
+        ids = token_ids(range(int(20 * correct), int(20 * correct) + 9 - calls))
+        one = replace(call(), response_ids=ids, logprobs=logprobs([-1.0] * len(ids)))
+        return Attempted([one] * calls, (), reward, f"g{group}", {"correct": correct})
+
+    paid = [
+        said(1 + calls, float(right) + calls / 9, right, group)
+        for group in range(4)
+        for right in (0, 1)
+        for calls in range(7)
+    ]
+    (found,) = diagnose(paid)
+    assert "pairs of rollouts of one task with equal correct that earned differently" in found.text
+    assert "the one with more calls earned more in 168 (100%; from 80% on this is an alarm" in found.text
+    assert "in 1 of 1000 cases): the reward follows the number of calls" in found.text
+    right = [said(1 + calls, float(calls > 3), float(calls > 3), group) for group in range(4) for calls in range(8)]
+    assert diagnose(right) == [], "what is right takes more calls: its correctness explains the reward"
+    used = [said(1 + calls, 0.2 * (calls > 3), 0.0, group) for group in range(8) for calls in range(8)]
+    assert diagnose(used) == [], "two values say yes or no, such as whether a tool was used"
+
+
+def test_a_step_that_earned_the_same_because_a_tool_failed_is_named() -> None:
+    def tried(group: int, reward: float = 0.0, status: str = "error") -> Attempted:
+        error = "Traceback\nValueError: display overflow" if status == "error" else ""
+        return Attempted([call()], (ToolEvent("calculate", status, error=error),), reward, f"g{group}")
+
+    (found,) = diagnose([*(tried(number % 2) for number in range(6)), tried(0, status="ok")])
+    assert found.text.startswith(
+        "all 7 rollouts of 2 tasks earned 0.000, and 6 of them had a failed tool run (most often calculate failed with "
+        "'ValueError: display overflow', 6 times): the tool may not be able to do these tasks."
+    )
+    assert diagnose([tried(0), tried(1), tried(1, 1.0)]) == [], "one of them earned something"
+    assert diagnose([tried(0), tried(1, status="ok")]) == [], "half of them are not most"
+
+
 def test_a_grader_that_judges_the_same_words_differently_is_named() -> None:
     def attempt(reward: float | None, answer: int, group: str = "g") -> Attempted:
         return Attempted([call(), replace(call(), response_ids=token_ids([answer]))], (), reward, group)

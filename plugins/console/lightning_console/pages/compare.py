@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning.errors import LightningError
@@ -94,12 +94,14 @@ async def page(places: Places, address: Address) -> Page:
     curves = [each.curves for each in runs]
     groups = _by_seed(runs)
     measure = address.option("measure", "reward_with_failures")
+    tasks, every = await _task_by_task(places, address, runs)
     blocks += [
-        _controls(address, curves, axis, measure),
+        *tasks,
         _runs(groups),
+        _controls(address, curves, axis, measure),
         _chart(groups, axis, measure),
         _held_out(groups, axis),
-        *await _task_by_task(places, address, runs),
+        *every,
         _settings(runs),
     ]
     title = f"Compare {counted(len(runs), 'run')}"
@@ -110,10 +112,10 @@ def _by_seed(runs: list[Compared]) -> dict[str, list[Compared]]:
     """Group the runs that differ only in their seed, by the name of the group; a single run keeps its own name."""
     alike = by_key(runs, lambda run: run.curves.about.alike)
     named = {}
-    for place, own in enumerate(alike.values()):
+    for place, own in enumerate(alike.values(), 1):
         seeds = {run.curves.about.seed for run in own}
         several = f"{len(own)} {'seeds of' if len(seeds) == len(own) else 'runs like'} {own[0].name}"
-        named[own[0].name if len(own) == 1 else f"{chr(ord('A') + place % 26)}: {several}"] = own
+        named[own[0].name if len(own) == 1 else f"{place}: {several}"] = own
     return named
 
 
@@ -138,7 +140,7 @@ def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) ->
 
 def _runs(groups: Mapping[str, list[Compared]]) -> Table:
     columns = [
-        Column("alike", hint="runs with one letter differ in nothing but their seed, or in nothing at all"),
+        Column("alike", hint="runs with one number differ in nothing but their seed, or in nothing at all"),
         Column("run"),
         Column("seed", "number"),
         Column("steps", "number"),
@@ -227,9 +229,10 @@ def _held_out(groups: Mapping[str, list[Compared]], axis: Axis) -> Chart:
     )
 
 
-async def _task_by_task(places: Places, address: Address, runs: list[Compared]) -> list[Block]:
+async def _task_by_task(places: Places, address: Address, runs: list[Compared]) -> tuple[list[Block], Sequence[Block]]:
     """Compare two held-out evaluations of these runs task by task: those that the address names as `a` and `b`, by default the
-    last ones of the first two runs, or the first and the last one of a single run."""
+    last ones of the first two runs, or the first and the last one of a single run. Return the verdict with the tasks that one
+    of them alone solves, and the details."""
     evaluated = [each for each in runs if each.curves.evaluations]
     names = {
         f"{run.key}@{each.step}": f"{run.name} after {counted(each.step, 'step')}"
@@ -241,20 +244,21 @@ async def _task_by_task(places: Places, address: Address, runs: list[Compared]) 
         text = f"no held-out evaluation of {', '.join(missing)}: its tasks cannot be compared one by one"
         blocks.append(Notices([Notice(text, "muted", "give fit() `val` tasks, or use `lightning eval`")]))
     if len(names) < 2:
-        return blocks
+        return blocks, []
     usual = [next(iter(names)), next(reversed(names))]
     if len(evaluated) > 1:
         usual = [f"{each.key}@{each.curves.evaluations[-1].step}" for each in evaluated[:2]]
     a, b = address.option("a", usual[0]), address.option("b", usual[1])
     choices = list(names.items())[:MOST_CHOICES]
-    blocks.append(Controls(str(address), [Control("a", "task by task: A", a, choices), Control("b", "B", b, choices)]))
+    sides = Controls(str(address.having(cursor=None)), [Control("a", "A", a, choices), Control("b", "B", b, choices)])
     try:
         found = await compare_versions(places, a, b, bounds_of(address))
     except LightningError as error:
-        return [*blocks, Notices([Notice("these two cannot be compared", "warn", str(error))], title="Task by task")]
-    text = f"A is {names.get(a, a)}, B is {names.get(b, b)}"
-    links = [Link("the worst tasks, and the first call that differs", to("versions", of=f"{a},{b}"))]
-    return [*blocks, Notices([Notice(text, links=links)], title="Task by task"), *comparison_blocks(found, address)]
+        why = Notice("these two cannot be compared", "warn", str(error))
+        return [*blocks, sides, Notices([why], title="Task by task")], []
+    made = await comparison_blocks(found, address, f"A is {names.get(a, a)}, B is {names.get(b, b)}")
+    controls = replace(sides, controls=[*made.filter.controls, *sides.controls])
+    return [made.verdict, *blocks, controls, made.solved], made.details
 
 
 def _settings(runs: list[Compared]) -> Table:
@@ -269,6 +273,7 @@ def _settings(runs: list[Compared]) -> Table:
             for name, values in different.items()
         ],
         title="Settings that differ",
+        folded=True,
         empty="these runs have the same settings" if len(runs) > 1 else "mark another run to compare settings",
         note="settings that change how a run is done and not what it learns are left out (ports, trackers, checkpoints, ...); "
         "of a run that changed its settings on the way the last ones are shown",

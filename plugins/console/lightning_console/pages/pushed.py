@@ -8,16 +8,31 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Final
 
 from lightning.algorithms.protocol import Algorithm
 from lightning.errors import DataError
 from lightning.trainer.context import read_epochs
 from lightning.types import Rollout, StepRecord, Transition, by_key
+from lightning_debug.ab import earned
 from lightning_record.exchanges import parents_of
 
-from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Notice, Notices, Page, Table
-from lightning_console.pages.words import NONE, count, inside, located, number, share, step_links, to, tone_of, trail
+from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table
+from lightning_console.pages.words import (
+    NONE,
+    count,
+    in_short,
+    inside,
+    located,
+    mean_of,
+    number,
+    share,
+    step_links,
+    to,
+    tone_of,
+    trail,
+)
 from lightning_console.places import Located, Places
 from lightning_console.queries.conversation import Said, Vocabulary, one_line, said_by, vocabulary_of
 from lightning_console.queries.memo import Memo, apart, stamp_of
@@ -35,9 +50,25 @@ LONGEST: Final = 160
 
 
 @dataclass(frozen=True, slots=True)
+class Siblings:
+    """A call beside the `rollouts` of its group: `alike` of them made the same calls up to it, and `better` of these earned
+    more. `others` is the mean reward of all the others. `part` is the number of the call at which it parts from the best of
+    those alike (0: nowhere), with what it said there (`own`) and what the best one said (`best`)."""
+
+    rollouts: int
+    alike: int
+    better: int
+    others: float | None
+    part: int = 0
+    own: str = ""
+    best: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PushedCall:
     """A call that a step trained on, with its credit. `agent` is None if the call is no longer stored; `number` is its number
-    on the page of its rollout, and `answer` its text on one line. `missing` says why the text is not as it was sent."""
+    on the page of its rollout, and `answer` its text on one line. `missing` says why the text is not as it was sent.
+    `siblings` are known of the strongest call in each direction."""
 
     rollout: Rollout
     attempt: int
@@ -47,6 +78,7 @@ class PushedCall:
     number: int = 0
     answer: str = ""
     missing: str = ""
+    siblings: Siblings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +128,9 @@ async def _read(found: Located, record: StepRecord) -> Pushed:
     uneven = heaviest_tokens(calls)
     vocabulary = vocabulary_of(found)
     told, ids = await _told(found, [*up, *down, *(call for call, _ in uneven)], vocabulary)
+    for each in (*up[:1], *down[:1]):
+        one = told[_key(each)]
+        told[_key(each)] = replace(one, siblings=await _siblings(found, proof, record, one, vocabulary))
     several = [own for member in proof.members.values() if len(own := [*member.calls.values()]) > 1]
     return Pushed(
         replace(proof, rollouts=(), members={}),
@@ -160,6 +195,31 @@ async def _said(found: Located, one: PushedCall, vocabulary: Vocabulary) -> Mapp
     return {call.seq: (place, call, each) for place, (call, each) in enumerate(zip(calls, said, strict=True), 1)}
 
 
+async def _siblings(
+    found: Located, proof: StepProof, record: StepRecord, one: PushedCall, vocabulary: Vocabulary
+) -> Siblings | None:
+    """Compare a call with those of the other rollouts of its group; None if its calls are not stored."""
+    attempts = dict(record.rollouts)
+    group = [each for each in proof.rollouts if each.group == one.rollout.group and each.parent is None]
+    said: dict[str, list[str]] = {}
+    for each in group:
+        calls = await found.store.transitions(each.id, attempts.get(each.id, each.attempt))
+        said[each.id] = [one_line(call.answer, LONGEST) for call in said_by(calls, vocabulary, None)]
+    mine, until = said.get(one.rollout.id, []), one.number
+    if not until or len(group) < 2:
+        return None
+    others = [each for each in group if each.id != one.rollout.id]
+    alike = [each for each in others if said[each.id][:until] == mine[:until]]
+    better = [each for each in alike if (earned(each) or 0.0) > (earned(one.rollout) or 0.0)]
+    made = Siblings(len(group), len(alike) + 1, len(better), mean_of([earned(each) for each in others]))
+    if not better:
+        return made
+    best = said[max(better, key=lambda each: earned(each) or 0.0).id]
+    pairs = enumerate(zip_longest(mine, best, fillvalue="(no further call)"), 1)
+    part, own, other = next(((place, *pair) for place, pair in pairs if pair[0] != pair[1]), (0, "", ""))
+    return replace(made, part=part, own=own, best=other)
+
+
 def _token(call: PushedCall, ids: Sequence[int], place: int, vocabulary: Vocabulary) -> PushedToken:
     first = max(0, place - AROUND)
     before, text, after = ids[first:place], ids[place : place + 1], ids[place + 1 : place + 1 + AROUND]
@@ -184,6 +244,7 @@ async def page(places: Places, address: Address) -> Page:
         [*_blocks(found, pushed)],
         trail(found, *step_links(found, records[0])),
         live=pushed is None,
+        partial=pushed is None,
         previous=to("pushed", found.key, step - 1) if step > 1 else "",
         next=to("pushed", found.key, step + 1) if last is not None and step < last.step else "",
     )
@@ -193,6 +254,8 @@ def _blocks(found: Located, pushed: Pushed | None) -> Iterator[Block]:
     if pushed is None:
         yield Notices([Notice("the calls of this step are read …", "muted")])
         return
+    strongest = [*((each, "down") for each in pushed.down[:1]), *((each, "up") for each in pushed.up[:1])]
+    yield from in_short([_strongest(found, each, way, pushed.total) for each, way in strongest])
     notices = [] if pushed.proof.proved else [_doubt(pushed.proof)]
     if pushed.calls and pushed.total:
         notices += _alike(pushed)
@@ -214,6 +277,32 @@ def _blocks(found: Located, pushed: Pushed | None) -> Iterator[Block]:
     yield _table(found, "Pushed down most", pushed.down, pushed.total)
     if pushed.tokens:
         yield _tokens(found, pushed)
+
+
+def _strongest(found: Located, call: PushedCall, way: str, total: float) -> Notice:
+    """Say which call was pushed hardest in a direction, and whether the call itself or another of its rollout explains it."""
+    by = f" by {call.agent}" if call.agent else ""
+    text = (
+        f"Pushed {way} hardest: {_name(found, call)}{by}, {call.answer!r} ({share(_part([call], total))} of all pushes)"
+    )
+    link = [
+        Link(_name(found, call), _opens(found, call)),
+        Link("its group", to("group", found.key, call.rollout.group)),
+    ]
+    beside = call.siblings
+    if beside is None:
+        return Notice(text, links=link)
+    detail = f"Its rollout earned {number(call.rollout.reward)}, the {beside.rollouts - 1} others of its group "
+    detail += f"{number(beside.others)} on average. "
+    if way == "down" and beside.better:
+        detail += f"The call is not to blame: {beside.better} others made it, too, and earned more"
+        if beside.part:
+            detail += (
+                f". They part at call {beside.part}: this rollout said {beside.own!r}, the best of them {beside.best!r}"
+            )
+    else:
+        detail += f"{beside.alike} of its {beside.rollouts} rollouts made this call"
+    return Notice(text, detail=detail, links=link)
 
 
 def _part(calls: Sequence[PushedCall], total: float) -> float | None:

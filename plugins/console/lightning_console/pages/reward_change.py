@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from lightning_console.blocks import Block, Cell, Column, Link, Notice, Notices, Table, Tone
 from lightning_console.pages.words import NONE, count, counted, inside, number, share, to, tone_of, written
 from lightning_console.places import Located
-from lightning_console.queries.reward_change import Difficulty, GroupReward, RewardChange
+from lightning_console.queries.reward_change import FAILED_TOOL, Difficulty, GroupReward, RewardChange
 
 TITLE: Final = "Why the reward moved"
 CHANCE: Final = 0.05
 """A difference that arises by chance more often than this cannot be told from chance."""
 MOST_OF: Final = 0.7
 """A few groups make the change if they have this share of it, and are at most half of the groups."""
+MOSTLY: Final = 0.5
+"""A kind of rollouts may be the cause of a step's reward from this share of its rollouts on, ..."""
+GROWN: Final = 0.25
+"""... if its share has grown by this much since the step before."""
 SHOWN: Final = 10
 """Groups that are listed."""
 SMALL: Final = 0.0005
 """Rewards that differ by less are the same on a page."""
 
 
-def change_blocks(found: Located, change: RewardChange | str | None) -> list[Block]:
-    """Return the blocks that explain a step's reward. A text says why there is no explanation; None means that it is still
-    being computed."""
+def change_blocks(
+    found: Located, change: RewardChange | str | None, untaught: Sequence[Notice] = ()
+) -> tuple[Notices, list[Block]]:
+    """Return the sentences that explain a step's reward, and the tables behind them. A text says why there is no explanation;
+    None means that it is still being computed. `untaught` says that the step trained nothing."""
     if change is None:
-        return [Notices([Notice("the rewards of this step and the one before are compared …", "muted")], title=TITLE)]
+        waits = Notice("the rewards of this step and the one before are compared …", "muted")
+        return Notices([waits, *untaught], title=TITLE), []
     if isinstance(change, str):
-        return [Notices([Notice("There is nothing to compare", "muted", detail=change)], title=TITLE)]
-    notices = [_lead(found, change), _tasks(change)]
+        nothing = Notice("There is nothing to compare", "muted", detail=change)
+        return Notices([nothing, *untaught], title=TITLE), []
+    notices = [_lead(found, change), *_cause(found, change), *untaught, _tasks(change)]
     if change.open:
         going = (
             f"{counted(change.open, f'rollout of step {change.step} has', f'rollouts of step {change.step} have')} not "
             "ended: its reward is that of the others"
         )
         notices.insert(0, Notice(going, "warn"))
-    if abs(change.rest) >= SMALL:
+    if change.lost:
+        notices.append(
+            Notice(f"{count(change.lost)} rollouts were lost to the infrastructure and are left out", "warn")
+        )
+    if abs(change.rest) >= SMALL and change.equal is None:
         notices.append(_groups_notice(change))
     if change.unread:
         text = "Whether cut off answers or failed tools explain it is not known"
         notices.append(Notice(text, "muted", detail=change.unread))
-    return [Notices(notices, title=TITLE), *_beside(change), _groups(found, change)]
+    return Notices(notices, title=TITLE), [*_beside(change), _groups(found, change)]
+
+
+def _cause(found: Located, change: RewardChange) -> list[Notice]:
+    """Name the kind of rollouts whose share changed with the reward, where that explains much of it or all rollouts earned the
+    same."""
+    grown = [each for each in change.beside if each.now >= MOSTLY and each.now - each.before >= GROWN]
+    explains = [each for each in grown if (each.accounts or 0.0) * change.difference > 0]
+    likely = [
+        each for each in explains if change.equal is not None or abs(each.accounts or 0.0) >= abs(change.difference) / 2
+    ]
+    equal = "" if change.equal is None else f"All rollouts of step {change.step} earned {number(change.equal)}. "
+    if not likely:
+        return [Notice(f"{equal}No kind of failure explains it", "warn")] if equal else []
+    cause = max(likely, key=lambda each: abs(each.accounts or 0.0))
+    text = (
+        f"{equal}The most probable cause: {cause.name}, {share(cause.now)} of all ({share(cause.before)} in step "
+        f"{change.earlier})"
+    )
+    error, times = change.tool_error
+    if cause.name != FAILED_TOOL or not error:
+        return [Notice(text, "warn")]
+    cannot = ". The tool may not be able to do these tasks" if equal else ""
+    links = [Link("their tool runs", to("tools", found.key, split="train", step=change.step))]
+    return [Notice(text, "warn", f"most often {error} ({count(times)} times){cannot}", links)]
 
 
 def _lead(found: Located, change: RewardChange) -> Notice:
@@ -54,11 +91,11 @@ def _lead(found: Located, change: RewardChange) -> Notice:
         few = f"With {len(change.others)} and {len(change.groups)} groups no difference could be told from chance"
         return Notice(f"This may be chance: the reward {text}", "muted", detail=few, links=links)
     if change.p > CHANCE:
-        return Notice(f"{_by_chance(change)}: the reward {text}", "muted", detail=_deals(change), links=links)
+        return Notice(f"{_by_chance(change)}: the reward {text}", "muted", _deals(change), links, folded=True)
     tone: Tone = "warn" if fell else "good"
     often = f"about {100 * change.p:.0f} of" if change.p >= 0.01 else "less than one of"
     beware = f"{_deals(change)}. Among 100 steps, {often} them would move so much by chance alone"
-    return Notice(f"The reward {text}, and chance alone hardly explains it", tone, detail=beware, links=links)
+    return Notice(f"The reward {text}, and chance alone hardly explains it", tone, beware, links, folded=True)
 
 
 def _by_chance(change: RewardChange) -> str:
@@ -98,8 +135,8 @@ def _tasks(change: RewardChange) -> Notice:
         return Notice("The tasks explain nothing of it: both steps had the same ones")
     known = change.difficulty
     if known is None:
-        return Notice("Whether the tasks were harder or easier is not known", "muted", detail=_unknown(change))
-    return Notice(_explains(change, known), detail=_elsewhere(change, known))
+        return Notice("Whether the tasks were harder or easier is not known", "muted", _unknown(change), folded=True)
+    return Notice(_explains(change, known), detail=_elsewhere(change, known), folded=True)
 
 
 def _unknown(change: RewardChange) -> str:

@@ -37,7 +37,19 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
-from lightning_console.pages.words import NONE, change, count, counted, located, number, share, to, trail
+from lightning_console.pages.words import (
+    NONE,
+    change,
+    count,
+    counted,
+    in_short,
+    inside,
+    located,
+    number,
+    share,
+    to,
+    trail,
+)
 from lightning_console.places import Located, Places, folder_of
 from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.router import Address
@@ -123,7 +135,7 @@ class Rewards:
     reward, divided by the reward's variance: negative for a part that works against the others, whose sum then exceeds 1. It is
     empty if the reward is not the sum of its parts.
     `equal_groups` is the share of groups whose rewards are all equal. `unread` says why calls could not be read; empty if they
-    could."""
+    could. `highest` is the rollout with the highest reward; None without one."""
 
     steps: tuple[int, ...]
     of_steps: int
@@ -134,6 +146,7 @@ class Rewards:
     explained: Mapping[str, float]
     equal_groups: float | None
     unread: str = ""
+    highest: Rollout | None = None
 
 
 _memo: Memo[Rewards] = Memo(kept=16)
@@ -174,6 +187,7 @@ async def _read(store: Store, run: Run) -> Rewards:
         explained=explained_by(looked, rewards) if names else {},
         equal_groups=_equal(scored),
         unread=unread,
+        highest=max(scored, key=lambda each: each.reward or 0.0, default=None),
     )
 
 
@@ -279,7 +293,7 @@ async def page(places: Places, address: Address) -> Page:
         )
         choices = [(each.name, each.name) for each in rewards.measures]
         blocks = [
-            *_warnings(found, rewards),
+            *_answers(found, rewards),
             _facts(rewards),
             Controls(str(address), [Control("measure", "distribution of", chosen.name, choices)]),
             _over_steps(found, rewards, chosen),
@@ -296,22 +310,38 @@ async def page(places: Places, address: Address) -> Page:
     return Page(str(address), "Reward", blocks, trail(found))
 
 
-def _warnings(found: Located, rewards: Rewards) -> list[Block]:
-    notices = [
-        Notice(
-            f"the reward follows {each.name}: rank correlation {each.value:+.2f}",
-            "warn" if "length" in each.name else "",
-            detail="Does the task ask for this? Look at the rollouts with the highest and the lowest reward.",
-            links=[Link("search rollouts by their reward", to("search", found.key))],
-        )
-        for each in rewards.correlations
-        if not each.part and each.value is not None and abs(each.value) >= STRONG
-    ]
+def _answers(found: Located, rewards: Rewards) -> list[Block]:
+    """Say which quantity the reward follows most, and which rollout earned the highest reward, with its parts."""
+    known = sorted((each for each in rewards.correlations if each.value is not None), key=_strength, reverse=True)
+    notices = []
+    if known and _strength(known[0]) >= STRONG:
+        first, *others = known
+        text = f"The reward follows {_quantity(first)} most: rank correlation {first.value:+.2f}"
+        rest = ", ".join(f"{_quantity(each)} {each.value:+.2f}" for each in others)
+        asks = "" if first.part else "Does the task ask for this? "
+        notices.append(Notice(text, "" if first.part else "warn", f"{asks}Others: {rest}" if rest else asks.strip()))
+    if (best := rewards.highest) is not None:
+        parts = ", ".join(f"{name} {number(value)}" for name, value in best.rewards.items() if name != "reward")
+        text = f"The highest reward is {number(best.reward)}, of the rollout {inside(found, best.id)}"
+        links = [
+            Link("this rollout", to("rollout", found.key, best.id)),
+            Link("its group", to("group", found.key, best.group)),
+            Link("search rollouts by their reward", to("search", found.key)),
+        ]
+        notices.append(Notice(f"{text}: {parts}" if parts else text, links=links))
     if rewards.unread:
         notices.append(
             Notice(rewards.unread, "warn", detail="what the reward follows besides its parts cannot be said")
         )
-    return [Notices(notices)] if notices else []
+    return in_short(notices)
+
+
+def _strength(each: Correlation) -> float:
+    return abs(each.value or 0.0)
+
+
+def _quantity(each: Correlation) -> str:
+    return f"its part {each.name}" if each.part else each.name
 
 
 def _facts(rewards: Rewards) -> Facts:

@@ -148,14 +148,15 @@ def _facts(found: Located, view: RolloutView) -> Facts:
 
 
 def _reward_fact(view: RolloutView) -> Fact:
-    """Return the reward beside those of the group: the best of different ones is good, the least is bad."""
+    """Return the reward beside those of the group: ▲ for the best of different ones, ▼ for the least. Neither says that the
+    answer is right or wrong."""
     rollout = view.rollout
     known = [each.reward for each in view.siblings if each.reward is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     tone: Tone = ""
     said = [", ".join(f"{name} {number(value)}" for name, value in rollout.rewards.items() if name != "reward")]
     if rollout.reward is not None and len(known) > 1:
-        tone = "" if low == high else "good" if rollout.reward >= high else "bad" if rollout.reward <= low else ""
+        tone = "" if low == high else "up" if rollout.reward >= high else "down" if rollout.reward <= low else ""
         said.append(
             f"as all {len(known)} rollouts of its group"
             if low == high == rollout.reward

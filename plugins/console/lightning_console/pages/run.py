@@ -193,6 +193,7 @@ async def page(places: Places, address: Address) -> Page:
         blocks,
         (Link("Runs", "runs"),),
         live=waiting or line.state.name == "running",
+        partial=waiting,
         next=to("step", found.key, curves.steps[-1]) if curves.steps else "",
     )
 
@@ -312,10 +313,11 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
             "held-out", number(first.score), f"{plus_or_minus(margin(first))} after {counted(first.step, 'step')}"
         )
     gain = held_out_gain_of((first, last), with_failures=True)
+    sure = "interval unknown" if gain is None or gain.interval is None else "{:+.3f} to {:+.3f}".format(*gain.interval)
     return Fact(
         "held-out",
         change(first.score, last.score),
-        f"{plus_or_minus(margin(last))} after {counted(last.step, 'step')}, {last.failed} of {last.rollouts} failed",
+        f"the gain on these tasks: {sure} (95 %); after {counted(last.step, 'step')} {last.failed} of {last.rollouts} failed",
         "good" if gain is not None and gain.is_certain and gain.change > 0 else "",
         hint="failed rollouts count as 0; a click compares the first with the last, task by task",
         to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
@@ -323,14 +325,16 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
 
 
 def _step_links(found: Located, curves: Curves) -> list[Block]:
-    """Return links to the steps: to all of a short run, else to the first and the last, and to others between them."""
+    """Return links to the steps, and to those that moved the reward most: to all of a short run, else to the first and the
+    last, and to others between them."""
     steps = curves.steps
     if not steps:
         return []
     shown = sorted({steps[round(at * (len(steps) - 1) / (MOST_LINKS - 1))] for at in range(MOST_LINKS)})
     links = [Link(f"step {step}", to("step", found.key, step)) for step in shown]
     text = "Each step's groups and rollouts:" if len(shown) == len(steps) else f"Some of the {count(len(steps))} steps:"
-    return [Notices([Notice(text, links=links)], title="Steps")]
+    reward = Notice("Reward", links=[Link("what it follows, and which rollout earned most", to("rewards", found.key))])
+    return [Notices([*_moves(found, curves), reward, Notice(text, links=links)], title="Steps and rewards")]
 
 
 def _charts(found: Located, curves: Curves) -> list[Block]:
@@ -364,7 +368,6 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
         )
         if curves.steps
         else Notices([]),
-        _moves(found, curves),
         Chart(
             [Series("held-out", held_out)],
             "after so many steps",
@@ -387,7 +390,7 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
     return [block for block in blocks if not (isinstance(block, Notices) and not block.notices)]
 
 
-def _moves(found: Located, curves: Curves) -> Notices:
+def _moves(found: Located, curves: Curves) -> list[Notice]:
     """Return links to the steps at which the reward fell and rose most, and to what the last step pushed most."""
     values = zip(curves.steps, curves.named("reward_with_failures"), strict=True)
     known = [(step, value) for step, value in values if value is not None]
@@ -406,7 +409,7 @@ def _moves(found: Located, curves: Curves) -> Notices:
         notices.append(
             Notice("Every metric", links=[Link("all metrics, and charts of them", to("metrics", found.key))])
         )
-    return Notices(notices)
+    return notices
 
 
 def _failures(curves: Curves, series: Callable[..., Series], marks: Sequence[tuple[float, str]]) -> list[Block]:

@@ -23,8 +23,19 @@ from lightning_console.blocks import (
     Page,
     Table,
 )
-from lightning_console.pages.tools import difference_text, scan_notices
-from lightning_console.pages.words import NONE, count, counted, inside, located, number, page_links, to, trail, written
+from lightning_console.pages.tools import difference_of, difference_text, scan_notices
+from lightning_console.pages.words import (
+    count,
+    counted,
+    in_short,
+    inside,
+    located,
+    number,
+    page_links,
+    to,
+    trail,
+    written,
+)
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.scan import KINDS, Scan, scan_of
@@ -34,6 +45,8 @@ from lightning_console.router import Address
 EACH: Final = 25
 """Rollouts of one page."""
 MOST_PAGES: Final = 20
+MOST_PARTS: Final = 8
+"""Most parts of the run that the sentence about the matches lists."""
 SHARE: Final = 0.25
 """The share of a page's patience that a search waits for texts that are not read yet."""
 
@@ -42,7 +55,7 @@ EITHER: Final = [("", "any"), ("yes", "yes"), ("no", "no")]
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `search/RUN?q=&where=&above=&below=&failed=&cut=&step=&split=&cursor=`."""
+    """Make the page `search/RUN?q=&where=&above=&below=&failed=&cut=&odd=&step=&split=&cursor=`."""
     found = await located(places, address)
     query = query_of(address)
     patience = None if places.patience is None else SHARE * places.patience
@@ -55,7 +68,12 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_beginning(scan))
     else:
         results = await asyncio.to_thread(search, scan, query, first, EACH)
-        blocks += [*_said(results, scan), *_facts(results), _table(found, address, results)]
+        blocks += [
+            *_whereabouts(results, scan),
+            *_said(results, scan),
+            *_facts(results),
+            _table(found, address, results),
+        ]
         following = str(address.having(cursor=first + EACH)) if first + EACH < results.matched else ""
     return Page(
         str(address),
@@ -63,6 +81,7 @@ async def page(places: Places, address: Address) -> Page:
         blocks,
         trail(found),
         live=not scan.whole or goes_on,
+        partial=not scan.whole,
         previous=str(address.having(cursor=max(0, first - EACH) or None)) if first else "",
         next=following,
     )
@@ -82,6 +101,7 @@ def query_of(address: Address) -> Query:
         address.number("step", 0) if address.option("step") else None,
         address.option("split"),
         _yes(address, "cut"),
+        _yes(address, "odd"),
     )
 
 
@@ -115,6 +135,7 @@ def _controls(address: Address, query: Query, scan: Scan) -> Controls:
             Control("below", "reward at most", address.option("below")),
             Control("failed", "failed", address.option("failed"), EITHER),
             Control("cut", "an answer cut off", address.option("cut"), EITHER),
+            Control("odd", "a tool call that could not run", address.option("odd"), EITHER),
             Control("step", "step", address.option("step")),
             Control(
                 "split",
@@ -152,6 +173,22 @@ def _said(results: Results, scan: Scan) -> list[Block]:
     return [Notices(notices)] if notices else []
 
 
+def _whereabouts(results: Results, scan: Scan) -> list[Block]:
+    """Say in one sentence in which parts of the run the matches are, and what they earned beside the others there."""
+    there = results.whereabouts
+    if not results.matched:
+        return []
+    names = {"train": "in training step", "val": "held-out after step"}
+    parts = [f"{count(many)} {names.get(split, f'{split}, step')} {step}" for split, step, many in there.parts]
+    rest = f", and {count(len(parts) - MOST_PARTS)} more parts" if len(parts) > MOST_PARTS else ""
+    begun = "" if scan.whole else "So far "
+    text = f"{begun}{count(results.matched)} rollouts: {', '.join(parts[:MOST_PARTS])}{rest}"
+    if there.earned is not None:
+        beside = "" if there.others is None else f", the other rollouts of the same parts {number(there.others)}"
+        text += f". They earned {number(there.earned)} on average{beside}"
+    return in_short([Notice(text)])
+
+
 def _facts(results: Results) -> list[Block]:
     beside = results.beside
     if beside is None:
@@ -160,8 +197,7 @@ def _facts(results: Results) -> list[Block]:
     if beside.with_:
         facts.append(Fact("reward with it", number(beside.mean_with), f"of {counted(beside.with_, 'rollout')}"))
         facts.append(Fact("reward without it", number(beside.mean_without), f"of {counted(beside.without, 'rollout')}"))
-        change = NONE if beside.difference is None else f"{beside.difference:+.3f}"
-        facts.append(Fact("difference within tasks", change, difference_text(beside)))
+        facts.append(Fact("difference within tasks", difference_of(beside), difference_text(beside)))
     return [Facts(facts)]
 
 
@@ -206,7 +242,7 @@ def _rows(found: Located, match: Match) -> list[list[Cell]]:
                 to("rollout", found.key, rollout.id, **_call(hit.call)),
             ),
             Cell(hit.before),
-            Cell(hit.found, tone="warn"),
+            Cell(hit.found, tone="warn" if hit.found else ""),
             Cell(hit.after),
         ]
         for place, hit in enumerate(match.hits)

@@ -53,7 +53,7 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
-from lightning_console.queries.curves import read_curves
+from lightning_console.queries.curves import Curves, read_curves
 from lightning_console.queries.reward_change import reward_change_of
 from lightning_console.queries.runs import ODD, line_of, said_of
 from lightning_console.queries.steps import REMOVED, StepProof, prove_step
@@ -189,6 +189,7 @@ async def page(places: Places, address: Address) -> Page:
     axis = address.option("x") if address.option("x") in AGAINST else "tokens" if step.record else "seconds"
     goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
     is_last = step.last is None or step.number >= step.last
+    curves: Curves | None = None
     try:
         curves = await read_curves(found.store, found.run)
         change = await reward_change_of(found.store, found.run, step.proof, step.number, curves, places.patience)
@@ -196,13 +197,15 @@ async def page(places: Places, address: Address) -> Page:
         raise
     except ODD as error:
         change = said_of(error)
+    why, behind = change_blocks(found, change, _trained_nothing(step, curves))
     return Page(
         str(address),
         f"Step {step.number}",
         [
             *_notices(step),
+            why,
             _facts(step),
-            *change_blocks(found, change),
+            *behind,
             *_taught(found, step),
             _groups(found, step, address, first),
             Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
@@ -213,6 +216,7 @@ async def page(places: Places, address: Address) -> Page:
         ],
         trail(found),
         live=(step.record is None and goes_on) or change is None,
+        partial=change is None,
         previous=to("step", found.key, step.number - 1) if step.number > 1 else "",
         next=to("step", found.key, step.number + 1) if not is_last or (step.record and goes_on) else "",
     )
@@ -228,6 +232,28 @@ def _notices(step: Step) -> list[Block]:
     elif step.unknown and step.record is not None:
         notices.append(Notice("advantages are not known", "warn", detail=step.unknown))
     return [Notices(notices)] if notices else []
+
+
+def is_idle(record: StepRecord) -> bool:
+    """Return whether a step changed no weight, because no row of it was trained on."""
+    return record.metrics.get("stepped", record.metrics.get("rows")) == 0
+
+
+def _trained_nothing(step: Step, curves: Curves | None) -> list[Notice]:
+    """Say of a step that trained nothing that its weights are those before it, and what these earned in the next step."""
+    record, epoch = step.record, step.proof.epoch
+    if record is None or not is_idle(record):
+        return []
+    version = record.policy_version
+    text = (
+        f"This step did not make the model worse or better: it trained nothing, so v{version} has the weights of "
+        f"v{version - 1}"
+    )
+    rewards = {} if curves is None else dict(zip(curves.steps, curves.named("reward_with_failures"), strict=True))
+    following = rewards.get(step.number + 1)
+    if following is not None and epoch is not None and not epoch.max_staleness:
+        text += f". The same weights earned {number(following)} in step {step.number + 1}"
+    return [Notice(text)]
 
 
 def _facts(step: Step) -> Facts:
@@ -247,6 +273,7 @@ def _facts(step: Step) -> Facts:
     if record is None or step.proof.epoch is None:
         ended = sum(rollout.status.ended for rollout in rollouts)
         return Facts([*facts, Fact("ended", f"{ended} of {len(rollouts)}")])
+    made = f"the weights of v{record.policy_version - 1}, unchanged" if is_idle(record) else "that this step made"
     return Facts(
         [
             *facts,
@@ -256,7 +283,7 @@ def _facts(step: Step) -> Facts:
             Fact("mean |Δ logprob|", number(metrics.get("mean_logprob_gap")), "trainer to sampler, nats"),
             Fact("clipped", share(metrics.get("clip_fraction")), f"masked {share(metrics.get('masked_share'))}"),
             Fact("norm of the gradient", number(metrics.get("grad_norm"))),
-            Fact("version", f"v{record.policy_version}", "that this step made"),
+            Fact("version", f"v{record.policy_version}", made),
             Fact("committed", when(record.at), f"config epoch {step.proof.epoch.number}"),
         ]
     )

@@ -29,6 +29,7 @@ from lightning_console.pages.words import (
     NONE,
     count,
     counted,
+    in_short,
     inside,
     located,
     number,
@@ -57,6 +58,8 @@ from lightning_console.router import Address
 EACH: Final = 50
 """Most failed tool runs, and most odd tool calls, that one page shows."""
 MOST_TOOLS: Final = 40
+NAMED_KINDS: Final = 5
+"""Most kinds that a sentence lists."""
 CURVES: Final = 5
 SPLITS: Final = (("", "all rollouts"), ("train", "training rollouts"), ("val", "held-out rollouts"))
 TROUBLES: Final = {
@@ -85,7 +88,8 @@ async def page(places: Places, address: Address) -> Page:
     blocks += await asyncio.to_thread(_blocks, found, address, rollouts)
     more = _trail(found, address)
     goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
-    return Page(str(address), _title(found, address), blocks, trail(found, *more), live=not scan.whole or goes_on)
+    title, above, missing = _title(found, address), trail(found, *more), not scan.whole
+    return Page(str(address), title, blocks, above, live=missing or goes_on, partial=missing)
 
 
 def scan_notices(scan: Scan) -> list[Block]:
@@ -160,6 +164,7 @@ def _blocks(found: Located, address: Address, rollouts: Sequence[Scanned]) -> li
     arguments = [failing_arguments(line.used) for line in lines[:MOST_TOOLS]]
     beside = reward_beside(rollouts, {rollout.id for rollout, run in used if run.failed})
     blocks: list[Block] = [
+        *in_short(_answers(found, address, lines, arguments, rollouts)),
         *_words(lines, rollouts),
         _facts(address, rollouts, lines, arguments, beside),
         _table(address, lines, arguments),
@@ -190,6 +195,21 @@ def _nothing(rollouts: Sequence[Scanned], tool: str) -> Notices:
     return Notices([Notice(text, "muted", detail)])
 
 
+def _answers(
+    found: Located,
+    address: Address,
+    lines: Sequence[ToolLine],
+    arguments: Sequence[Arguments],
+    rollouts: Sequence[Scanned],
+) -> list[Notice]:
+    notices = []
+    if lines and lines[0].failed:
+        notices.append(_worst(address, lines[0], arguments[0]))
+    if not address.option("tool"):
+        notices += _never_ran(found, address, rollouts)
+    return notices
+
+
 def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block]:
     notices = []
     unreported = sum(line.unreported for line in lines)
@@ -207,6 +227,47 @@ def _words(lines: Sequence[ToolLine], rollouts: Sequence[Scanned]) -> list[Block
         detail = "tools that the model invented, and tool calls that never ran, are not found in these"
         notices.append(Notice(f"the texts of {counted(texts, 'call')} are not recorded whole", "muted", detail))
     return [Notices(notices)] if notices else []
+
+
+def _worst(address: Address, line: ToolLine, said: Arguments) -> Notice:
+    """Say in one sentence which tool failed most, for whom, and with which arguments."""
+    sure = f", 95 %: {interval_text(line.interval)}" if line.interval else ""
+    text = (
+        f"The tool {line.tool} failed most, run by the agent {line.agent}: {count(line.failed)} of its {count(line.known)} "
+        f"runs ({share(line.share)}{sure})"
+    )
+    often, error = line.errors[0]
+    detail = f"{count(often)} times with {written(error, 80)!r}"
+    if said.telling:
+        first = said.telling[0]
+        ran = "all" if first.failed == first.runs else f"{first.failed} of"
+        detail += (
+            f". In {count(first.times)} of them, {written(first.text, 80)}; {ran} {first.runs} different runs with such an "
+            "argument failed"
+        )
+    return Notice(
+        text,
+        "bad",
+        detail,
+        [] if address.option("tool") else [Link(f"{line.tool}, by {line.agent}", _to(address, line))],
+    )
+
+
+def _never_ran(found: Located, address: Address, rollouts: Sequence[Scanned]) -> list[Notice]:
+    """Say in one sentence how many tool calls could not run as they were written, and what was wrong."""
+    odd = [(rollout.id, each) for rollout in rollouts for each in rollout.odd]
+    if not odd:
+        return []
+    kinds = Counter(each.why or TROUBLES[each.trouble] for _, each in odd)
+    invented = any(each.trouble in ("tool", "argument") for _, each in odd)
+    where = {name: address.option(name) for name in ("split", "step") if address.option(name)}
+    text = f"{counted(len(odd), 'tool call')} in {counted(len({rollout for rollout, _ in odd}), 'rollout')} could not run: "
+    why = ", ".join(f"{kind} ({times})" for kind, times in kinds.most_common(NAMED_KINDS))
+    names = Counter(f"{each.name or 'no tool'} by {each.agent}" for _, each in odd)
+    detail = "" if invented else "The model invented no tool and no argument. "
+    detail += "Called: " + ", ".join(f"{name} ({times})" for name, times in names.most_common(NAMED_KINDS))
+    link = Link("these rollouts, with the texts of the calls", to("search", found.key, odd="yes", **where))
+    return [Notice(text + why, "warn", detail, [link])]
 
 
 def _facts(
@@ -254,14 +315,23 @@ def _reward_fact(beside: RewardBeside) -> Fact:
     name = "reward with a failed tool minus without"
     if not beside.with_:
         return Fact(name, NONE, "no rollout with a reward has a failed tool", "muted")
-    value = NONE if beside.difference is None else f"{beside.difference:+.3f}"
     return Fact(
-        name, value, difference_text(beside), "bad" if beside.told_apart and (beside.difference or 0) < 0 else ""
+        name,
+        difference_of(beside),
+        difference_text(beside),
+        "bad" if beside.told_apart and (beside.difference or 0) < 0 else "",
     )
+
+
+def difference_of(beside: RewardBeside) -> str:
+    """Format a difference of rewards."""
+    return NONE if beside.difference is None else f"{beside.difference:+.3f}"
 
 
 def difference_text(beside: RewardBeside) -> str:
     """Say how sure a difference of rewards is."""
+    if beside.equal:
+        return "all rewards are equal, so that nothing can be told"
     if beside.difference is None:
         return "no group has rollouts of both kinds: other tasks or versions may explain a difference"
     if beside.interval is None:
@@ -338,7 +408,9 @@ def _arguments(lines: Sequence[ToolLine], arguments: Sequence[Arguments]) -> Tab
     rows = []
     for line, said in zip(lines, arguments, strict=False):
         for feature in said.telling:
-            tells = [Cell("tells failed runs from the others", tone="bad"), Cell(f"{feature.failed} of {feature.runs}")]
+            more = f" ({feature.times} with repeats)" if feature.times > feature.failed else ""
+            failed_of = Cell(f"{feature.failed} of {feature.runs}{more}")
+            tells = [Cell("tells failed runs from the others", tone="bad"), failed_of]
             rows.append([Cell(line.agent), Cell(written(feature.text, 200)), *tells])
         for text, failed in said.frequent:
             rows.append(
@@ -390,7 +462,6 @@ def _rewards(rollouts: Sequence[Scanned], lines: Sequence[ToolLine], every: Rewa
 
 
 def _reward_row(tool: str, agent: str, beside: RewardBeside) -> list[Cell]:
-    difference = NONE if beside.difference is None else f"{beside.difference:+.3f}"
     return [
         Cell(tool),
         Cell(agent),
@@ -398,7 +469,7 @@ def _reward_row(tool: str, agent: str, beside: RewardBeside) -> list[Cell]:
         Cell(number(beside.mean_with)),
         Cell(count(beside.without)),
         Cell(number(beside.mean_without)),
-        Cell(difference, tone="bad" if beside.told_apart and (beside.difference or 0.0) < 0 else ""),
+        Cell(difference_of(beside), tone="bad" if beside.told_apart and (beside.difference or 0.0) < 0 else ""),
         Cell(
             difference_text(beside) if beside.with_ else "no rollout with a reward has one",
             tone="" if beside.told_apart else "muted",
@@ -487,6 +558,7 @@ def _odd(found: Located, rollouts: Sequence[Scanned], tool: str) -> Table:
     for (trouble, name, agent), own in sorted(kinds.items(), key=lambda each: -len(each[1]))[:EACH]:
         commonest = Counter(odd.detail for _, odd in own).most_common(1)[0][0]
         rollout, odd = own[0]
+        why = Counter(odd.why for _, odd in own if odd.why)
         rows.append(
             [
                 Cell(TROUBLES[trouble], tone="bad" if trouble != "never run" else ""),
@@ -494,6 +566,7 @@ def _odd(found: Located, rollouts: Sequence[Scanned], tool: str) -> Table:
                 Cell(agent),
                 Cell(count(len(own))),
                 Cell(count(len({each.id for each, _ in own}))),
+                Cell(", ".join(f"{each} ({times})" for each, times in why.most_common())),
                 Cell(written(commonest, 120)),
                 Cell(inside(found, rollout.id), _odd_to(found, rollout, odd)),
             ]
@@ -504,6 +577,7 @@ def _odd(found: Located, rollouts: Sequence[Scanned], tool: str) -> Table:
         Column("called by"),
         Column("times", "number"),
         Column("rollouts", "number"),
+        Column("what is wrong", hint="of a tool call inside the text of an answer"),
         Column("most often"),
         Column("one of them"),
     ]
@@ -512,15 +586,19 @@ def _odd(found: Located, rollouts: Sequence[Scanned], tool: str) -> Table:
         rows,
         title="Invented tools, and tool calls that never ran",
         note="from recorded requests and answers; a framework may use a tool call as the final answer, which then never runs",
-        empty=_no_odd(rollouts),
+        empty=_no_odd(rollouts, tool),
     )
 
 
-def _no_odd(rollouts: Sequence[Scanned]) -> str:
+def _no_odd(rollouts: Sequence[Scanned], tool: str) -> str:
     if any(each.missing for each in rollouts):
         return "none is found in the requests and answers that are recorded whole"
     if not any(each.offers for each in rollouts):
         return "no request offered a tool, and no answer has a tool call"
+    if tool:
+        others = sum(len(each.odd) for each in rollouts)
+        rest = f"; {count(others)} other tool calls could not run, see the page of all tools" if others else ""
+        return f"each call of {tool} had arguments that were offered, and has a result{rest}"
     return (
         "in these rollouts the model called only tools and arguments that were offered, and each tool call has a result"
     )

@@ -16,9 +16,36 @@ from lightning.types import Json, Rollout, Run, by_key
 from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired_tasks
 from lightning_debug.statistics import SequentialTest, interval, p_flipped
 
-from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
-from lightning_console.pages.words import NONE, cannot_read, count, counted, mean_of, number, to, tone_of, when, written
+from lightning_console.blocks import (
+    Block,
+    Cell,
+    Column,
+    Control,
+    Controls,
+    Fact,
+    Facts,
+    Link,
+    Notice,
+    Notices,
+    Page,
+    Table,
+    Tone,
+)
+from lightning_console.pages.words import (
+    NONE,
+    cannot_read,
+    count,
+    counted,
+    mean_of,
+    number,
+    page_links,
+    to,
+    tone_of,
+    when,
+    written,
+)
 from lightning_console.places import Located, Places, key_of
+from lightning_console.queries.conversation import one_line, said_by, vocabulary_of
 from lightning_console.queries.runs import ODD, said_of
 from lightning_console.router import Address
 
@@ -206,6 +233,10 @@ async def _regressions(
 
 ABOVE = (Link("Runs", "runs"),)
 MOST_ROWS: Final = 200
+EACH: Final = 20
+"""Tasks that one page shows with their last answers."""
+ANSWER: Final = 100
+"""Most characters of a last answer."""
 CHANCE: Final = 0.05
 """A difference that arises by chance more often than this cannot be told from chance."""
 ROUNDING: Final = 1e-9
@@ -214,27 +245,49 @@ BETTER: Final = Column("B − A", "number", "the reward of B minus the reward of
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `versions?of=KEY@STEP,KEY@STEP&bounds=LOW,HIGH`; with fewer than two names, the list of evaluations."""
+    """Make the page `versions?of=KEY@STEP,KEY@STEP&bounds=LOW,HIGH&task=&success=&cursor=`; with fewer than two
+    names, the list of evaluations."""
     names = [name for name in address.option("of").split(",") if name]
     if len(names) < 2:
         return await _choices(places, address, names)
     if len(names) > 2:
         raise DataError(f"two versions are compared, and the address names {len(names)}: versions?of=RUN@STEP,RUN@STEP")
     found = await compare_versions(places, names[0], names[1], bounds_of(address), worst=SHOWN)
-    blocks = [*comparison_blocks(found, address), _regression_table(found)]
+    made = await comparison_blocks(found, address)
+    blocks = [made.verdict, made.filter, made.solved, *made.details, _regression_table(found)]
     trail = (*ABOVE, Link("Versions", "versions"))
     return Page(str(address), f"{found.a.name} beside {found.b.name}", blocks, trail)
 
 
-def comparison_blocks(found: VersionComparison, address: Address) -> list[Block]:
-    """Return the comparison as blocks: its figures, the tasks that one side alone solves, and each task. The option `success`
-    of the address is the mean reward from which on a task is solved, by default the highest reward."""
+@dataclass(frozen=True, slots=True)
+class ComparisonBlocks:
+    """A comparison as blocks: its `verdict`, the tasks that one side alone solves (`solved`), and all figures and tasks
+    (`details`)."""
+
+    verdict: Notices
+    filter: Controls
+    solved: Table
+    details: Sequence[Block]
+
+
+async def comparison_blocks(found: VersionComparison, address: Address, sides: str = "") -> ComparisonBlocks:
+    """Return the comparison as blocks. The option `success` of the address is the mean reward from which on a task is solved,
+    by default the highest reward; of the tasks only those with the text `task` are shown. `sides` says what A and B are."""
     success = address.option("success")
     try:
         least = float(success) if success else found.bounds[1]
     except ValueError:
         raise DataError(f"success={success[:40]!r} in the address is no number") from None
-    return [_facts(found), *_words(found), _solved(found, least), _tasks(found)]
+    wanted = address.option("task").strip().casefold()
+    shown = [each for each in found.tasks if wanted in written(found.inputs[each.task], 10_000).casefold()]
+    text = Control("task", "tasks with this text, then Enter", address.option("task"))
+    solved = _solved_by(found.tasks, least)
+    return ComparisonBlocks(
+        Notices([_sides(found, solved, sides, least), _verdict(found), *_words(found)]),
+        Controls(str(address.having(cursor=None)), [text]),
+        await _solved(found, address, _solved_by(shown, least), solved, least),
+        [_facts(found), _tasks(found, shown, folded=not wanted)],
+    )
 
 
 def bounds_of(address: Address) -> tuple[float, float]:
@@ -307,7 +360,7 @@ def _facts(found: VersionComparison) -> Facts:
     given = found.interval
     tone: Tone = "" if given is None or given[0] <= 0 <= given[1] else "good" if given[0] > 0 else "bad"
     how = "95 %, holds at any time" if found.anytime else "95 %"
-    detail = f"{given[0]:+.3f} to {given[1]:+.3f} ({how})" if given else "no interval"
+    detail = f"on new tasks {given[0]:+.3f} to {given[1]:+.3f} ({how})" if given else "no interval"
     difference = NONE if found.difference is None else f"{found.difference:+.3f}"
     return Facts(
         [
@@ -321,20 +374,57 @@ def _facts(found: VersionComparison) -> Facts:
     )
 
 
-def _chance(found: VersionComparison) -> Notice:
-    """Say of a difference whose interval includes 0 whether chance explains it on the tasks that were given."""
+@dataclass(frozen=True, slots=True)
+class SolvedBy:
+    """Tasks by the sides that solve them."""
+
+    a: Sequence[PairedTask]
+    b: Sequence[PairedTask]
+    both: int
+    neither: int
+
+
+def _solved_by(tasks: Sequence[PairedTask], success: float) -> SolvedBy:
+    """Sort tasks by the sides whose mean reward is at least `success`, the largest difference first."""
+    kinds: dict[tuple[bool, bool], list[PairedTask]] = {}
+    for each in sorted(tasks, key=lambda one: -abs(one.difference)):
+        kinds.setdefault((each.a >= success - ROUNDING, each.b >= success - ROUNDING), []).append(each)
+    alone = kinds.get((True, False), []), kinds.get((False, True), [])
+    return SolvedBy(*alone, len(kinds.get((True, True), [])), len(kinds.get((False, False), [])))
+
+
+def _sides(found: VersionComparison, solved: SolvedBy, sides: str, success: float) -> Notice:
+    """Say how many tasks each side alone solves; `sides` says what A and B are, on the page that compares runs."""
+    text = f"No task counts as solved: none has a mean reward of {success:g}"
+    if solved.a or solved.b or solved.both:
+        text = f"A alone solves {len(solved.a)} tasks, B alone {len(solved.b)}; both {solved.both}, neither {solved.neither}"
+    where = to("versions", of=f"{found.a.name},{found.b.name}")
+    links = [Link("where B is worst, and the first call that differs", where)] if sides else []
+    return Notice(text, detail=sides, links=links)
+
+
+def _verdict(found: VersionComparison) -> Notice:
+    """Say in one sentence which side is better on these tasks and whether that is chance, and then how new tasks would fare."""
     p = 1.0 if found.anytime else p_flipped([each.difference for each in found.tasks])
-    if p > CHANCE:
-        return Notice(
-            "A and B are not told apart from chance: more tasks, or more rollouts of each, tell smaller differences"
-        )
-    better = "B" if (found.difference or 0.0) > 0 else "A"
-    return Notice(
-        f"On these tasks {better} is better, and chance alone hardly explains it; how much better on other tasks is not sure",
-        "warn",
-        f"If each task's difference were up or down at random, the mean would be as far off in {1000 * p:.0f} of 1000 cases. "
-        "The interval includes 0 because it leaves room for rare tasks of another kind: more tasks make it narrower",
-    )
+    given, change = found.interval, found.difference or 0.0
+    sure = given is not None and not given[0] <= 0.0 <= given[1]
+    moved = f"{change:+.3f} on average: {found.wins} tasks better, {found.losses} worse, {found.ties} equal"
+    if p > CHANCE and not sure:
+        text = f"A and B are not told apart from chance. B − A is {moved}"
+        how = "More tasks, or more rollouts of each, tell smaller differences. "
+    else:
+        better = "B" if change > 0 else "A"
+        text = f"On these tasks {better} is better, and chance alone hardly explains it. B − A is {moved}"
+        how = ""
+        if not found.anytime:
+            times = f"{1000 * p:.0f} of 1000 cases"
+            how = f"If each task's difference were up or down at random, the mean would be as far off in {times}. "
+    if given is not None:
+        new = "B − A is from" if sure else "it is not sure which is better:"
+        text += f". On new tasks of this kind {new} {given[0]:+.3f} to {given[1]:+.3f} (95 %)"
+        how += "The interval for new tasks leaves room for rare tasks of another kind: more tasks make it narrower."
+    tone: Tone = "" if p > CHANCE and not sure else "good" if change > 0 else "warn"
+    return Notice(text, tone, how.strip(), folded=True)
 
 
 def _side_fact(name: str, side: Side) -> Fact:
@@ -342,7 +432,7 @@ def _side_fact(name: str, side: Side) -> Fact:
     return Fact(name, number(side.mean), detail, to=to("run", side.located.key))
 
 
-def _words(found: VersionComparison) -> list[Block]:
+def _words(found: VersionComparison) -> list[Notice]:
     said = []
     if found.interval is None:
         low, high = found.bounds
@@ -353,8 +443,6 @@ def _words(found: VersionComparison) -> list[Block]:
                 "say in the address what rewards can be: &bounds=LOW,HIGH",
             )
         )
-    elif found.interval[0] <= 0 <= found.interval[1]:
-        said.append(_chance(found))
     if found.only_a or found.only_b:
         said.append(
             Notice(
@@ -366,7 +454,7 @@ def _words(found: VersionComparison) -> list[Block]:
         ends = ("was lost to the infrastructure and is", "were lost to the infrastructure and are")
         lost = counted(found.lost_pairs, f"pair {ends[0]}", f"pairs {ends[1]}")
         said.append(Notice(f"{lost} in no figure", "warn"))
-    return [Notices(said)] if said else []
+    return said
 
 
 def _regression_table(found: VersionComparison) -> Table:
@@ -408,30 +496,54 @@ def _call(found: VersionComparison, each: Regression) -> str:
     return to("rollout", found.a.located.key, each.task.rollout_a, call=each.call.number)
 
 
-def _solved(found: VersionComparison, success: float) -> Table:
-    """Return the tasks that one side alone solves. A task is solved if its mean reward is at least `success`."""
-    both = [(each, each.a >= success - ROUNDING, each.b >= success - ROUNDING) for each in found.tasks]
-    apart = sorted(((each, a) for each, a, b in both if a != b), key=lambda one: (not one[1], -abs(one[0].difference)))
+async def _solved(
+    found: VersionComparison, address: Address, shown: SolvedBy, every: SolvedBy, success: float
+) -> Table:
+    """Return the tasks that one side alone solves, with the last answers of both sides. `shown` are those that the page is
+    asked for, of `every`."""
+    apart = [*((each, True) for each in shown.a), *((each, False) for each in shown.b)]
+    first = max(0, address.number("cursor", 0))
+    page = apart[first : first + EACH]
+    said_a = await _last_answers(found.a.located, [each.rollout_a for each, _ in page])
+    said_b = await _last_answers(found.b.located, [each.rollout_b for each, _ in page])
     rows = [
         [
             Cell(written(found.inputs[each.task], 100) or each.task, hint=each.task),
-            Cell("A alone" if by_a else "B alone", tone="bad" if by_a else "good"),
+            Cell("A alone" if by_a else "B alone"),
             *_rewards(found, each),
+            Cell(said_a[each.rollout_a], to("rollout", found.a.located.key, each.rollout_a)),
+            Cell(said_b[each.rollout_b], to("rollout", found.b.located.key, each.rollout_b)),
         ]
-        for each, by_a in apart[:MOST_ROWS]
+        for each, by_a in page
     ]
-    alone = sum(by_a for _, by_a in apart)
-    solved, unsolved = sum(a and b for _, a, b in both), sum(not a and not b for _, a, b in both)
-    more = f"; the first {MOST_ROWS} are shown" if len(apart) > MOST_ROWS else ""
-    columns = [Column("task"), Column("solved by"), Column("A", "number"), Column("B", "number"), BETTER]
+    columns = [
+        Column("task"),
+        Column("solved by"),
+        Column("A", "number"),
+        Column("B", "number"),
+        BETTER,
+        Column("A's last answer"),
+        Column("B's last answer"),
+    ]
     return Table(
         columns,
         rows,
-        title=f"Solved by one alone (A {count(alone)}, B {count(len(apart) - alone)})",
-        note=f"both solve {count(solved)} tasks, neither solves {count(unsolved)}; a task is solved if the mean reward of its "
-        f"rollouts is at least {success:g} (&success= in the address){more}",
-        empty="each task is solved by both or by neither",
+        title=f"Solved by one alone (A {count(len(every.a))}, B {count(len(every.b))})",
+        note=f"a task is solved if the mean reward of its rollouts is at least {success:g} (&success= in the address)",
+        empty="no task with this text is solved by one alone"
+        if len(shown.a) + len(shown.b) < len(every.a) + len(every.b)
+        else "each task is solved by both or by neither",
+        pages=page_links(address, len(apart), EACH),
     )
+
+
+async def _last_answers(located: Located, rollouts: Sequence[str]) -> dict[str, str]:
+    """Return the last answer of each rollout on one line; a dash where it is not stored."""
+    vocabulary, found = vocabulary_of(located), {}
+    for rollout in dict.fromkeys(rollouts):
+        said = said_by(await located.store.transitions(rollout), vocabulary, None)
+        found[rollout] = (one_line(said[-1].answer, ANSWER) if said else "") or NONE
+    return found
 
 
 def _rewards(found: VersionComparison, each: PairedTask) -> list[Cell]:
@@ -444,15 +556,14 @@ def _rewards(found: VersionComparison, each: PairedTask) -> list[Cell]:
     ]
 
 
-def _tasks(found: VersionComparison) -> Table:
-    largest = sorted(found.tasks, key=lambda one: (-abs(one.difference), one.difference))[:MOST_ROWS]
+def _tasks(found: VersionComparison, shown: Sequence[PairedTask], *, folded: bool) -> Table:
+    largest = sorted(shown, key=lambda one: (-abs(one.difference), one.difference))[:MOST_ROWS]
     rows = [
         [Cell(written(found.inputs[each.task], 100) or each.task, hint=each.task), *_rewards(found, each)]
         for each in largest
     ]
     columns = [Column("task"), Column("A", "number"), Column("B", "number"), BETTER]
-    more = len(found.tasks) - len(rows)
-    note = (
-        f"{MOST_ROWS} of {count(len(found.tasks))} tasks: on the others the difference is smaller" if more > 0 else ""
-    )
-    return Table(columns, rows, title="Every task, the largest difference first", note=note)
+    more = len(shown) - len(rows)
+    note = f"{MOST_ROWS} of {count(len(shown))} tasks: on the others the difference is smaller" if more > 0 else ""
+    title = "Every task, the largest difference first"
+    return Table(columns, rows, title=title, note=note, empty="no task has this text", folded=folded)

@@ -78,6 +78,11 @@ def cannot_read(unreadable: Mapping[str, str]) -> list[Block]:
     return [Notices(notices)] if notices else []
 
 
+def in_short(notices: Sequence[Notice]) -> list[Block]:
+    """Return the block at the top of a page with the answers that people come for; none without a notice."""
+    return [Notices(notices, title="In short")] if notices else []
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Format a reward, a share or a metric with `digits` decimals."""
     if value is None:

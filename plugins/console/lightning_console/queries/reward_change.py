@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -16,13 +17,15 @@ from lightning.store.protocol import Store
 from lightning.trainer.context import read_epochs
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Rollout, Run, Status, Task, by_key
+from lightning.types import Fault, Rollout, Run, Status, Task, by_key
+from lightning_debug.ab import earned
 from lightning_debug.statistics import p_flipped, p_regrouped
 
 from lightning_console.queries.curves import Curves
 from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.queries.steps import MemberCredit, StepProof, prove_step
 
+FAILED_TOOL: Final = "rollouts with a failed tool run"
 AROUND: Final = 2
 """What a task earned in a step is compared with the mean reward of that step and this many on either side."""
 ENOUGH: Final = 3
@@ -94,7 +97,9 @@ class RewardChange:
     step, `others` those of the earlier one. `p` is the p-value of the difference of the group means; with a known difficulty
     (`difficulty`) of the rest of it, and if both steps were given the `same` tasks of the differences task by task. `least` is
     the smallest p-value that so few groups can have. `seen` counts the tasks of both steps that were seen elsewhere, `open` the
-    rollouts of the later step that have not ended. `unread` says why calls are not known; empty if they are."""
+    rollouts of the later step that have not ended, `lost` those of both that were lost to the infrastructure and are left out.
+    `equal` is the reward of all rollouts of the later step; None if they differ. `tool_error` is the commonest error of its
+    tools, with the tool and how often it came. `unread` says why calls are not known; empty if they are."""
 
     step: int
     earlier: int
@@ -109,6 +114,9 @@ class RewardChange:
     seen: int = 0
     beside: tuple[Beside, ...] = ()
     open: int = 0
+    lost: int = 0
+    equal: float | None = None
+    tool_error: tuple[str, int] = ("", 0)
     unread: str = ""
 
     @property
@@ -158,20 +166,27 @@ async def _explained(
     change = compare_steps(earlier, others, step, groups, *seen)
     beside, unread = _beside(before, now)
     going = sum(not each.status.ended for each in now.rollouts)
-    return replace(change, beside=beside, unread=unread, open=going)
+    rewards_now = {reward for each in now.rollouts if each.parent is None and (reward := earned(each)) is not None}
+    errors = Counter(error for member in now.members.values() for error in member.tool_errors)
+    return replace(
+        change,
+        beside=beside,
+        unread=unread,
+        open=going,
+        lost=sum(each.fault is Fault.INFRASTRUCTURE for proof in (before, now) for each in proof.rollouts),
+        equal=rewards_now.pop() if len(rewards_now) == 1 else None,
+        tool_error=next(iter(errors.most_common(1)), ("", 0)),
+    )
 
 
 def group_rewards(rollouts: Sequence[Rollout]) -> list[GroupReward]:
-    """Return what each group earned, in order: of its rollouts that ended and are no branches, with failed ones as 0."""
-    counted = [each for each in rollouts if each.parent is None and _earned(each) is not None]
+    """Return what each group earned, in order: of its rollouts that ended and are no branches, with failed ones as 0. Rollouts
+    that were lost to the infrastructure are left out."""
+    counted = [each for each in rollouts if each.parent is None and earned(each) is not None]
     return [
-        GroupReward(group, own[0].task, statistics.fmean(_earned(each) or 0.0 for each in own), len(own))
+        GroupReward(group, own[0].task, statistics.fmean(earned(each) or 0.0 for each in own), len(own))
         for group, own in by_key(counted, lambda each: each.group).items()
     ]
-
-
-def _earned(rollout: Rollout) -> float | None:
-    return 0.0 if rollout.status is Status.FAILED else rollout.reward if rollout.status.ended else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +297,7 @@ async def _seen_in_steps(
         looked += len(rollouts)
         same = [each for each in rollouts if each.task.id in tasks and each.group not in mine]
         for group in group_rewards(same) if known else ():
-            own = [reward for each in same if each.group == group.id and (reward := _earned(each)) is not None]
+            own = [reward for each in same if each.group == group.id and (reward := earned(each)) is not None]
             spread = statistics.variance(own) if len(own) > 1 else 0.25
             seen = Seen(group.mean - statistics.fmean(known), spread / len(own))
             found.setdefault(group.task.id, []).append(seen)
@@ -336,11 +351,7 @@ def _beside(before: StepProof, now: StepProof) -> tuple[tuple[Beside, ...], str]
     found.append(
         _kind("rollouts with an answer cut off", before, now, lambda _, own: None if own is None else own.cut_off > 0)
     )
-    found.append(
-        _kind(
-            "rollouts with a failed tool run", before, now, lambda _, own: None if own is None else own.failed_tools > 0
-        )
-    )
+    found.append(_kind(FAILED_TOOL, before, now, lambda _, own: None if own is None else bool(own.tool_errors)))
     return tuple(each for each in found if each is not None), ""
 
 
@@ -356,9 +367,9 @@ def _kind(
     for proof in (before, now):
         counted = _Counted()
         for each in proof.rollouts:
-            answer, earned = has(each, proof.members.get(each.id)), _earned(each)
-            if answer is not None and earned is not None and each.parent is None:
-                (counted.kind if answer else counted.others).append(earned)
+            answer, reward = has(each, proof.members.get(each.id)), earned(each)
+            if answer is not None and reward is not None and each.parent is None:
+                (counted.kind if answer else counted.others).append(reward)
         sides.append(counted)
     one, other = sides
     if not one.kind and not other.kind:

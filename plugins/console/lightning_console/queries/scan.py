@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import is_over
 from lightning.trainer.summary import reason
 from lightning.types import UNNAMED, Fault, Json, Rollout, Status, ToolEvent, Transition
+from lightning_debug.ab import earned
 from lightning_debug.transcript import ToolCall, said_in
 from lightning_record.exchanges import parents_of
 
@@ -53,6 +55,8 @@ AT_ONCE: Final = 8
 MOST_ARGUMENTS: Final = 16
 SHORT: Final = 200
 """Most characters that are kept of an argument's value, of an answer behind a tool run, and of an error."""
+NAMED_TOOL: Final = re.compile(r'"name"\s*:\s*"([\w.-]{1,80})"')
+"""The name of the tool in a tool call that stands in an answer's text."""
 WRITTEN_AS_TEXT: Final = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "<｜tool▁call▁begin｜>")
 """Marks with which models begin a tool call. In the text of an answer such a mark means that the call was not understood."""
 
@@ -91,20 +95,23 @@ class ToolRun:
 
 @dataclass(frozen=True, slots=True)
 class OddCall:
-    """A tool call that could not run as it was written. `name` is the tool's name, `detail` the argument or the text."""
+    """A tool call that could not run as it was written. `name` is the tool's name, `detail` the argument or the text, and `why`
+    says what is wrong with a text that should have been a tool call (empty if that is not known)."""
 
     trouble: Trouble
     name: str
     agent: str
     call: int
     detail: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
     """The parts of a rollout that a scan keeps. `marks` has three numbers for each text: the text's number, the index of its
     kind in `KINDS`, and the number of its call (0 for none). `missing` counts the calls whose texts are not as they were, by
-    reason. `offers` says whether some request offered tools. `cut_off` counts the answers that ended at the limit of tokens."""
+    reason. `offers` says whether some request offered tools. `cut_off` has the numbers of the calls whose answers ended at the
+    limit of tokens."""
 
     id: str
     task: str
@@ -122,7 +129,7 @@ class Scanned:
     marks: array[int]
     missing: Mapping[str, int]
     is_branch: bool = False
-    cut_off: int = 0
+    cut_off: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -133,8 +140,7 @@ class Scanned:
     @property
     def score(self) -> float | None:
         """The reward, and 0 if the rollout failed; None if it has not ended or was lost to the infrastructure."""
-        lost = self.status is not Status.FAILED or self.fault is Fault.INFRASTRUCTURE
-        return self.reward if self.reward is not None else None if lost else 0.0
+        return earned(self)
 
 
 _serials = itertools.count()
@@ -328,7 +334,7 @@ def _scanned(
         marks,
         dict(Counter(each.missing for each in said if each.missing)),
         rollout.parent is not None,
-        cut_off=sum(call.finish_reason == "length" for call in calls),
+        cut_off=tuple(number for number, call in enumerate(calls, 1) if call.finish_reason == "length"),
     )
 
 
@@ -528,8 +534,24 @@ def _asked(calls: Sequence[Transition], said: Sequence[Said]) -> tuple[list[_Ask
                 unknown = [each for each in made.arguments if each not in takes]
                 odd += [OddCall("argument", called, agent, number, one_line(each, SHORT)) for each in unknown]
         if not one.tool_calls and any(mark in one.text for mark in WRITTEN_AS_TEXT):
-            odd.append(OddCall("as text", "", agent, number, one_line(one.text, SHORT)))
+            named = NAMED_TOOL.search(one.text)
+            name = named[1] if named else ""
+            odd.append(OddCall("as text", name, agent, number, one_line(one.text, SHORT), _broken(one.text)))
     return asked, odd
+
+
+def _broken(text: str) -> str:
+    """Say what is wrong with a tool call that stands in an answer's text; empty if it is no JSON, or nothing is wrong."""
+    given = text.partition(WRITTEN_AS_TEXT[0])[2].partition("</tool_call>")
+    if not given[0].lstrip().startswith("{"):
+        return ""
+    try:
+        json.loads(given[0])
+    except (ValueError, RecursionError) as error:
+        if given[0].replace('\\"', "").count('"') % 2:
+            return "broken JSON: a quote is missing"
+        return "broken JSON: it breaks off" if not given[1] else f"broken JSON: {str(error).partition(':')[0].lower()}"
+    return ""
 
 
 def _agent(event: ToolEvent, calls: Sequence[Transition], number: int) -> str:

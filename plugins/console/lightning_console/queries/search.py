@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning.types import Status
+from lightning.types import Status, by_key
 
+from lightning_console.pages.words import mean_of
+from lightning_console.queries.conversation import one_line
 from lightning_console.queries.scan import KINDS, Kind, Scan, Scanned
 from lightning_console.queries.tool_stats import RewardBeside, reward_beside
 
@@ -25,6 +27,8 @@ AROUND: Final = 70
 """Most characters that are shown before and after a hit."""
 BLOCK: Final = 4096
 """How many characters are passed over at once before a hit, where characters are longer without case."""
+WHOLE: Final = 300
+"""Most characters of an answer that is shown without a search for a text."""
 HITS: Final = 3
 """Most hits of one rollout that are shown."""
 
@@ -33,7 +37,7 @@ HITS: Final = 3
 class Query:
     """A search: the `text` (empty: any rollout that fits the rest), where it may stand (empty: anywhere), and which rollouts
     are wanted. `above` and `below` bound the reward, both included; `failed` and `cut_off` (an answer ended at the limit of
-    tokens) are None for any rollout."""
+    tokens) and `odd` (a tool call could not run) are None for any rollout."""
 
     text: str = ""
     where: str = ""
@@ -43,6 +47,7 @@ class Query:
     step: int | None = None
     split: str = ""
     cut_off: bool | None = None
+    odd: bool | None = None
 
     def takes(self, rollout: Scanned) -> bool:
         """Return whether a rollout is one of those that are wanted."""
@@ -51,7 +56,8 @@ class Query:
             self.split in ("", rollout.split)
             and self.step in (None, rollout.step)
             and self.failed in (None, rollout.status is Status.FAILED)
-            and self.cut_off in (None, rollout.cut_off > 0)
+            and self.cut_off in (None, bool(rollout.cut_off))
+            and self.odd in (None, bool(rollout.odd))
             and (self.above is None or (reward is not None and reward >= self.above))
             and (self.below is None or (reward is not None and reward <= self.below))
         )
@@ -78,10 +84,21 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """The parts of a run in which some rollouts are: their number by split and step, in the order of the steps. `earned` is
+    their mean reward, `others` that of the other rollouts of these parts, each part counted as often as it has some of them;
+    None if there is none with a reward."""
+
+    parts: tuple[tuple[str, int, int], ...]
+    earned: float | None
+    others: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """One page of a search: the matches from number `first` on, of `matched` rollouts among the `wanted` ones. `looked` of
     `texts` texts were looked at; fewer if the search had to stop. `beside` compares the rewards of the rollouts with the text
-    and without it; None without a text."""
+    and without it; None without a text. `whereabouts` are those of all matches."""
 
     matches: tuple[Match, ...]
     first: int
@@ -90,14 +107,16 @@ class Results:
     looked: int
     texts: int
     beside: RewardBeside | None
+    whereabouts: Whereabouts
 
 
 def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
     """Return the matches of a query from number `first` on, at most `limit`, in the order of the rollouts' creation."""
     rollouts = [each for each in list(scan.rollouts.values()) if query.takes(each)]
     if not query.text:
-        matches = [Match(each, 0, ()) for each in rollouts[first : first + limit]]
-        return Results(tuple(matches), first, len(rollouts), len(rollouts), 0, 0, None)
+        matches = [_shown(scan, each, query) for each in rollouts[first : first + limit]]
+        there = whereabouts(scan, rollouts)
+        return Results(tuple(matches), first, len(rollouts), len(rollouts), 0, 0, None, there)
     wanted = folded_of(query.text)
     numbers, looked = _having(scan, wanted)
     found = [
@@ -107,7 +126,33 @@ def search(scan: Scan, query: Query, first: int, limit: int) -> Results:
         _match(scan, each, list(_marks(each, numbers, query.where)), wanted) for each in found[first : first + limit]
     ]
     beside = reward_beside(rollouts, {each.id for each in found})
-    return Results(tuple(matches), first, len(found), len(rollouts), looked, len(scan.texts), beside)
+    there = whereabouts(scan, found)
+    return Results(tuple(matches), first, len(found), len(rollouts), looked, len(scan.texts), beside, there)
+
+
+def whereabouts(scan: Scan, found: Sequence[Scanned]) -> Whereabouts:
+    """Return where in the run some rollouts are, and what they and the others there earned. Branches, and rollouts that have
+    not ended or were lost to the infrastructure, have no part in the rewards."""
+    mine = {each.id for each in found}
+    parts = by_key(sorted(found, key=lambda each: (each.step, each.split)), lambda each: (each.split, each.step))
+    every = by_key(list(scan.rollouts.values()), lambda each: (each.split, each.step))
+    others = []
+    for part, own in parts.items():
+        beside = mean_of([each.score for each in every[part] if each.id not in mine and not each.is_branch])
+        others += [beside] * len(own)
+    earned = mean_of([each.score for each in found if not each.is_branch])
+    return Whereabouts(tuple((*part, len(own)) for part, own in parts.items()), earned, mean_of(others))
+
+
+def _shown(scan: Scan, rollout: Scanned, query: Query) -> Match:
+    """Return a rollout of a search without a text, with the answers that its filters are about: those that were cut off, and
+    those with a tool call that could not run."""
+    marks = rollout.marks
+    said = {marks[at + 2]: scan.texts[marks[at]] for at in range(0, len(marks), 3) if KINDS[marks[at + 1]] == "answer"}
+    found = [(call, said.get(call, "")) for call in rollout.cut_off if query.cut_off]
+    found += [(each.call, each.detail) for each in rollout.odd if query.odd]
+    hits = [Hit("answer", call, one_line(text, WHOLE), "", "") for call, text in found]
+    return Match(rollout, len(hits), tuple(hits[:HITS]))
 
 
 def folded_of(text: str) -> str:

@@ -25,6 +25,7 @@ from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import load_groups, rollout_digest
 from lightning.types import Rollout, Run, StepRecord
+from lightning_debug.rules import last_line
 from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values, rollouts_of
 
 from lightning_console.queries.memo import Memo
@@ -72,8 +73,8 @@ class CallCredit:
 class MemberCredit:
     """The credit of a rollout in training, with that of its `calls`, by sequence number. `total` is its return: `reward` plus
     step rewards and tool rewards, less the penalty for its length. `tokens` were sampled for it in `turns` calls; `cut_off`
-    of these ended at the limit of tokens, and `failed_tools` of its tool runs failed. `recorded` says whether the stored
-    rollout has the digest that the step recorded; None if it was not trained on."""
+    of these ended at the limit of tokens, and `tool_errors` has tool and error of each failed tool run. `recorded` says whether
+    the stored rollout has the digest that the step recorded; None if it was not trained on."""
 
     reward: float
     total: float
@@ -82,7 +83,7 @@ class MemberCredit:
     turns: int
     recorded: bool | None = None
     cut_off: int = 0
-    failed_tools: int = 0
+    tool_errors: tuple[str, ...] = ()
 
     @property
     def advantage(self) -> float | None:
@@ -195,7 +196,9 @@ def _derived(
             calls = (*member.transitions, *member.refused, *member.lost)
             tokens = sum(len(call.response_ids) for call in calls)
             cut = sum(call.finish_reason == "length" for call in calls)
-            failed = sum(event.status == "error" for event in member.tool_events)
+            failed = tuple(
+                f"{event.name}: {last_line(event.error)}" for event in member.tool_events if event.status == "error"
+            )
             known_of = MemberCredit(member.reward, total, own, tokens, len(calls), same, cut, failed)
             members[member.rollout.id] = known_of
     skipped = {} if batch is None or algorithm is None else _skipped(groups, batch, algorithm)

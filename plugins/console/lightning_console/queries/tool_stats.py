@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from lightning.trainer import gains
 from lightning.types import Json, by_key
 from lightning_debug.statistics import interval
 
@@ -46,11 +47,12 @@ Used = tuple[Scanned, ToolRun]
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A property of a tool run's arguments, as a text, and how many of the runs with it failed. Runs of one task with equal
-    arguments and the same end count once."""
+    arguments and the same end count once; `times` counts all failed runs with it."""
 
     text: str
     failed: int
     runs: int
+    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,8 @@ def _kinds_of(errors: Mapping[str, int]) -> list[tuple[int, str]]:
 def share_interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
     """Return the 95 % interval of a share from `(failed, runs)` of each task; None for fewer than two tasks.
 
-    It is Wilson's interval for the number of independent runs that has the variance between the tasks; where no run failed, or
-    all did, the tasks are counted.
+    It is the interval for the number of independent runs that has the variance between the tasks; where no run failed, or all
+    did, the tasks are counted.
     """
     runs, tasks = sum(count for _, count in pairs), len(pairs)
     if tasks < 2:
@@ -145,9 +147,7 @@ def share_interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float] | No
     spread = math.fsum((failed - value * count) ** 2 for failed, count in pairs) * tasks / (tasks - 1) / runs**2
     even = value * (1 - value)
     size = min(float(runs), even / spread) if spread and even else float(tasks if not even else runs)
-    z = 1.96
-    middle, half = value + z * z / (2 * size), z * math.sqrt(even / size + z * z / (4 * size * size))
-    return max(0.0, (middle - half) / (1 + z * z / size)), min(1.0, (middle + half) / (1 + z * z / size))
+    return gains.share_interval(value, size)
 
 
 # arguments ------------------------------------------------------------------------------------------------------------------
@@ -166,8 +166,9 @@ def failing_arguments(used: Sequence[Used]) -> Arguments:
         return Arguments((), (), unknown, "the arguments of its failed runs are not recorded")
     chosen = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(len(known), MOST_RUNS))]
     different = {(rollout.task, as_text(given), run.failed): given for rollout, run, given in chosen}
-    runs = [(given, failed) for (_, _, failed), given in different.items()]
-    bad = sum(failed for _, failed in runs)
+    times = Counter((rollout.task, as_text(given), run.failed) for rollout, run, given in chosen)
+    runs = [(given, key[2], times[key]) for key, given in different.items()]
+    bad = sum(failed for _, failed, _ in runs)
     if bad == len(runs):
         return Arguments(
             frequent, (), unknown, "every run with known arguments failed, so no argument tells them apart"
@@ -194,47 +195,56 @@ def as_text(arguments: Mapping[str, Json] | None) -> str:
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, sort_keys=True, default=str)
 
 
-def _telling(runs: Sequence[tuple[Mapping[str, Json], bool]], bad: int) -> tuple[Feature, ...]:
+Ended = tuple[Mapping[str, Json], bool, int]
+"""The arguments of a different run, whether it failed, and how many runs were like it."""
+
+
+def _telling(runs: Sequence[Ended], bad: int) -> tuple[Feature, ...]:
     """Return the features with which more runs failed than chance explains, the surest first; of features that the same runs
     have, only one."""
-    seen, wrong = Counter[str](), Counter[str]()
-    names = {name for given, _ in runs for name in given}
-    for given, failed in runs:
+    seen, wrong, times = Counter[str](), Counter[str](), Counter[str]()
+    names = {name for given, *_ in runs for name in given}
+    for given, failed, alike in runs:
         found = list(dict.fromkeys(_features(given, names)))
         seen.update(found)
         wrong.update(found if failed else ())
-    tried = [(text, wrong[text], count) for text, count in seen.most_common(MOST_TRIED) if count < len(runs)]
+        times.update(dict.fromkeys(found, alike) if failed else {})
+    tried = [
+        (text, wrong[text], count, times[text]) for text, count in seen.most_common(MOST_TRIED) if count < len(runs)
+    ]
     limits = list(_limits(runs, bad))
-    times = len(tried) + sum(many for *_, many in limits)
-    surest: dict[tuple[float, int, int], str] = {}
-    for text, failures, count in [*tried, *(limit[:3] for limit in limits)]:
+    many = len(tried) + sum(limit[-1] for limit in limits)
+    surest: dict[tuple[float, int, int, int], str] = {}
+    for text, failures, count, alike in [*tried, *(limit[:4] for limit in limits)]:
         if failures * len(runs) > bad * count:
-            chance = by_chance(failures, count, bad, len(runs)) * times
+            chance = by_chance(failures, count, bad, len(runs)) * many
             if chance <= LIKELY:
-                surest.setdefault((chance, failures, count), text)
-    return tuple(Feature(text, failed, count) for (_, failed, count), text in sorted(surest.items())[:NAMED])
+                surest.setdefault((chance, failures, count, alike), text)
+    return tuple(
+        Feature(text, failed, count, alike) for (_, failed, count, alike), text in sorted(surest.items())[:NAMED]
+    )
 
 
-def _limits(runs: Sequence[tuple[Mapping[str, Json], bool]], bad: int) -> Iterator[tuple[str, int, int, int]]:
+def _limits(runs: Sequence[Ended], bad: int) -> Iterator[tuple[str, int, int, int, int]]:
     """Yield for each argument with numbers the limit above which most runs failed beyond the usual share, and the limit below
-    which they did: a feature's text, its failed runs, its runs, and how many limits were tried."""
-    sides: dict[tuple[str, int], list[tuple[float, bool]]] = {}
-    for given, failed in runs:
+    which they did: a feature's text, its failed runs, its runs, all failed runs with it, and how many limits were tried."""
+    sides: dict[tuple[str, int], list[tuple[float, bool, int]]] = {}
+    for given, failed, alike in runs:
         for name, value in given.items():
             if numbers := _numbers(value):
                 has = f"{name or 'it'} {'has a number' if isinstance(value, str) else 'is'}"
-                sides.setdefault((f"{has} above", 1), []).append((max(numbers), failed))
-                sides.setdefault((f"{has} below", -1), []).append((-min(numbers), failed))
+                sides.setdefault((f"{has} above", 1), []).append((max(numbers), failed, alike))
+                sides.setdefault((f"{has} below", -1), []).append((-min(numbers), failed, alike))
     for (text, sign), own in sides.items():
         own.sort(reverse=True)
-        failures, found = 0, list[tuple[int, int, int, float]]()
-        for count, ((value, failed), (following, _)) in enumerate(itertools.pairwise(own), 1):
-            failures += failed
+        failures, times, found = 0, 0, list[tuple[int, int, int, float, int]]()
+        for count, ((value, failed, alike), (following, *_)) in enumerate(itertools.pairwise(own), 1):
+            failures, times = failures + failed, times + failed * alike
             if following < value:
-                found.append((failures * len(runs) - bad * count, failures, count, following))
+                found.append((failures * len(runs) - bad * count, failures, count, following, times))
         if found:
-            _, failures, count, limit = max(found)
-            yield f"{text} {sign * limit + 0.0:.15g}", failures, count, len(found)
+            _, failures, count, limit, times = max(found)
+            yield f"{text} {sign * limit + 0.0:.15g}", failures, count, times, len(found)
 
 
 def _numbers(value: Json) -> list[float]:
@@ -284,8 +294,8 @@ def by_chance(failed: int, count: int, bad: int, total: int) -> float:
 @dataclass(frozen=True, slots=True)
 class RewardBeside:
     """The rewards of some rollouts (`with_`) and of the others (`without`): numbers and means. `difference` is the mean
-    over the `tasks` with a group that has both, of the mean reward with minus that without; its `interval` is None for fewer
-    than two such tasks."""
+    over the `tasks` with a group that has both, of the mean reward with minus that without; None if there is no such group, or
+    if all rewards are `equal`. Its `interval` is None for fewer than two such tasks."""
 
     with_: int
     without: int
@@ -294,6 +304,7 @@ class RewardBeside:
     tasks: int
     difference: float | None
     interval: tuple[float, float] | None
+    equal: bool = False
 
     @property
     def told_apart(self) -> bool:
@@ -313,13 +324,16 @@ def reward_beside(rollouts: Sequence[Scanned], some: AbstractSet[str]) -> Reward
     scored = [(each, score, each.id in some) for each in begun if (score := each.score) is not None]
     kinds = by_key(scored, lambda each: each[2])
     sides = {kind: [score for _, score, _ in kinds.get(kind, ())] for kind in (True, False)}
+    scores = [score for _, score, _ in scored]
+    if len(scores) > 1 and min(scores) == max(scores):
+        one, other = _mean(sides[True]), _mean(sides[False])
+        return RewardBeside(len(sides[True]), len(sides[False]), one, other, 0, None, None, equal=True)
     by_task: dict[str, list[float]] = {}
     for own in by_key(scored, lambda each: each[0].group).values():
         one, other = (_mean([score for _, score, kind in own if kind is side]) for side in (True, False))
         if one is not None and other is not None:
             by_task.setdefault(own[0][0].task, []).append(one - other)
     differences = [math.fsum(own) / len(own) for own in by_task.values()]
-    scores = [score for _, score, _ in scored]
     width = max([1.0, *scores]) - min([0.0, *scores])
     found = None
     if len(differences) > 1:

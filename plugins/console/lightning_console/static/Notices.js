@@ -8,7 +8,9 @@ lightning.components.Notices = (element, value, context) => {
     make("div", {class: "gutter"}, sign(notice.tone)),
     make("div", {class: "what"},
       make("p", {class: "text"}, notice.text),
-      notice.detail ? make("p", {class: "detail"}, notice.detail) : null,
+      !notice.detail ? null : notice.folded
+        ? make("details", {}, make("summary", {}, "How this is known"), make("p", {class: "detail"}, notice.detail))
+        : make("p", {class: "detail"}, notice.detail),
       notice.links.length ? make("p", {class: "links"}, notice.links.map((to) => link(context, to.to, {"data-key": `to ${to.to}`}, to.text))) : null,
       notice.commands.map((command) => lightning.copyable(command)))))));
 };

@@ -118,9 +118,10 @@ window.lightning = window.lightning || {components: {}};
     const scrolled = [...section.querySelectorAll("[data-scrolls]")].map((at) => [at.scrollLeft, at.scrollTop]);
     section.style.minHeight = `${section.offsetHeight}px`; // the page's length stays while it is drawn, and so where one reads
     const body = lightning.make("div", {class: "body"});
-    section.replaceChildren(...[
-      block.title && lightning.make("h2", {}, lightning.hint(lightning.make("span", {}, block.title), block.hint)), body, block.note && lightning.make("p", {class: "note"}, block.note),
-    ].filter(Boolean));
+    const title = block.title && lightning.make("h2", {}, lightning.hint(lightning.make("span", {}, block.title), block.hint));
+    const parts = [body, block.note && lightning.make("p", {class: "note"}, block.note)].filter(Boolean);
+    if (block.folded) section.replaceChildren(folded(state, key, title, parts));
+    else section.replaceChildren(...[title, ...parts].filter(Boolean));
     const draw = lightning.components[block.component];
     try {
       if (!draw) throw Error(`there is no component ${block.component}`);
@@ -131,6 +132,15 @@ window.lightning = window.lightning || {components: {}};
     }
     section.style.minHeight = "";
     section.querySelectorAll("[data-scrolls]").forEach((at, index) => scrolled[index] && at.scrollTo(...scrolled[index]));
+  }
+
+  // A block that opens at a click on its title, and stays open while the page is drawn again.
+  function folded(state, key, title, parts) {
+    const name = `open ${key}`;
+    const details = lightning.make("details", {class: "fold", toggle: () => state.memory.set(name, details.open)},
+      lightning.make("summary", {}, title), ...parts);
+    details.open = Boolean(state.memory.get(name));
+    return details;
   }
 
   // The shell's context as a block sees it: with its title, and always with a memory.

@@ -4,6 +4,7 @@ window.lightning = window.lightning || {components: {}};
   "use strict";
   const AGAIN = 2000; // milliseconds between two looks at a page that may change
   const SHARE = 20; // ... and at least so many times as long as one look takes: it takes at most a twentieth of a core
+  const SOON = 4; // ... a quarter while a part of the page is missing and somebody waits for it
   const NAV = [["Runs", "runs"], ["Prompts and weights", "resources"], ["Chat", "chat"]];
 
   const sleep = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
@@ -123,8 +124,9 @@ window.lightning = window.lightning || {components: {}};
           if (mine !== turn) return;
           say("");
           host.removeAttribute("aria-busy");
+          host.removeAttribute("data-opening");
           if (!answer.same) draw(answer);
-          if (answer.live) later(mine, Math.max(AGAIN, SHARE * (Date.now() - begun)));
+          if (answer.live) later(mine, Math.max(AGAIN, (answer.partial ? SOON : SHARE) * (Date.now() - begun)));
           return;
         } catch (error) {
           if (mine !== turn) return;
@@ -143,7 +145,10 @@ window.lightning = window.lightning || {components: {}};
 
     function open(address, how = "push") {
       if (how === "push" && address !== at) source.put(address, false);
-      if (address !== at) seen = "";
+      if (address !== at) {
+        seen = "";
+        host.setAttribute("data-opening", ""); // shown until the page is there
+      }
       at = address;
       look();
     }

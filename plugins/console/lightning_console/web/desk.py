@@ -199,10 +199,11 @@ class Desk:
             logger.exception("the page %r could not be made", address[:200])
             page = router.cannot_show(address, router.fault_of(error))
             written, digest = _written(page)
+        changes = {"live": page.live, **({"partial": True} if page.partial else {})}
         if digest == asked.get("seen"):
-            return {"same": True, "live": page.live}
+            return {"same": True, **changes}
         where = f"{self._where} · {who.name}" if who.name else self._where
-        said = {"digest": digest, "live": page.live, "where": where, "leave": self._has_login}
+        said = {"digest": digest, **changes, "where": where, "leave": self._has_login}
         return {"page": written, **said}
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
