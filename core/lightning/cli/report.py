@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning.errors import MissingExtraError
 from lightning.store.protocol import Store
 from lightning.terminal import Terminal
-from lightning.trainer.gains import LEVEL, MAY_BE_CHANCE, gain_of
+from lightning.trainer.gains import LEVEL, gain_of
 from lightning.trainer.plan import VAL
 from lightning.trainer.summary import PHASES, Evaluation, Summary, said
 from lightning.trainer.training_data import all_rollouts
@@ -141,8 +141,8 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     else:
         console.print(f"{escape(title)}: no held-out tasks were given, so how much was gained is not known (--val)")
     gain = gain_of(ended, measure, with_failures=any(result.failed for result in ended))
-    if gain is not None and not gain.is_certain:
-        console.print(f"[yellow]{gain.tasks} held-out tasks: {MAY_BE_CHANCE}", highlight=False, soft_wrap=True)
+    if gain is not None and gain.doubt:
+        console.print(f"[yellow]{gain.tasks} held-out tasks: {gain.doubt}", highlight=False, soft_wrap=True)
     console.print(
         f"{summary.steps} steps: {summary.rollouts} training rollouts ({summary.failed} failed) and "
         f"{summary.held_out_rollouts} held-out rollouts in {_counted(len(ended), 'evaluation')}; "

@@ -18,13 +18,15 @@ LEVEL: Final = 0.95
 """The confidence level of all intervals."""
 MAY_BE_CHANCE: Final = "the change may be chance; more held-out tasks tell smaller changes apart"
 """The words for a gain whose interval has 0 in it."""
+NO_CHANGE: Final = "the held-out reward did not change; more held-out tasks tell smaller changes apart"
+"""The words for a gain of exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
     """The change of a held-out mean from `before` to `after`, over `tasks` held-out tasks: those that count in the smaller of
     the two evaluations. `interval` is that of the change at `LEVEL`; None if it is not known, because fewer than two tasks
-    count or the spread of their values was not recorded."""
+    count, the spread of their values was not recorded, or all values are 0 and show no spread."""
 
     before: float
     after: float
@@ -41,6 +43,13 @@ class Gain:
         """Whether the change is told apart from chance: its interval is known and does not contain 0."""
         return self.interval is not None and not self.interval[0] <= 0.0 <= self.interval[1]
 
+    @property
+    def doubt(self) -> str:
+        """The words that belong beside a change which is not told apart from chance; empty if it is."""
+        if self.is_certain:
+            return ""
+        return MAY_BE_CHANCE if self.change else NO_CHANGE
+
     def said_interval(self) -> str:
         """Format the interval, such as `[+0.45, +0.58]`."""
         return "[unknown]" if self.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.interval)
@@ -49,7 +58,7 @@ class Gain:
         said = (
             f"{self.before:.3f} → {self.after:.3f}, {self.change:+.3f} {self.said_interval()} over {self.tasks} tasks"
         )
-        return said if self.is_certain else f"{said}; {MAY_BE_CHANCE}"
+        return f"{said}; {self.doubt}" if self.doubt else said
 
 
 def gain_of(results: Sequence[Evaluation], measure: str = "reward", *, with_failures: bool = False) -> Gain | None:
@@ -66,7 +75,7 @@ def gain_of(results: Sequence[Evaluation], measure: str = "reward", *, with_fail
     counts = [each.rollouts if with_failures else each.rollouts - each.failed for each in ends]
     errors = [error_of(each, measure, with_failures=with_failures) for each in ends]
     known = [each for each in errors if each is not None]
-    if len(known) < 2 or min(counts) < 2:
+    if len(known) < 2 or min(counts) < 2 or not any(known):
         return Gain(first, last, None, min(counts))
     half = student(0.5 + LEVEL / 2, _freedom(known, counts)) * math.hypot(*known)
     return Gain(first, last, (last - first - half, last - first + half), min(counts))

@@ -111,7 +111,8 @@ class Tuning:
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The result of `advise`. `compared` counts the runs of the same model and tasks that were measured alike, this one
-    included. `unread` says why rollouts could not be read; empty if they could."""
+    included. `unread` says why rollouts could not be read; empty if they could. `idle` is the number of steps that trained
+    nothing."""
 
     run: str
     steps: int
@@ -120,6 +121,7 @@ class Advice:
     tuning: tuple[Tuning, ...]
     compared: int
     unread: str
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
         tuple(compare(me, alike)) if me else (),
         len(alike) + 1,
         unread,
+        sum(metrics.get("stepped") == 0 for metrics in recorded.steps),
     )
 
 
