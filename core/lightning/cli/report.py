@@ -143,6 +143,10 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     gain = gain_of(ended, measure, with_failures=any(result.failed for result in ended))
     if gain is not None and gain.doubt:
         console.print(f"[yellow]{gain.tasks} held-out tasks: {gain.doubt}", highlight=False, soft_wrap=True)
+    if summary.idle_steps:
+        same = ": before and after are the same model" if summary.idle_steps == summary.steps else ""
+        idle = f"[yellow]{summary.idle_steps} of {summary.steps} steps trained nothing and left the weights as they were{same}"
+        console.print(idle, highlight=False, soft_wrap=True)
     console.print(
         f"{summary.steps} steps: {summary.rollouts} training rollouts ({summary.failed} failed) and "
         f"{summary.held_out_rollouts} held-out rollouts in {_counted(len(ended), 'evaluation')}; "

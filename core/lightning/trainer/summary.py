@@ -291,7 +291,8 @@ class Evaluation:
 class Summary:
     """A run in numbers; a number that was not measured is None.
 
-    `rollouts` and `failed` count training rollouts. `rewards[i]` is the mean training reward of step i + 1; `time` has wall
+    `idle_steps` counts the steps that trained nothing and left the weights as they were. `rollouts` and `failed` count training
+    rollouts. `rewards[i]` is the mean training reward of step i + 1; `time` has wall
     seconds by phase. `evaluations` are in the order in which they were begun; `before` is the reward of the first evaluation,
     and `after` is the reward of the last one if there are several. In `rewards_with_failures[i]` the rollouts of step i + 1
     that failed count as 0. `named_rewards[name][i]` is the mean of a named part of the reward in step i + 1, where the agent
@@ -304,6 +305,7 @@ class Summary:
     run: str
     seed: int
     steps: int
+    idle_steps: int
     rollouts: int
     failed: int
     trained_tokens: int
@@ -346,6 +348,11 @@ def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
     return tally.evaluation(step)
 
 
+def is_idle(metrics: Mapping[str, float]) -> bool:
+    """Return whether a step with these metrics had nothing to train on, and so left the weights as they were."""
+    return metrics.get("stepped") == 0 and not metrics.get("skipped_nonfinite")
+
+
 async def summarize(store: Store, run: str) -> Summary:
     """Read a run's summary from the store. Raises `StoreError`.
 
@@ -365,6 +372,7 @@ async def summarize(store: Store, run: str) -> Summary:
         run=run,
         seed=seed if isinstance(seed, int) else 0,
         steps=len(steps),
+        idle_steps=sum(map(is_idle, steps)),
         rollouts=sum(each.rollouts for each in trained),
         failed=sum(each.rollouts for each in trained if each.status is Status.FAILED),
         trained_tokens=int(sum(metrics.get("tokens", 0.0) for metrics in steps)),

@@ -20,7 +20,7 @@ from lightning.errors import ConfigError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
-from lightning.trainer.summary import Evaluation, compared_since, evaluations
+from lightning.trainer.summary import Evaluation, compared_since, evaluations, is_idle
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
@@ -182,7 +182,7 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
         tuple(compare(me, alike)) if me else (),
         len(alike) + 1,
         unread,
-        sum(metrics.get("stepped") == 0 for metrics in recorded.steps),
+        sum(map(is_idle, recorded.steps)),
     )
 
 
