@@ -619,6 +619,8 @@ LIBRARIES: Final = tuple(
 """Folders of code that is not the user's; `site-packages` of other machines as well."""
 LONGEST: Final = 300
 """The most characters of a reason's message."""
+SENT: Final = "<dynamic-code>"
+"""The file that cloudpickle names for code of the script that the user started: that script is sent to the worker processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -657,9 +659,14 @@ def reason(error: str) -> Reason:
         cause=cause if (cause := read_cause(lines[0])) in CAUSES else "",
         exception=exception,
         message=_cut(message),
-        place=f"{Path(own[-1]['file']).name}:{own[-1]['line']} in {own[-1]['name']}" if own else "",
+        place=_place(own[-1]) if own else "",
         cure=_cure(said),
     )
+
+
+def _place(frame: re.Match[str]) -> str:
+    file = frame["file"]
+    return f"{'your script' if file == SENT else Path(file).name}:{frame['line']} in {frame['name']}"
 
 
 def is_own(file: str) -> bool:

@@ -98,3 +98,9 @@ def test_alike_ones_are_counted_together() -> None:
     (three, one) = grouped(errors)
     assert three == (3, Reason(message="took 5 s"))
     assert one[0] == 1
+
+
+def test_a_frame_of_the_script_that_was_started_is_called_so() -> None:
+    """cloudpickle keeps the line and leaves the file's name out."""
+    error = 'Traceback (most recent call last):\n  File "<dynamic-code>", line 33, in agent\nKeyError: 1'
+    assert str(reason(error)) == "KeyError: 1 at your script:33 in agent"
