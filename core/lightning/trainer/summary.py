@@ -617,6 +617,8 @@ LIBRARIES: Final = tuple(
     }
 )
 """Folders of code that is not the user's; `site-packages` of other machines as well."""
+OF_PLUGINS: Final = re.compile(r"[/\\](?:adapters|plugins)[/\\][\w-]+[/\\]lightning_\w+[/\\]")
+"""A folder of lightning's adapters and plugins in a checkout, where they are not in `site-packages`."""
 LONGEST: Final = 300
 """The most characters of a reason's message."""
 SENT: Final = "<dynamic-code>"
@@ -671,7 +673,7 @@ def _place(frame: re.Match[str]) -> str:
 
 def is_own(file: str) -> bool:
     """Whether a file of a traceback is the user's."""
-    return not (file.startswith((*LIBRARIES, "<frozen")) or "site-packages" in file)
+    return not (file.startswith((*LIBRARIES, "<frozen")) or "site-packages" in file or OF_PLUGINS.search(file))
 
 
 def grouped(errors: Iterable[str]) -> list[tuple[int, Reason]]:
