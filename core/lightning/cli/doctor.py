@@ -305,12 +305,24 @@ def _say_cures(checks: Sequence[Check]) -> None:
     """Print the cures of everything that is wrong, those of what training needs first, one a line."""
     wrong = sorted((check for check in checks if check.status != "ok"), key=lambda check: not check.fatal)
     usual = [check for check in wrong if _is_optional(check) and check.cure == install_command(check.name.strip("[]"))]
-    if any(check.fatal for check in wrong):
-        say("\n[red]lightning demo cannot run yet. To mend it:")
+    fatal = [check for check in wrong if check.fatal]
+    say("")
+    if all(check.name.startswith("[") for check in fatal):  # extras that the demonstrations alone need
+        say("[green]ready to train an agent of your own: lightning train --help")
+    if fatal:
+        say("[red]lightning demo cannot run yet. To mend it:")
     else:
-        say("\n[green]ready for: lightning demo")
-    for check in wrong:
-        if check.cure and check not in usual:
-            say(f"{escape(check.name)}: [bold]{escape(check.cure)}")
+        say("[green]ready for: lightning demo")
+    _say_each(fatal)
+    rest = [check for check in wrong if check.cure and check not in usual and not check.fatal]
+    if rest:
+        say("Also found, and not needed for that:")
+    _say_each(rest)
     if usual:
         say(f"an optional part, EXTRA: [bold]{escape(install_command('EXTRA'))}")
+
+
+def _say_each(checks: Sequence[Check]) -> None:
+    for check in checks:
+        if check.cure:
+            say(f"{escape(check.name)}: [bold]{escape(check.cure)}")

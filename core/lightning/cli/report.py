@@ -144,6 +144,14 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     gain = gain_of(ended, measure, with_failures=any(result.failed for result in ended))
     if gain is not None and gain.doubt:
         console.print(f"[yellow]{counted(gain.tasks, 'held-out task')}: {gain.doubt}", highlight=False, soft_wrap=True)
+    if summary.idle_steps:
+        same = ": before and after are the same model" if summary.idle_steps == summary.steps else ""
+        console.print(
+            f"[yellow]{summary.idle_steps} of {counted(summary.steps, 'step')} trained nothing and left the weights as they "
+            f"were{same}",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(
         f"{counted(summary.steps, 'step')}: {counted(summary.rollouts, 'training rollout')} ({summary.failed} failed) and "
         f"{counted(summary.held_out_rollouts, 'held-out rollout')} in {counted(len(ended), 'evaluation')}; "

@@ -44,6 +44,7 @@ from lightning.gateway.http import (
     error_of,
     event_of,
     told_of_length,
+    told_of_tools,
     write_object,
 )
 from lightning.gateway.identity import Claims
@@ -187,8 +188,8 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
     if response.status != 200:
         headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
         outcome = CallStatus.ERROR if response.status >= 500 else CallStatus.REFUSED
-        if response.status == 400 and (told := told_of_length(payload)) is not None:
-            payload = told
+        if response.status == 400:
+            payload = told_of_length(payload) or told_of_tools(payload) or payload
         if outcome is CallStatus.REFUSED:
             error = error_of(payload)
             call.capture.refused = described(error)

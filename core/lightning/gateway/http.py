@@ -45,6 +45,14 @@ CURE_OF_LENGTH = (
 )
 """The cure of a call that is too long. It has no quotation marks, because it is looked for in the texts of clients'
 exceptions."""
+OF_TOOLS = ("--tool-call-parser",)
+"""Part of vLLM's message that it has no parser of tool calls."""
+CURE_OF_TOOLS = (
+    "vLLM refuses calls with tools, because it was started without a parser of tool calls for this model. If the model's chat "
+    "template shows tools (lightning doctor --model FOLDER), set policy_server.tool_call_parser. If not, take another model, "
+    "or describe the tools in the agent's own prompt."
+)
+"""Stands in the place of vLLM's message, which names arguments of vLLM that users do not give."""
 TYPES = {
     **dict.fromkeys((400, 408, 415, 421, 422, 426), "invalid_request_error"),
     401: "authentication_error",
@@ -124,14 +132,26 @@ def told_of_length(payload: bytes) -> bytes | None:
     """Return vLLM's refusal of a call whose prompt and answer are too long, with OpenAI's error code, which clients know, and
     with the cure; None for any other refusal. The numbers in the message stay vLLM's.
     """
+    message = _message_with(payload, OF_LENGTH)
+    return None if message is None else _told(payload, message=f"{message} {CURE_OF_LENGTH}", code=TOO_LONG)
+
+
+def told_of_tools(payload: bytes) -> bytes | None:
+    """Return vLLM's refusal of a call with tools for which it has no parser, with the cure; None for any other refusal."""
+    return None if _message_with(payload, OF_TOOLS) is None else _told(payload, message=CURE_OF_TOOLS)
+
+
+def _message_with(payload: bytes, words: Sequence[str]) -> str | None:
     try:
-        said = orjson.loads(payload)
-        message = said["error"]["message"]
-        if not any(words in message for words in OF_LENGTH):
-            return None
-        said["error"] |= {"message": f"{message} {CURE_OF_LENGTH}", "code": TOO_LONG}
+        message = orjson.loads(payload)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return None
+    return message if isinstance(message, str) and any(each in message for each in words) else None
+
+
+def _told(payload: bytes, **changed: str) -> bytes:
+    said = orjson.loads(payload)
+    said["error"] |= changed
     return orjson.dumps(said)
 
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self, TypeAlias, cast
 
 from lightning.config import Config
+from lightning.errors import MissingExtraError
 from lightning.plugins import plugins
 from lightning.redaction import redacted_json
 from lightning.safe_text import counted
@@ -159,7 +160,10 @@ class _Feed:
             finally:
                 tracker.close()
         except Exception as error:  # noqa: BLE001 — a tracker is a stranger's code and no reason to stop training
-            logger.warning("the tracker %r failed and is left out from here on: %s", self._name, error or repr(error))
+            unasked = isinstance(error, MissingExtraError) and self._config.trainer.trackers is None
+            level = logging.INFO if unasked else logging.WARNING
+            text = "the tracker %r failed and is left out from here on: %s"
+            logger.log(level, text, self._name, error or repr(error))
 
     def _tell(self, tracker: Tracker, item: _Told, loop: asyncio.Runner) -> None:
         if self._late and isinstance(item, Rollout):

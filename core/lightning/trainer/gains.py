@@ -21,6 +21,8 @@ MAY_BE_CHANCE: Final = "the change may be chance; more held-out tasks tell small
 """The words for a gain whose interval has 0 in it, or is unknown."""
 NOTHING_EARNED: Final = "no rollout earned anything before or after; no interval"
 """The words for a gain from 0 to 0, all rewards of which are 0: these do not show how much others would vary."""
+NO_CHANGE: Final = "the held-out reward did not change; more held-out tasks tell smaller changes apart"
+"""The words for a gain of exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class Gain:
         """Why the change is not told apart from chance; "" if it is."""
         if self.is_certain:
             return ""
-        return NOTHING_EARNED if self.interval is None and self.before == self.after == 0.0 else MAY_BE_CHANCE
+        if self.interval is None and self.before == self.after == 0.0:
+            return NOTHING_EARNED
+        return MAY_BE_CHANCE if self.change else NO_CHANGE
 
     def __str__(self) -> str:
         said = (

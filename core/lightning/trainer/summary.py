@@ -299,7 +299,8 @@ class Evaluation:
 class Summary:
     """A run in numbers; a number that was not measured is None.
 
-    `rollouts` and `failed` count training rollouts. `rewards[i]` is the mean training reward of step i + 1; `time` has wall
+    `idle_steps` counts the steps that trained nothing and left the weights as they were. `rollouts` and `failed` count training
+    rollouts. `rewards[i]` is the mean training reward of step i + 1; `time` has wall
     seconds by phase. `evaluations` are in the order in which they were begun; `before` is the reward of the first evaluation,
     and `after` is the reward of the last one if there are several. In `rewards_with_failures[i]` the rollouts of step i + 1
     that failed count as 0. `named_rewards[name][i]` is the mean of a named part of the reward in step i + 1, where the agent
@@ -312,6 +313,7 @@ class Summary:
     run: str
     seed: int
     steps: int
+    idle_steps: int
     rollouts: int
     failed: int
     trained_tokens: int
@@ -354,6 +356,11 @@ def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
     return tally.evaluation(step)
 
 
+def is_idle(metrics: Mapping[str, float]) -> bool:
+    """Return whether a step with these metrics had nothing to train on, and so left the weights as they were."""
+    return metrics.get("stepped") == 0 and not metrics.get("skipped_nonfinite")
+
+
 async def summarize(store: Store, run: str) -> Summary:
     """Read a run's summary from the store. Raises `StoreError`.
 
@@ -373,6 +380,7 @@ async def summarize(store: Store, run: str) -> Summary:
         run=run,
         seed=seed if isinstance(seed, int) else 0,
         steps=len(steps),
+        idle_steps=sum(map(is_idle, steps)),
         rollouts=sum(each.rollouts for each in trained),
         failed=sum(each.rollouts for each in trained if each.status is Status.FAILED),
         trained_tokens=int(sum(metrics.get("tokens", 0.0) for metrics in steps)),
@@ -622,8 +630,12 @@ LIBRARIES: Final = tuple(
     }
 )
 """Folders of code that is not the user's; `site-packages` of other machines as well."""
+OF_PLUGINS: Final = re.compile(r"[/\\](?:adapters|plugins)[/\\][\w-]+[/\\]lightning_\w+[/\\]")
+"""A folder of lightning's adapters and plugins in a checkout, where they are not in `site-packages`."""
 LONGEST: Final = 300
 """The most characters of a reason's message."""
+SENT: Final = "<dynamic-code>"
+"""The file that cloudpickle names for code of the script that the user started: that script is sent to the worker processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,14 +674,19 @@ def reason(error: str) -> Reason:
         cause=cause if (cause := read_cause(lines[0])) in CAUSES else "",
         exception=exception,
         message=_cut(message),
-        place=f"{Path(own[-1]['file']).name}:{own[-1]['line']} in {own[-1]['name']}" if own else "",
+        place=_place(own[-1]) if own else "",
         cure=_cure(said),
     )
 
 
+def _place(frame: re.Match[str]) -> str:
+    file = frame["file"]
+    return f"{'your script' if file == SENT else Path(file).name}:{frame['line']} in {frame['name']}"
+
+
 def is_own(file: str) -> bool:
     """Whether a file of a traceback is the user's."""
-    return not (file.startswith((*LIBRARIES, "<frozen")) or "site-packages" in file)
+    return not (file.startswith((*LIBRARIES, "<frozen")) or "site-packages" in file or OF_PLUGINS.search(file))
 
 
 def grouped(errors: Iterable[str]) -> list[tuple[int, Reason]]:

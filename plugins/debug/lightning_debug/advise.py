@@ -21,7 +21,7 @@ from lightning.safe_text import counted
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
-from lightning.trainer.summary import Evaluation, compared_since, evaluations
+from lightning.trainer.summary import Evaluation, compared_since, evaluations, is_idle
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
@@ -114,7 +114,8 @@ class Tuning:
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The result of `advise`. `compared` counts the runs of the same model and tasks that were measured alike, this one
-    included. `unread` says why rollouts could not be read; empty if they could."""
+    included. `unread` says why rollouts could not be read; empty if they could. `idle` is the number of steps that trained
+    nothing."""
 
     run: str
     steps: int
@@ -123,6 +124,7 @@ class Advice:
     tuning: tuple[Tuning, ...]
     compared: int
     unread: str
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,7 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
         tuple(compare(me, alike)) if me else (),
         len(alike) + 1,
         unread,
+        sum(map(is_idle, recorded.steps)),
     )
 
 

@@ -49,6 +49,10 @@ from lightning_debug.rules import diagnose
 
 OURS: Final = Path(lightning.__file__).parent
 """The folder of the core package, to tell its code from the user's in a traceback."""
+SHORTEST_TASK: Final = 24
+"""Characters of a task that the table always shows."""
+OTHER_COLUMNS: Final = 60
+"""Characters of a line that the table's other columns take, about; the rest is the task's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +253,10 @@ def show(report: DevReport, console: Terminal) -> None:
         table.add_column(name, no_wrap=True)
     table.add_column("tokens in/out")
     table.add_column("seconds")
+    room = max(SHORTEST_TASK, console.width - OTHER_COLUMNS)
     for row in report.rows:
         table.add_row(
-            escape(row.task),
+            escape(row.task if len(row.task) <= room else f"{row.task[: room - 1]}…"),
             "[red]failed" if row.reward is None else escape(_said_reward(row)),
             escape("\n".join(f"{agent} ({count})" for agent, count in row.agents.items())),
             escape("\n".join(f"{tool} ({count})" for tool, count in row.tools.items())),

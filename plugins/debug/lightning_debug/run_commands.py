@@ -44,6 +44,7 @@ from lightning.types import Json, Run
 from lightning_debug.advise import Advice, Alarm, Past, Tuning, config_of, is_comparable, past_of
 from lightning_debug.advise import advise as advise_run
 from lightning_debug.bottlenecks import STEP, Help, find_helps
+from lightning_debug.diagnosis import WINDOW
 from lightning_debug.profile import ROLLOUT_PARTS, Profile, read_profile
 from lightning_debug.regrade import Grader, GroupGrader, RewardTrial, try_grader
 
@@ -70,6 +71,7 @@ def advise(
                 "tuning": [{**asdict(each), "set": override(each.setting, each.better)} for each in advice.tuning],
                 "compared_runs": advice.compared,
                 "unread": advice.unread,
+                "idle_steps": advice.idle,
             }
         )
     else:
@@ -116,8 +118,12 @@ def _key(run: Run) -> tuple[str, float]:
 def show_advice(advice: Advice) -> None:
     """Print the advice."""
     say(f"{escape(advice.run)}: {counted(advice.steps, 'step')}")
-    if not advice.alarms:
+    if not (advice.alarms or advice.idle):
         say("no alarm" if advice.steps else "nothing was looked at: the run has no step yet")
+    if advice.idle:
+        say(f"[yellow]{advice.idle} of {advice.steps} steps trained nothing and left the weights as they were[/]")
+    if 0 < advice.steps < WINDOW:
+        say(f"most rules were not applied: they compare {WINDOW} steps, and the run has fewer")
     for alarm in advice.alarms:
         _show_alarm(alarm)
     for hint in advice.hints:

@@ -14,7 +14,7 @@ import pytest
 from lightning.cli.report import Story, draw_rewards, show_story, show_summary, tell_story
 from lightning.store.memory import MemoryStore
 from lightning.terminal import Terminal
-from lightning.trainer.gains import MAY_BE_CHANCE
+from lightning.trainer.gains import NO_CHANGE
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task, Transition
 
@@ -66,7 +66,9 @@ async def test_a_named_part_of_the_reward_is_what_the_table_shows(store: MemoryS
     assert "+0.850" in told
     assert "1 step: 1 training rollout (0 failed) and 4 held-out rollouts in 2 evaluations" in told
     few = replace(summary, evaluations=tuple(replace(one, reward=0.5) for one in summary.evaluations))
-    assert f"2 held-out tasks: {MAY_BE_CHANCE}" in printed(lambda console: show_summary(few, "title", console))
+    assert f"2 held-out tasks: {NO_CHANGE}" in printed(lambda console: show_summary(few, "title", console))
+    idle = printed(lambda console: show_summary(replace(few, idle_steps=1), "title", console))
+    assert "1 of 1 steps trained nothing and left the weights as they were: before and after are the same model" in idle
     none = replace(summary, evaluations=())
     assert "no held-out tasks were given" in printed(lambda console: show_summary(none, "title", console))
 

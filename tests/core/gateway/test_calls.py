@@ -11,7 +11,7 @@ from array import array
 import httpx
 import openai
 import pytest
-from lightning.gateway.http import CURE_OF_LENGTH, RefusalError, read_object
+from lightning.gateway.http import CURE_OF_LENGTH, CURE_OF_TOOLS, RefusalError, read_object
 from lightning.runner.attempt_completion import judge
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Outcome, VersionRun
@@ -453,6 +453,21 @@ async def test_what_a_client_raises_for_a_call_that_does_not_fit_has_the_cure(ho
         )
     assert raised.value.code == "context_length_exceeded"
     assert CURE_OF_LENGTH in str(raised.value)
+
+
+async def test_a_vllm_without_a_parser_of_tool_calls_is_told_in_words_of_settings(house):
+    """A model whose chat template has no place for tools gets no parser."""
+    house.fake.queue(
+        Reply(
+            status=400,
+            message='"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+        )
+    )
+    http = await house.http()
+    answer = await http.post("/chat/completions", json={"messages": HI})
+    assert answer.json()["error"]["message"] == CURE_OF_TOOLS
+    (step,) = await house.transitions()
+    assert (step.status, step.error) == (CallStatus.REFUSED, CURE_OF_TOOLS)
 
 
 async def test_other_refusals_of_vllm_stay_as_they_are(house):

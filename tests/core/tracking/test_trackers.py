@@ -24,6 +24,7 @@ from lightning.types import Rollout, Run, Task
 
 TRACKER = """
 from lightning import hookimpl
+from lightning.errors import MissingExtraError
 calls = []
 
 class Tracker:
@@ -79,11 +80,20 @@ def test_one_that_cannot_start_is_named_and_left_out(
     tracker, tmp_path: Path, warnings_of, broken: dict[str, str]
 ) -> None:
     tracker("broken", **broken)
-    with Trackers(["broken", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
+    config = with_settings(Config(), {"trainer.trackers": ("broken", "jsonl")})
+    with Trackers(["broken", "jsonl"], config, run="a", folder=tmp_path, store=MemoryStore()) as run:
         run.log(0, {"reward": 0.5})
         run.log(1, {"reward": 0.6})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert len([line for line in warnings_of() if "the tracker 'broken' failed and is left out" in line]) == 1
+
+
+def test_a_usual_one_whose_library_is_missing_is_no_warning(tracker, tmp_path: Path, warnings_of) -> None:
+    tracker("usual", start="raise MissingExtraError('x')")
+    with Trackers(["usual", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
+        run.log(0, {"reward": 0.5})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert warnings_of() == []
 
 
 def test_a_call_that_fails_costs_that_call_alone(tracker, tmp_path: Path, warnings_of) -> None:

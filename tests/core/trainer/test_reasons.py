@@ -98,3 +98,15 @@ def test_alike_ones_are_counted_together() -> None:
     (three, one) = grouped(errors)
     assert three == (3, Reason(message="took 5 s"))
     assert one[0] == 1
+
+
+def test_a_frame_of_the_script_that_was_started_is_called_so() -> None:
+    """cloudpickle keeps the line and leaves the file's name out."""
+    error = 'Traceback (most recent call last):\n  File "<dynamic-code>", line 33, in agent\nKeyError: 1'
+    assert reason(error) == "KeyError: 1 at your script:33 in agent"
+
+
+def test_a_frame_of_an_adapter_in_a_checkout_is_not_the_users() -> None:
+    ours = '  File "/l/adapters/dspy/lightning_dspy/methods.py", line 77, in _around'
+    error = f'Traceback (most recent call last):\n  File "/my/agent.py", line 9, in agent\n{ours}\nKeyError: 1'
+    assert reason(error) == "KeyError: 1 at agent.py:9 in agent"

@@ -130,6 +130,14 @@ def test_of_rollouts_no_onset_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert "it is (in the last steps, and not in the very last)" in said
 
 
+def test_a_short_run_that_trained_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show_advice(Advice("r", 2, (), (), (), 1, "", idle=2))
+    said = capsys.readouterr().out
+    assert "2 of 2 steps trained nothing" in said
+    assert "most rules were not applied: they compare 5 steps" in said
+    assert "no alarm" not in said
+
+
 @pytest.fixture
 async def store() -> Any:
     """An open store."""
@@ -240,7 +248,8 @@ def test_the_command_compares_with_the_other_runs_of_the_folder(
     assert (found["alarms"], found["tuning"], found["unread"]) == ([], [], "")
     assert "broken" in beside
     _, said, _ = advised(capsys, str(folder), "--runs", str(tmp_path))
-    assert "mine: 2 steps\nno alarm\nnone of 1 other runs" in said
+    few = "most rules were not applied: they compare 5 steps, and the run has fewer"
+    assert f"mine: 2 steps\nno alarm\n{few}\nnone of 1 other runs" in said
 
 
 def test_what_cannot_be_advised_on_is_said(train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

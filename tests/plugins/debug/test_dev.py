@@ -283,6 +283,7 @@ def test_a_report_never_cuts_the_name_of_an_agent_or_a_tool() -> None:
     seen = row(task="a long task " * 9, agents={"support/solve": 2, "support/check": 1}, tools={"calculator": 1})
     show(DevReport((seen,), ()), Terminal(file=text, width=80))
     assert all(name in text.getvalue() for name in ("support/solve (2)", "support/check (1)", "calculator (1)"))
+    assert len(text.getvalue().splitlines()) <= 12  # the task is cut instead, to a few lines beside the names
 
 
 def test_a_report_shows_names_that_agents_chose_and_obeys_none() -> None:
