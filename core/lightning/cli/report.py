@@ -147,7 +147,7 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     if summary.idle_steps:
         same = ": before and after are the same model" if summary.idle_steps == summary.steps else ""
         console.print(
-            f"[yellow]{summary.idle_steps} of {counted(summary.steps, 'step')} trained nothing and left the weights as they "
+            f"[yellow]{summary.idle_steps} of {summary.steps} steps trained nothing and left the weights as they "
             f"were{same}",
             highlight=False,
             soft_wrap=True,

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from lightning.trainer.gains import MAY_BE_CHANCE, NO_CHANGE, NOTHING_EARNED, gain_of, margin
+from lightning.trainer.gains import MAY_BE_CHANCE, NOTHING_EARNED, gain_of, margin
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
 from lightning.types import Rollout, Status, Task
 
@@ -50,11 +50,6 @@ def test_what_is_not_known_has_no_interval_and_no_gain() -> None:
     assert gain_of([evaluation(0, [0.0, 1.0])]) is None
     assert gain_of([evaluation(0, [0.0, 1.0]), evaluation(1, [None, None])]) is None
     assert margin(evaluation(0, [1.0])) is None
-
-
-def test_zeros_alone_show_no_spread_and_no_change() -> None:
-    gain = gain_of([evaluation(0, [0.0] * 12), evaluation(2, [0.0] * 12)])
-    assert str(gain) == f"0.000 → 0.000, +0.000 [unknown] over 12 tasks; {NO_CHANGE}"
 
 
 def test_failures_count_as_0_or_not_at_all() -> None:
