@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_verl import api
 from lightning_verl.head import Learner, PolicyEngine
+from lightning_verl.scores import TokenScores
 from lightning_verl.strategy import ReferenceWeights
 
 _DTYPES = {"bf16": torch.bfloat16}
@@ -44,7 +45,7 @@ class Fsdp2Engine(PolicyEngine):
 
     def begin(self, max_model_len: int | None) -> None:
         """Prepare the loaded model for our losses: no dropout, the policy server's positions, packed rows that do not depend on
-        each other, softmax in float32, no weight decay on vectors."""
+        each other, logprobs in the place of logits, no weight decay on vectors."""
         self.trained.train = partial(_train, self.trained)  # type: ignore[method-assign]  # verl calls it for each gradient
         folder = Path(self.model_config.local_path)
         context = fix_positions(self.trained, folder, max_model_len)
@@ -58,8 +59,7 @@ class Fsdp2Engine(PolicyEngine):
                 context=context,
                 folder=folder,
             )
-        # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
-        self.trained.register_forward_hook(_in_float32)
+            self.scores = TokenScores(self.trained, lambda ids: self._packed(ids, None), folder)
         _spare_vectors(self.optimizer)
 
     def _packed(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -143,13 +143,6 @@ def _train(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _in_float32(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """A forward hook: convert the logits to float32."""
-    if getattr(output, "logits", None) is not None:
-        output.logits = output.logits.float()
-    return output
 
 
 def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:

@@ -26,8 +26,9 @@ from lightning.losses.protocol import Loss
 from lightning_attach.transfer import LocalSender
 
 from lightning_verl import api
-from lightning_verl.head import WANTED, Learner, Wanted
+from lightning_verl.head import WANTED, Learner
 from lightning_verl.passes import LossPass, Report
+from lightning_verl.scores import Wanted
 from lightning_verl.strategy import ReferenceWeights, Strategy
 
 MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}

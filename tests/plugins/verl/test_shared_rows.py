@@ -1,0 +1,38 @@
+"""Rows that two workers share, each with a part of every row's tokens (Ulysses, arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.engines.torch.engine import TorchEngine
+from lightning_credits.value_head import CriticHead
+
+from tests.plugins.verl.conftest import OpenVerl
+from tests.plugins.verl.test_engine import UNCLIPPED, compare
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's own
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_rows_longer_than_a_micro_batch_are_shared(open_verl: OpenVerl, model: Path, tmp_path: Path) -> None:
+    """Logprobs, values, gradients and weights are those of whole rows on one device. The attention is a stand-in for that of
+    flash-attn (`rank_process.py`); what verl does around it is verl's own. Rows have up to 39 tokens, and a worker's part of a
+    micro-batch 8 or half of a row."""
+    engine = open_verl(
+        2,
+        optimizer=UNCLIPPED,
+        critic=True,
+        tokens_per_microbatch=8,
+        **{
+            "verl.sharding": {"ulysses_sequence_parallel_size": 2},
+            "verl.model": {"override_config": {"attn_implementation": "flash_attention_2"}},
+        },
+    )
+    assert [place for place, _ in engine._ranks] == [0, 0]  # type: ignore[attr-defined]
+    other = TorchEngine(device="cpu")
+    other.open(model, UNCLIPPED, seed=0, head=CriticHead("frozen"))
+    try:
+        compare(engine, other, tmp_path)
+    finally:
+        other.close()
