@@ -68,8 +68,8 @@ class _Opened:
 
 
 class VerlEngine:
-    """Trains on verl's workers. Implements `lightning.engines.protocol.Engine`. Its settings are `Config.engine` and
-    `Config.engine.verl`."""
+    """Trains on verl's workers. Implements `Engine` and `WritesAdapters` of `lightning.engines.protocol`. Its settings are
+    `Config.engine` and `Config.engine.verl`."""
 
     revives_workers: Literal[True] = True
 
@@ -237,6 +237,18 @@ class VerlEngine:
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged, and return it."""
         return self._written(file, file, model=False)
+
+    def adapters(self, file: Path) -> Path | None:
+        """Write the adapters alone and return the file; None if all weights are trained, or if the model folder stores an
+        adapted layer in another form."""
+        opened = self._ready()
+        if self._config.engine.lora is None:
+            return None
+        arguments = opened.model.resolve(), file.resolve(), self._dtype()
+        if not all(self._again(lambda: self._run("write_adapters", *arguments))):
+            return None
+        check_seen("the first worker's machine", [file], file)
+        return file
 
     def _written(self, target: Path, seen: Path, *, model: bool) -> Path:
         source = self._ready().model.resolve()

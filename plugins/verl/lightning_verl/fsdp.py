@@ -7,6 +7,7 @@ only in one of verl's modes, because outside them offloaded tensors may still be
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from lightning_verl import api
 from lightning_verl.head import Learner, PolicyEngine
 from lightning_verl.scores import TokenScores
-from lightning_verl.strategy import ReferenceWeights
+from lightning_verl.strategy import ReferenceWeights, whole
 
 _DTYPES = {"bf16": torch.bfloat16}
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -84,13 +84,11 @@ class Fsdp2Engine(PolicyEngine):
         _let_go()
         return found
 
-    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """Return all weights under their Hugging Face names, on the CPU; none where they are not `wanted`."""
+    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights under their Hugging Face names, on the CPU, as they are gathered; none where they are not
+        `wanted`."""
         with self.eval_mode():
-            found = export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
-            return {
-                name: tensor.clone() for name, tensor in found.items()
-            }  # the model's own tensors may be moved after this block
+            yield from export.whole_weights(self.trained, dtype, whole, wanted=wanted)
 
     def save(self, head: Learner | None, folder: Path, steps: int) -> None:
         """Write this rank's part of the training state. A head, which all ranks have whole, is written once."""
@@ -139,10 +137,6 @@ def _train(module: nn.Module, mode: bool = True) -> nn.Module:
     if mode:
         gradient_mode(module)
     return module
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:

@@ -180,6 +180,15 @@ def test_logits_take_as_much_for_a_long_row_as_for_a_short_one() -> None:
     assert named(training_items(LARGE, 8, adapters))["logits"] == alone
 
 
+def test_adapters_alone_are_written_and_read_beside_the_base() -> None:
+    whole, lora = EngineConfig(), EngineConfig(lora=LoraConfig(rank=16))
+    costs, light = (trainer_costs(LARGE, NODE, engine, 1000.0) for engine in (whole, lora))
+    files, adapters = NODE.assumptions.files, LARGE.adapters(16)
+    assert (costs.export * files, costs.update * files) == pytest.approx((2 * LARGE.parameters, 4 * LARGE.parameters))
+    assert light.export * files == pytest.approx(4 * adapters)
+    assert light.update * files == pytest.approx(2 * LARGE.parameters + 8 * adapters)
+
+
 def test_a_model_whose_whole_gradients_do_not_fit_is_said_not_to() -> None:
     shape, engine = shape_of("Qwen/Qwen3-30B-A3B", MIXTURE), EngineConfig(gradient_checkpointing=True)
     whole, exchanged = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from lightning.errors import EngineError
 from lightning_verl.scores import TokenScores, _Chunked
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+
+from tests.live_bytes import Bytes
 
 WORDS, COUNT = 61, 23
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -105,33 +105,6 @@ def test_the_gradient_of_a_bfloat16_layer_is_summed_in_float32() -> None:
         gradients.append(layer.weight.grad.float())
     one, many = gradients
     assert float((one - many).norm() / one.norm()) < 5e-3
-
-
-class Bytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that live, at present and at most. Tensors on `meta` have sizes and no memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known = set[int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                self.add(tensor.untyped_storage())
-        return result
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.known.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
 
 
 def peak(count: int, width: int) -> int:

@@ -1,15 +1,18 @@
-"""Rows that two workers share, each with a part of every row's tokens (Ulysses, arXiv 2309.14509)."""
+"""Two workers without a Ray: rows that they share, each with a part of every row's tokens (Ulysses, arXiv 2309.14509), and
+adapters that they hand over alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from lightning.config import LoraConfig
+from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning_credits.value_head import CriticHead
 
-from tests.plugins.verl.conftest import OpenVerl
-from tests.plugins.verl.test_engine import UNCLIPPED, compare
+from tests.plugins.verl.conftest import LOSS, OpenVerl
+from tests.plugins.verl.test_engine import UNCLIPPED, alone_are_the_whole, compare, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's own
 
@@ -36,3 +39,11 @@ def test_rows_longer_than_a_micro_batch_are_shared(open_verl: OpenVerl, model: P
         compare(engine, other, tmp_path)
     finally:
         other.close()
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_adapters_of_two_workers_are_handed_over_alone(open_verl: OpenVerl, tmp_path: Path) -> None:
+    """Each has a part of every adapter."""
+    engine = open_verl(2, optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4, alpha=8))
+    engine.step(rows(0), LOSS)
+    alone_are_the_whole(engine, tmp_path)
