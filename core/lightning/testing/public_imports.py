@@ -121,6 +121,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.export",
             "lightning.engines.files",
             "lightning.engines.loading",
+            "lightning.engines.logprobs",
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",

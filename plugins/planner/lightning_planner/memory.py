@@ -26,7 +26,7 @@ from lightning_planner.shape import Shape
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and a float32."""
 CHUNK = 1 << 28
-"""Bytes of the engines' table of logits (`lightning.engines.torch.logprobs`), which becomes log p and their gradient in
+"""Bytes of the engines' table of logits (`lightning.engines.logprobs`), which becomes log p and their gradient in
 place."""
 
 COUNTED = frozenset(

@@ -1,7 +1,7 @@
 """Logprobs and entropies from a sharded model in the place of its logits, a chunk of tokens at a time.
 
 The invariant: values and gradients are those of the whole table of logits in float32, of which no rank ever has more than one
-chunk (`lightning.engines.torch.logprobs`). The backward pass computes a chunk's logits again, and adds up the gradients of the
+chunk (`lightning.engines.logprobs`). The backward pass computes a chunk's logits again, and adds up the gradients of the
 output layer in float32. All is computed inside the output layer's forward and backward pass, because only there FSDP2 has the
 layer's weights whole.
 """
@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.engines.loading import unwrapped
-from lightning.engines.torch.logprobs import Logits, chunks, token_logprobs
-from lightning.engines.torch.model import outputs_of, same_output, trunk
+from lightning.engines.logprobs import Logits, chunks, outputs_of, same_output, token_logprobs, trunk
 from torch import nn
 
 Wanted = Literal["none", "also", "only"]

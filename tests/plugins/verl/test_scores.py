@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from lightning.config import LoraConfig
+from lightning.engines import logprobs
 from lightning.engines.loading import add_adapters
-from lightning.engines.torch import logprobs
 from lightning.errors import EngineError
 from lightning_verl.scores import TokenScores, _Chunked
 from torch import nn

@@ -17,24 +17,24 @@ an embedding of 49,152 words that is 113 MB, for a few hundred tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
 
 from lightning.engines.loading import add_adapters, beside_text, fix_positions, gradient_mode, read_model
+from lightning.engines.logprobs import Logits, outputs_of, same_output, trunk
 from lightning.engines.sameness import refuse_dependence
 from lightning.engines.step import needing_room
-from lightning.engines.torch.logprobs import Logits
 from lightning.errors import EngineError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from lightning.config import LoraConfig
 
@@ -261,14 +261,6 @@ def _hidden(model: PreTrainedModel, ids: torch.Tensor, **more: torch.Tensor) -> 
     return states
 
 
-def trunk(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that computes hidden states; of a model with vision, its text decoder."""
-    if model.config.get_text_config() is model.config:
-        named = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's text model
-        return cast("nn.Module", getattr(model, named))
-    return cast("nn.Module", model.get_decoder())
-
-
 def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> Logits:
     """Return the function from hidden states to logits, which for some families caps or scales the output of the last layer. It
     is found by comparing with the model's own logits; raises `EngineError` if no known function gives these."""
@@ -283,40 +275,6 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
     hidden = _hidden(model, ids)[0]
     candidates = outputs_of(model.get_output_embeddings(), model.config.get_text_config())
     return same_output(((logits, logits(hidden)) for logits in candidates), expected, model, folder)
-
-
-def same_output(
-    tried: Iterable[tuple[Logits, torch.Tensor]], expected: torch.Tensor, model: nn.Module, folder: Path
-) -> Logits:
-    """Return the first function whose logits are the model's own, `expected`. Raises `EngineError` naming the architecture
-    if there is none."""
-    for logits, found in tried:
-        coarse = torch.bfloat16 in (found.dtype, expected.dtype) or torch.is_autocast_enabled(expected.device.type)
-        tolerance = 1e-2 if coarse else 1e-4
-        if torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance):
-            return logits
-    raise EngineError(
-        f"the architecture {type(model).__name__} in {folder} computes its logits in a way this engine does not know: "
-        "its output layer is neither plain, nor scaled, nor capped"
-    )
-
-
-def outputs_of(layer: Logits, config: PretrainedConfig) -> Iterator[Logits]:
-    """Yield the candidates for a model's function from hidden states to logits, by its output layer and its configuration:
-    capped, scaled, divided, and last the plain output layer."""
-    # Gemma, RecurrentGemma, xLSTM
-    caps = (
-        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    )
-    if cap := next(filter(None, caps), None):
-        yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap
-    scale = getattr(config, "logit_scale", None)  # Cohere
-    if scale:
-        yield lambda hidden: layer(hidden) * scale
-    divisor = getattr(config, "logits_scaling", None)  # Granite
-    if divisor:
-        yield lambda hidden: layer(hidden) / divisor
-    yield lambda hidden: layer(hidden)
 
 
 logger = logging.getLogger(__name__)
