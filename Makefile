@@ -39,7 +39,7 @@ test-slow: $(READY) browser
 test-long: $(READY) browser
 	$(BIN)/pytest -m long -n 2 --dist loadfile --session-timeout=$(CAP)
 
-# What only a GPU can show, in at most 25 minutes; goes on where it was stopped (CONTRIBUTING.md). GPU_PYTHON names a Python that
+# What only a GPU can show, in at most 30 minutes; goes on where it was stopped (CONTRIBUTING.md). GPU_PYTHON names a Python that
 # has all it needs; without one an environment is made, which fetches the CUDA builds of torch and vLLM.
 gpu:
 	@$(PYTHON) tests/gpu/run.py --look

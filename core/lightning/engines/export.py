@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
-from lightning.engines.files import whole_file, whole_folder
+from lightning.engines.files import whole_file, whole_folder, write_tensors
 from lightning.engines.loading import (
     ADAPTER,
     WRAPPER,
@@ -63,6 +63,7 @@ SCALE = "_scale_inv"
 _FP8_MAX = 448.0
 """The largest finite value of float8_e4m3fn (arXiv 2209.05433)."""
 _BITS = {"F32": 32, "F64": 64, "BF16": 16, "F16": 16}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 UNTRAINABLE = "train the checkpoint in bfloat16 or float32, which publishers offer beside it"
 
 
@@ -130,16 +131,18 @@ def as_named(stored: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any
     return named
 
 
-def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the trained weights as the folder stores them: under its names and in `dtype`. A tensor that the folder stores
+def as_stored(
+    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the trained weights as the folder stores them: under its names and in `dtype`. A tensor that the folder stores
     wider than its others keeps its dtype; a tensor in FP8 is put into the folder's blocks, together with their scales.
 
     Raises `EngineError` for a name that the folder lacks, except that of a tied output layer, which is left out.
     """
     stored = folder_tensors(folder)
     main = min((_BITS[spec.dtype] for spec in stored.values() if spec.dtype in _BITS), default=0)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in as_named(stored, weights).items():
+    for given, tensor in weights:
+        ((name, _),) = as_named(stored, {given: tensor}).items()
         spec = stored.get(name)
         if spec is None and name.endswith("lm_head.weight"):
             continue
@@ -148,13 +151,13 @@ def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dt
                 f"{name!r} was trained, but {folder} has no tensor of that name to replace: please report this"
             )
         if spec.dtype in FP8:
-            scale = dict(tensors_of(folder, [name + SCALE]))[name + SCALE]
-            found[name], found[name + SCALE] = in_blocks(tensor, scale)
+            values, scales = in_blocks(tensor, dict(tensors_of(folder, [name + SCALE]))[name + SCALE])
+            yield name, values
+            yield name + SCALE, scales
         elif not tensor.is_floating_point() or _BITS.get(spec.dtype, 0) > main > 0:
-            found[name] = tensor
+            yield name, tensor
         else:
-            found[name] = tensor.to(dtype)
-    return found
+            yield name, tensor.to(dtype)
 
 
 def in_blocks(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +182,7 @@ def tied_heads(trained: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
     """Return the name of the output layer, with the name of the embedding, if the folder stores an output layer that is tied to
     the embedding; empty if it stores none."""
     known = set(trained)
-    embedding = next((name for name in sorted(known) if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
+    embedding = next((name for name in sorted(known) if name.endswith(_EMBEDDINGS)), "")
     return {name: embedding for name in stored if embedding and name not in known and name.endswith("lm_head.weight")}
 
 
@@ -235,20 +238,32 @@ TEMPLATES = "additional_chat_templates"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-def write_file(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, file: Path) -> Path:
-    """Write the trained weights of a model from the folder `source` as one safetensors file, atomically, in `dtype`. The file's
-    metadata lists the folder's tensors that the file leaves out."""
-    found = as_stored(source, weights, dtype)
-    left = sorted(folder_tensors(source).keys() - found.keys())
-    metadata = {"format": "pt"} | ({LEFT_OUT: json.dumps(left)} if left else {})
+def write_file(source: Path, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, file: Path) -> Path:
+    """Write the trained weights of a model from the folder `source` as one safetensors file, atomically, in `dtype`, one tensor
+    at a time. The file's metadata lists the folder's tensors that the file leaves out."""
+    stored = folder_tensors(source)
+
+    def about(written: Mapping[str, int]) -> dict[str, str]:
+        left = sorted(stored.keys() - written.keys())
+        return {"format": "pt"} | ({LEFT_OUT: json.dumps(left)} if left else {})
+
     with whole_file(file) as path:
-        save_file(found, path, metadata=metadata)
+        write_tensors(path, as_stored(source, weights, dtype), stored, about)
     return file
 
 
-def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Path) -> Path | None:
+def write_adapters(
+    source: Path,
+    model: nn.Module,
+    dtype: torch.dtype,
+    file: Path,
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    *,
+    wanted: bool = True,
+) -> Path | None:
     """Write a model's adapters alone as one safetensors file, atomically: A (rank, in) and B (out, rank) under the names of the
     matrices in `source` that they change. The metadata holds what is needed to merge them (base folder, dtypes, scaling).
+    `whole` and `wanted` are those of `whole_weights`; the file is written where it is wanted.
 
     Returns the file. Returns None, and writes nothing, if `source` has one of these matrices under another name, transposed,
     fused with others or in FP8.
@@ -257,14 +272,17 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
     tensors: dict[str, torch.Tensor] = {}
     scaling: dict[str, float] = {}
     for name, layer in adapted_layers(model).items():
-        down, up = (factor.detach() for factor in factors(layer))
+        down, up = factors(layer)
         spec, base = stored.get(name), layer.get_base_layer().weight
         shape = (up.shape[0], down.shape[1])
         if is_transposed(layer) or spec is None or spec.dtype not in CASTABLE:
             return None  # the shape would not show a transposed square matrix
         if spec.shape != shape or tuple(base.shape) != shape:
             return None
-        tensors |= {name + LORA_A: down.cpu().contiguous(), name + LORA_B: up.cpu().contiguous()}
+        for kind, factor in ((LORA_A, down), (LORA_B, up)):
+            gathered = whole(factor.detach())
+            if wanted:
+                tensors[name + kind] = gathered.cpu().contiguous()
         scaling[name] = float(layer.scaling[ADAPTER])
         kept = str(base.dtype).removeprefix("torch.")
     told = {
@@ -273,19 +291,20 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
         "dtype": str(dtype).removeprefix("torch."),
         "scaling": scaling,
     }
-    with whole_file(file) as path:
-        save_file(tensors, path, metadata={"format": "pt", ADAPTERS: json.dumps(told)})
+    if wanted:
+        with whole_file(file) as path:
+            save_file(tensors, path, metadata={"format": "pt", ADAPTERS: json.dumps(told)})
     return file
 
 
-def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Path:
-    """Write a model folder, atomically: a copy of `source` with these weights, in `dtype`, in the place of its own.
+def write_folder(source: Path, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, folder: Path) -> Path:
+    """Write a model folder, atomically: a copy of `source` with these weights, in `dtype`, in the place of its own, one tensor
+    at a time.
 
     Other tensors and files of `source` are copied unchanged; the only subfolder that is copied is `TEMPLATES`. In `config.json`
     only the dtype is changed, if it differs.
     """
-    found, stored = as_stored(source, weights, dtype), folder_tensors(source)
-    found |= {head: found[embedding].clone() for head, embedding in tied_heads(found, stored).items()}
+    stored = folder_tensors(source)
     with whole_folder(folder) as path:
         for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
@@ -294,16 +313,32 @@ def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch
             (path / TEMPLATES).mkdir(exist_ok=True)
             shutil.copyfile(template, path / TEMPLATES / template.name)
         _set_dtype(path / "config.json", str(dtype).removeprefix("torch."))
-        parts = [found, dict(tensors_of(source, stored.keys() - found.keys()))]
-        files = [WEIGHTS] if not parts[1] else [f"model-{part:05}-of-00002.safetensors" for part in (1, 2)]
-        for name, tensors in zip(files, parts, strict=False):
-            save_file(tensors, path / name, metadata={"format": "pt"})
-        if len(files) > 1:
-            places = {key: name for name, tensors in zip(files, parts, strict=True) for key in tensors}
-            size = sum(tensor.nbytes for tensors in parts for tensor in tensors.values())
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-            (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        trained = write_tensors(path / WEIGHTS, _with_heads(as_stored(source, weights, dtype), stored), stored)
+        if carried := stored.keys() - trained.keys():
+            files = [f"model-{part:05}-of-00002.safetensors" for part in (1, 2)]
+            (path / WEIGHTS).rename(path / files[0])
+            parts = [trained, write_tensors(path / files[1], tensors_of(source, carried), stored)]
+            places = {key: name for name, part in zip(files, parts, strict=True) for key in part}
+            index = {"metadata": {"total_size": sum(size for part in parts for size in part.values())}}
+            told = json.dumps({**index, "weight_map": dict(sorted(places.items()))}, indent=2)
+            (path / INDEX).write_text(told + "\n")
     return folder
+
+
+def _with_heads(
+    weights: Iterable[tuple[str, torch.Tensor]], stored: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights, and last the output layer where the folder stores one that is tied to the embedding."""
+    seen = set[str]()
+    embeddings: dict[str, torch.Tensor] = {}
+    has_head = any(name.endswith("lm_head.weight") for name in stored)
+    for name, tensor in weights:
+        seen.add(name)
+        if has_head and name.endswith(_EMBEDDINGS):
+            embeddings[name] = tensor
+        yield name, tensor
+    for head, embedding in tied_heads(seen, stored).items():
+        yield head, embeddings[embedding]
 
 
 def _set_dtype(file: Path, dtype: str) -> None:
@@ -324,17 +359,18 @@ def whole_weights(
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     *,
     wanted: bool = True,
-) -> dict[str, torch.Tensor]:
-    """Return every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share. A returned
-    tensor may be the model's own, which the next step changes.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share. It is done a
+    layer at a time, so that there are never more copies than of one layer. A tensor may be the model's own, which the next step
+    changes.
 
-    `whole` gathers a sharded tensor; then all ranks must call this function, and ranks with `wanted` false get an empty dict.
-    Adapters (arXiv 2106.09685) are merged layer by layer, so that there is never a second model in memory.
+    `whole` gathers a sharded tensor; then all ranks must exhaust the iterator, also after an error, and ranks with `wanted`
+    false get nothing. Adapters (arXiv 2106.09685) are merged layer by layer, so that there is never a second model in memory.
     """
-    adapted = adapted_layers(model)
+    adapted, base = adapted_layers(model), unwrapped(model)
     found: dict[str, torch.Tensor] = {}
     written: set[int] = set()
-    beside = beside_text(model)
+    beside, last = beside_text(model), ""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in beside:
             continue
@@ -343,6 +379,10 @@ def whole_weights(
         if key not in adapted and local.numel() and local.data_ptr() in written:
             continue
         written.add(local.data_ptr())
+        layer = _layer_of(key)
+        if layer != last:
+            yield from original_names(base, found).items()
+            found, last = {}, layer
         value = whole(tensor.detach())
         if key in adapted:
             delta = delta_of(adapted[key], whole)
@@ -351,4 +391,12 @@ def whole_weights(
             # Vectors are small, and the folder may store some of them wider: `as_stored` decides their dtype.
             narrow = value.is_floating_point() and value.ndim > 1
             found[key] = (value.to(dtype) if narrow else value).cpu().contiguous()
-    return original_names(unwrapped(model), found) if wanted else {}
+    yield from original_names(base, found).items()
+
+
+def _layer_of(name: str) -> str:
+    """Return a tensor's name up to its first number, which is its layer's; the whole name if it has none. A family's layout in
+    files never mixes tensors of several layers."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])

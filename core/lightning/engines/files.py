@@ -1,4 +1,5 @@
-"""Atomic writing of files and folders: write beside the target, then rename; folders are flushed to the disk before.
+"""Atomic writing of files and folders: write beside the target, then rename; folders are flushed to the disk before. And the
+writing of safetensors one tensor at a time.
 
 The invariant: at any moment, also after a crash (of the process; for folders also of the machine), a target is absent, or holds
 its old or its new content whole. It has the permissions of an ordinary file by the umask, so that a policy server of another
@@ -7,15 +8,31 @@ user may read it (safetensors alone would write 0600).
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from safetensors import SafetensorError
 
 from lightning.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""Torch's names of the dtypes of safetensors."""
+_KINDS = {f"torch.{torchs}": own for own, torchs in DTYPES.items()}
+_WIDEST = 8
+"""Bytes of the widest number. Readers need each tensor at a multiple of its own numbers' size."""
 
 
 @contextmanager
@@ -99,3 +116,49 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_tensors(
+    path: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    names: Iterable[str],
+    about: Callable[[Mapping[str, int]], Mapping[str, str]] = lambda written: {"format": "pt"},
+) -> dict[str, int]:
+    """Write tensors as one safetensors file, each as it comes, so that no more than one needs to be in memory. Return the bytes
+    of each.
+
+    `names` are all names that may come: the header, which stands before the tensors and is written last, gets room for them.
+    `about` returns the header's metadata from the written tensors.
+    """
+    import torch
+
+    room = 1024 + sum(256 + 2 * len(json.dumps(json.dumps(name))) for name in names) // _WIDEST * _WIDEST
+    header: dict[str, object] = {}
+    written: dict[str, int] = {}
+    odd: list[tuple[str, torch.Tensor]] = []
+
+    def put(file: BinaryIO, name: str, tensor: torch.Tensor) -> None:
+        start = file.tell() - 8 - room
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        file.write(flat.view(torch.uint8).numpy().data)
+        places = [start, start + tensor.nbytes]
+        header[name] = {"dtype": _KINDS[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": places}
+        written[name] = tensor.nbytes
+
+    with path.open("wb") as file:
+        file.seek(8 + room)
+        for name, tensor in tensors:
+            if tensor.nbytes % _WIDEST:
+                odd.append((name, tensor))
+            else:
+                put(file, name, tensor)
+        for name, tensor in sorted(odd, key=lambda pair: -pair[1].itemsize):
+            put(file, name, tensor)
+        told = json.dumps({"__metadata__": dict(about(written)), **header}).encode()
+        if len(told) > room:
+            raise EngineError(
+                f"the header of {path} needs {len(told)} bytes, and {room} were reserved: please report this"
+            )
+        file.seek(0)
+        file.write(struct.pack("<Q", room) + told.ljust(room))
+    return written

@@ -31,6 +31,11 @@ CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes that vLLM casts to the dtype it serves."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 INDEX = "model.safetensors.index.json"
+_ORDER = (
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "BOOL",
+)  # fmt: skip
+"""The dtypes in the order in which `save_file` of safetensors writes tensors."""
 LEFT_OUT = "left_out"
 """The metadata key of a weight file whose value, a JSON list, names the folder's tensors that the file does not replace."""
 
@@ -69,17 +74,23 @@ def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
 
 
 def hash_weights(path: Path) -> str:
-    """Return the SHA-256 (hex) of the tensors' bytes in a safetensors file, in their order there, without its header.
+    """Return the SHA-256 (hex) of the tensors' bytes in a safetensors file, without its header. The tensors are in the order of
+    `save_file` (by dtype, then by name), wherever the file has them.
 
     Raises PolicyServerError when the file cannot be read.
     """
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            file.seek(8 + struct.unpack("<Q", file.read(8))[0])
-            while piece := file.read(HASH_BYTES):
-                digest.update(piece)
-    except (OSError, struct.error) as error:
+            begins = 8 + struct.unpack("<Q", file.read(8))[0]
+            header = json.loads(file.read(begins - 8))
+            header.pop("__metadata__", None)
+            for _, spec in sorted(header.items(), key=lambda item: (_ORDER.index(item[1]["dtype"]), item[0])):
+                start, end = spec["data_offsets"]
+                file.seek(begins + start)
+                for place in range(start, end, HASH_BYTES):
+                    digest.update(file.read(min(HASH_BYTES, end - place)))
+    except (OSError, KeyError, ValueError, struct.error) as error:
         raise PolicyServerError(f"cannot read the weights {path}: {error}") from error
     return digest.hexdigest()
 

@@ -122,6 +122,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.export",
             "lightning.engines.files",
             "lightning.engines.loading",
+            "lightning.engines.logprobs",
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",

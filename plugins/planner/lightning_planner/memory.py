@@ -26,7 +26,7 @@ from lightning_planner.shape import Shape
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and a float32."""
 CHUNK = 1 << 28
-"""Bytes of the torch engine's table of logits (`lightning.engines.torch.logprobs`), which becomes log p and their gradient in
+"""Bytes of the engines' table of logits (`lightning.engines.logprobs`), which becomes log p and their gradient in
 place."""
 
 COUNTED = frozenset(
@@ -34,7 +34,6 @@ COUNTED = frozenset(
         "model_dtype",
         "fsdp_size",
         "use_no_sync_for_gradient_accumulation",
-        "entropy_checkpointing",
         "ulysses_sequence_parallel_size",  # a micro-batch grows with it, and a GPU's part of it stays the same
     }
 )
@@ -132,12 +131,13 @@ def training_items(shape: Shape, ranks: int, engine: EngineConfig) -> list[Item]
     size = FULL if engine.dtype == "float32" else HALF
     tokens, checkpointing = engine.tokens_per_microbatch, engine.gradient_checkpointing
     if ranks > 1:
-        items = _sharded(shape, ranks, engine, size)
-        master, logits = False, _verl_logits(shape, engine)
+        items, master = _sharded(shape, ranks, engine, size), False
     else:
-        items = _alone(shape, engine, size)
-        most = min(CHUNK, (FULL + HALF) * tokens * shape.vocabulary)
-        master, logits = size == HALF, Item("logits", most, "at most 256 MiB at one time")
+        items, master = _alone(shape, engine, size), size == HALF
+    most, how = min(CHUNK, (FULL + HALF) * tokens * shape.vocabulary), "at most 256 MiB at one time"
+    if ranks > 1 and engine.lora is None:
+        most, how = most + (FULL + size) * shape.embedding, f"{how}; float32 sum and a part of the layer's gradient"
+    logits = Item("logits", most, how)
     return [*items, _activations(shape, tokens, size, checkpointing=checkpointing, master=master), logits]
 
 
@@ -227,16 +227,6 @@ def _activations(shape: Shape, tokens: int, size: int, *, checkpointing: bool, m
         "activations",
         tokens * (shape.layers * kept + layer),
         f"{tokens} tokens x ({shape.layers} layers x {kept} bytes + {layer} of one layer)",
-    )
-
-
-def _verl_logits(shape: Shape, engine: EngineConfig) -> Item:
-    """Return verl's use for logits: they and their gradient in float32, and what the entropy keeps, its probabilities or at
-    least 2 bytes less."""
-    each = 3 * FULL - (HALF if VerlConfig.of(engine).sharding.get("entropy_checkpointing") else 0)
-    tokens = engine.tokens_per_microbatch
-    return Item(
-        "logits", each * tokens * shape.vocabulary, f"{tokens} tokens x {shape.vocabulary} x {each} bytes (verl)"
     )
 
 

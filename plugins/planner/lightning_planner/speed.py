@@ -87,11 +87,14 @@ def trainer_costs(
     exchanged = ((2 + forward_passes) * HALF + FULL) * shape.parameters * (ranks - 1) / ranks
     sharding = exchanged / cluster.exchange / (ranks * engine.tokens_per_microbatch)
     learned = shape.parameters if engine.lora is None else shape.adapters(engine.lora.rank)
+    # Adapters are handed over alone, and the server reads the weights of the model's folder to merge them.
+    written = HALF * shape.parameters if engine.lora is None else FULL * learned
+    read = HALF * shape.parameters + (0 if engine.lora is None else written)
     machines = math.ceil(ranks / assumed.gpus_per_machine)
     return TrainerCosts(
         step=TRAFFIC * learned / ranks / (gpu.bandwidth * assumed.bandwidth_share),
         row_token=max(computing, sharding),
         checkpoint=STATE * learned / (machines * assumed.files),
-        update=2 * HALF * shape.parameters / assumed.files,  # written by the trainer, read by the server
-        export=HALF * shape.parameters / assumed.files,
+        update=(written + read) / assumed.files,
+        export=written / assumed.files,
     )

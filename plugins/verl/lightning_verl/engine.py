@@ -40,7 +40,7 @@ from lightning.types import Json
 
 from lightning_verl.config import VerlConfig
 from lightning_verl.device import choose
-from lightning_verl.megatron_settings import layout, refuse_beside
+from lightning_verl.megatron_settings import SHARING, layout, refuse_beside, shared_rows
 from lightning_verl.sender import FirstWorker
 from lightning_verl.state import Taken, check_seen, read_state, write_state
 
@@ -68,8 +68,8 @@ class _Opened:
 
 
 class VerlEngine:
-    """Trains on verl's workers. Implements `lightning.engines.protocol.Engine`. Its settings are `Config.engine` and
-    `Config.engine.verl`."""
+    """Trains on verl's workers. Implements `Engine` and `WritesAdapters` of `lightning.engines.protocol`. Its settings are
+    `Config.engine` and `Config.engine.verl`."""
 
     revives_workers: Literal[True] = True
 
@@ -95,7 +95,8 @@ class VerlEngine:
         self._summed: Sequence[Sample] = ()
         """The rows of the present gradient."""
         self._longest = 0
-        """Tokens of the longest row in the present call; micro-batches are never smaller. 0 outside a call."""
+        """Tokens of a rank's part of the longest row in the present call; micro-batches are never smaller. 0 outside a call."""
+        self._sharing = shared_rows(config)
 
     def check(self, model: Path) -> str:
         """Check that the model folder can be trained, and return remarks on it. Raises `ConfigError` for FP8 weights."""
@@ -237,6 +238,18 @@ class VerlEngine:
         """Write the current full weights as one safetensors file, LoRA merged, and return it."""
         return self._written(file, file, model=False)
 
+    def adapters(self, file: Path) -> Path | None:
+        """Write the adapters alone and return the file; None if all weights are trained, or if the model folder stores an
+        adapted layer in another form."""
+        opened = self._ready()
+        if self._config.engine.lora is None:
+            return None
+        arguments = opened.model.resolve(), file.resolve(), self._dtype()
+        if not all(self._again(lambda: self._run("write_adapters", *arguments))):
+            return None
+        check_seen("the first worker's machine", [file], file)
+        return file
+
     def _written(self, target: Path, seen: Path, *, model: bool) -> Path:
         source = self._ready().model.resolve()
         self._again(lambda: self._run("write", source, target.resolve(), self._dtype(), model=model))
@@ -349,9 +362,11 @@ class VerlEngine:
         self._drop()
         if short:
             if self._budget <= longest:
+                part, strategy = "a GPU's part of " * (self._sharing > 1), VerlConfig.of(self._config).strategy
                 raise EngineError(
-                    f"{error}; no smaller micro-batch is left, for one row has {longest} tokens: set "
-                    f"engine.gradient_checkpointing = true and resume; or {SMALLER_ROWS}"
+                    f"{error}; no smaller micro-batch is left, for {part}one row has {longest} tokens: set "
+                    f"engine.gradient_checkpointing = true and resume; let more GPUs share a row ({SHARING[strategy]}); or "
+                    f"{SMALLER_ROWS}"
                 ) from error
             cure = (
                 f"lower engine.tokens_per_microbatch, which is {self._budget} now, and resume the run; or {MORE_ROOM}"
@@ -434,7 +449,7 @@ class VerlEngine:
         hands = deal([len(sample) for sample in samples], places)
         count = max(len(hand) for hand in hands)
         shares = [share(samples, hand, count) for hand in hands]
-        self._longest = max(len(sample) for sample in samples)
+        self._longest = math.ceil(max(len(sample) for sample in samples) / self._sharing)
         parts = [(shares[place], *arguments, max(self._budget, self._longest)) for place, _ in self._ranks]
         answers = self._working().run(method, parts, **named)
         self._longest = 0

@@ -7,6 +7,7 @@ only in one of verl's modes, because outside them offloaded tensors may still be
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from lightning_verl import api
 from lightning_verl.head import Learner, PolicyEngine
-from lightning_verl.strategy import ReferenceWeights
+from lightning_verl.scores import TokenScores
+from lightning_verl.strategy import ReferenceWeights, whole
 
 _DTYPES = {"bf16": torch.bfloat16}
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -44,7 +45,7 @@ class Fsdp2Engine(PolicyEngine):
 
     def begin(self, max_model_len: int | None) -> None:
         """Prepare the loaded model for our losses: no dropout, the policy server's positions, packed rows that do not depend on
-        each other, softmax in float32, no weight decay on vectors."""
+        each other, logprobs in the place of logits, no weight decay on vectors."""
         self.trained.train = partial(_train, self.trained)  # type: ignore[method-assign]  # verl calls it for each gradient
         folder = Path(self.model_config.local_path)
         context = fix_positions(self.trained, folder, max_model_len)
@@ -58,8 +59,7 @@ class Fsdp2Engine(PolicyEngine):
                 context=context,
                 folder=folder,
             )
-        # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
-        self.trained.register_forward_hook(_in_float32)
+            self.scores = TokenScores(self.trained, lambda ids: self._packed(ids, None), folder)
         _spare_vectors(self.optimizer)
 
     def _packed(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -84,13 +84,11 @@ class Fsdp2Engine(PolicyEngine):
         _let_go()
         return found
 
-    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """Return all weights under their Hugging Face names, on the CPU; none where they are not `wanted`."""
+    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights under their Hugging Face names, on the CPU, as they are gathered; none where they are not
+        `wanted`."""
         with self.eval_mode():
-            found = export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
-            return {
-                name: tensor.clone() for name, tensor in found.items()
-            }  # the model's own tensors may be moved after this block
+            yield from export.whole_weights(self.trained, dtype, whole, wanted=wanted)
 
     def save(self, head: Learner | None, folder: Path, steps: int) -> None:
         """Write this rank's part of the training state. A head, which all ranks have whole, is written once."""
@@ -139,17 +137,6 @@ def _train(module: nn.Module, mode: bool = True) -> nn.Module:
     if mode:
         gradient_mode(module)
     return module
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _in_float32(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """A forward hook: convert the logits to float32."""
-    if getattr(output, "logits", None) is not None:
-        output.logits = output.logits.float()
-    return output
 
 
 def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:

@@ -7,8 +7,7 @@ gradient norm, weights and files do not contain it.
 
 from __future__ import annotations
 
-from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,26 +17,22 @@ from lightning.engines.step import MadeHead
 from torch import nn
 
 from lightning_verl import api
+from lightning_verl.scores import TokenScores
 
-Wanted = Literal["none", "also", "only"]
-"""Whether a pass computes values of hidden states: no values ("none"), values beside the tokens' logprobs ("also"), or values
-without logprobs ("only")."""
 WANTED = "values_wanted"
 
 
 class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
-    """verl's engine for language models, whose passes also compute values if a head was attached and they are `WANTED`."""
+    """verl's engine for language models, whose passes compute logprobs and entropies without a table of logits, and values if a
+    head was attached and they are `WANTED`."""
 
     _head: nn.Module | None = None
-    _wanted: Wanted = "none"
-    _hidden: torch.Tensor | None = None
-    _keeps_logits = False
+    scores: TokenScores
+    """Set once the model is prepared."""
 
     def attach(self, head: nn.Module) -> None:
         """Compute values with this head from now on."""
-        model = unwrapped(self.module)
-        getattr(model, model.base_model_prefix).register_forward_hook(self._note)
-        self._head, self._keeps_logits = head, "logits_to_keep" in signature(model.forward).parameters
+        self._head = head
 
     def read_again(self) -> nn.Module:
         """Load the folder's model again, sharded like the trained one and beside it. All ranks must call it."""
@@ -45,34 +40,26 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         return module
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prepare a micro-batch as verl does. If only values are wanted, the output layer computes just one token, where the
-        model permits it."""
+        """Prepare a micro-batch as verl does, and tell the model which tokens follow."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
-        self._wanted = api.get_non_tensor_data(micro_batch, WANTED, "none")
-        if self._wanted == "only" and self._keeps_logits:
-            inputs["logits_to_keep"] = 1
+        self.scores.targets = arguments["input_ids_rmpad_rolled"]
+        self.scores.temperatures = None if arguments["temperature_is_one"] else arguments["temperature_rmpad"]
+        self.scores.wanted = api.get_non_tensor_data(micro_batch, WANTED, "none")
         return inputs, arguments
 
     def prepare_model_outputs(
-        self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+        self, output: dict[str, torch.Tensor], output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """Return the outputs that verl prepares, and the head's value of each token as `values`, of shape (tokens,) for each
-        row. Verl's outputs are left out if only values are wanted, and `values` if none are wanted or no head is attached."""
-        hidden, self._hidden = self._hidden, None
-        found: dict[str, torch.Tensor] = {}
-        if self._wanted != "only":
-            found = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        """Return logprobs and entropies as `log_probs` and `entropy`, unless only values are wanted, and the head's value of
+        each token as `values`, if they are wanted and a head is attached; each of shape (tokens,) for each row."""
+        hidden = output.pop("hidden", None)
         if self._head is not None and hidden is not None:
             # Ranks that share a sequence exchange values, not hidden states. All tokens get values, though
-            # only the loss knows which few count: 8 bytes for each of a token's hidden units, beside 12 for each word.
-            values = self._gather_and_unpad_packed(self._head(hidden.squeeze(0)), output_args["pad_size"])
-            found["values"] = torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())
-        return found
-
-    def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """A forward hook of the model without its output layer: keep the hidden states if values are wanted."""
-        if self._wanted != "none":
-            self._hidden = output.last_hidden_state
+            # only the loss knows which few count: 8 bytes for each of a token's hidden units.
+            output["values"] = self._head(hidden)
+        offsets = micro_batch["input_ids"].offsets()
+        whole = {name: self._gather_and_unpad_packed(own, output_args["pad_size"]) for name, own in output.items()}
+        return {name: torch.nested.nested_tensor_from_jagged(own, offsets) for name, own in whole.items()}
 
 
 class Learner:

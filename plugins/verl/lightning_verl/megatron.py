@@ -85,15 +85,16 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
             finally:
                 present.put(self.trained)
 
-    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """Return all weights under their Hugging Face names, on the CPU; none where they are not `wanted`."""
-        found: dict[str, torch.Tensor] = {}
+    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights under their Hugging Face names, on the CPU, as they are gathered; none where they are not
+        `wanted`."""
+        seen = set[str]()
         with _here(), self.eval_mode(), torch.no_grad():
             weights, _ = self.get_per_tensor_param()
             for name, tensor in weights:  # all ranks gather it
-                if wanted and name not in found:  # a tied output layer comes again, from the last layers' ranks
-                    found[name] = tensor.to(dtype).cpu().clone().contiguous()
-        return found
+                if wanted and name not in seen:  # a tied output layer comes again, from the last layers' ranks
+                    seen.add(name)
+                    yield name, tensor.to(dtype).cpu()
 
     def save(self, head: Learner | None, folder: Path, steps: int) -> None:
         """Write this rank's shards of weights and moments."""

@@ -146,6 +146,22 @@ def layout(config: Config) -> dict[str, object]:
     return {"strategy": verl.strategy, "world_size": max(1, verl.world_size), **sizes}
 
 
+def shared_rows(config: Config) -> int:
+    """Return the number of ranks that share each row, which is verl's factor on the tokens of a micro-batch."""
+    verl = VerlConfig.of(config)
+    if verl.strategy == "megatron":
+        return _size(config, "context_parallel_size")
+    size = verl.sharding.get("ulysses_sequence_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1  # others are refused when the workers' settings are made
+
+
+SHARING = {
+    "fsdp2": "engine.verl.sharding.ulysses_sequence_parallel_size",
+    "megatron": "engine.verl.megatron.context_parallel_size",
+}
+"""By strategy, the setting of `shared_rows`."""
+
+
 def given(config: Config) -> dict[str, object]:
     """Return the user's options of `McoreEngineConfig`, except the table that `megatron_engine` merges with ours."""
     return {name: value for name, value in VerlConfig.of(config).megatron.items() if name != TRANSFORMER}

@@ -23,6 +23,7 @@ from lightning_verl.config import VerlConfig
 from lightning_verl.megatron_settings import (
     OWN_ENGINE,
     OWN_OPTIMIZER,
+    SHARING,
     given,
     megatron_engine,
     megatron_optimizer,
@@ -42,7 +43,7 @@ OWN = {
         "lora_alpha": "engine.lora.alpha",
         "target_modules": "engine.lora.target_modules",
         "enable_gradient_checkpointing": "engine.gradient_checkpointing",
-        "use_fused_kernels": "the engine, whose losses want the entropy",
+        "use_fused_kernels": "the engine, which computes logprobs and entropies in chunks of tokens",
         "model_type": "the engine",
         "load_tokenizer": "the engine",
     },
@@ -55,6 +56,9 @@ OWN = {
         "reshard_after_forward": "the engine, which reads shards",
         "mixed_precision": "engine.dtype",
         "seed": "trainer.seed",
+        "entropy_checkpointing": "the engine, which computes entropies in chunks of tokens",
+        "entropy_from_logits_with_chunking": "the engine, which computes entropies in chunks of tokens",
+        "entropy_from_logits_chunk_size": "the engine, which computes entropies in chunks of tokens",
     },
     "optimizer": {
         "lr": "engine.lr",
@@ -168,13 +172,35 @@ def _fsdp2(config: Config, of_model: Any, seed: int, device: str) -> Any:
         "use_torch_compile": device == "cuda",
     }
     made = _made(api.FSDPEngineConfig, "sharding", values, VerlConfig.of(config).sharding)
-    attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
-    if made.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
-        raise ConfigError(
-            "engine.verl.sharding.ulysses_sequence_parallel_size needs flash_attention_2, and the model computes with "
-            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it out"
-        )
+    if made.ulysses_sequence_parallel_size != 1:
+        _refuse_shared_rows(config, made.ulysses_sequence_parallel_size, of_model.hf_config)
     return made
+
+
+def _refuse_shared_rows(config: Config, size: object, model: Any) -> None:
+    """Raise `ConfigError` for a number of workers that cannot share the rows of this model (its configuration)."""
+    setting = SHARING["fsdp2"]
+    attention = model._attn_implementation  # noqa: SLF001 — where transformers keeps it
+    if attention != "flash_attention_2":
+        raise ConfigError(
+            f"{setting} needs flash_attention_2, and the model computes with {attention}: install flash-attn and train in "
+            "bfloat16 on GPUs, or leave it out"
+        )
+    if hasattr(model, "vision_config"):
+        raise ConfigError(f"{setting}: workers cannot share the rows of a model with vision: leave it out")
+    workers, text = max(1, VerlConfig.of(config).world_size), model.get_text_config()
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    fits = [
+        own for own in range(1, workers + 1)
+        if workers % own == heads % own == 0 and (keys % own == 0 or own % keys == 0)
+    ]  # fmt: skip
+    if size not in fits:
+        choice = f"set it to {' or '.join(map(str, fits[1:]))}" if fits[1:] else "leave it out"
+        raise ConfigError(
+            f"{setting} is {size!r}, and {workers} workers that divide {heads} attention heads and {keys} heads of keys evenly "
+            f"cannot share rows so: {choice}"
+        )
 
 
 def _megatron(config: Config, seed: int, device: str) -> Any:

@@ -58,6 +58,11 @@ def _trained(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole; if it is sharded, all ranks must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class Strategy(Protocol):
     """A way to divide a model into the parts that ranks hold. All ranks call the same methods."""
 
@@ -72,8 +77,9 @@ class Strategy(Protocol):
     def first_weights(self, *, moved: bool) -> ReferenceWeights:
         """Return the weights of the model's folder; the present ones where they have not `moved`."""
 
-    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """Return all weights under their Hugging Face names, on the CPU; none on ranks where they are not `wanted`."""
+    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights under their Hugging Face names, on the CPU, as they are gathered; none on ranks where they are not
+        `wanted`. All ranks must exhaust the iterator, also after an error."""
 
     def save(self, head: Learner | None, folder: Path, steps: int) -> None:
         """Write this rank's part of the training state, after this many steps of the policy."""

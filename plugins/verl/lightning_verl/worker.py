@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -19,16 +20,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.batch import FloatArray, Sample
-from lightning.engines.export import write_file, write_folder
+from lightning.engines.export import write_adapters, write_file, write_folder
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
 from lightning_attach.transfer import LocalSender
 
 from lightning_verl import api
-from lightning_verl.head import WANTED, Learner, Wanted
+from lightning_verl.head import WANTED, Learner
 from lightning_verl.passes import LossPass, Report
-from lightning_verl.strategy import ReferenceWeights, Strategy
+from lightning_verl.scores import Wanted
+from lightning_verl.strategy import ReferenceWeights, Strategy, whole
 
 MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 """The module that divides a model, by strategy; Megatron is imported only where it is used."""
@@ -137,10 +139,20 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
 
     def write(self, source: Path, target: Path, dtype: str, *, model: bool) -> None:
         """Write the full weights as a file, or with `model` as a model folder. Every rank takes part, and the first one
-        writes."""
+        writes, each tensor as it is gathered."""
         weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
-        if self.rank == 0:
-            (write_folder if model else write_file)(source, weights, getattr(torch, dtype), target)
+        try:
+            if self.rank == 0:
+                (write_folder if model else write_file)(source, weights, getattr(torch, dtype), target)
+        finally:
+            deque(weights, maxlen=0)  # other ranks gather all of them, also where the first one's disk is full
+
+    def write_adapters(self, source: Path, target: Path, dtype: str) -> bool:
+        """Write the adapters alone as a file; return False, and write nothing, if `source` stores a matrix in another form.
+        Every rank takes part, and the first one writes."""
+        kind, first = getattr(torch, dtype), self.rank == 0
+        with self.engine.eval_mode():
+            return write_adapters(source, self._part.trained, kind, target, whole, wanted=first) is not None
 
     def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
         """Call a method of the first rank's sender; return its answer, and its error as text, so that a failed transfer ends no

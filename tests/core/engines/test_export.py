@@ -14,16 +14,20 @@ import torch
 from lightning.batch.sample import Sample
 from lightning.config import LoraConfig
 from lightning.engines import export
-from lightning.engines.export import write_adapters
+from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
+from lightning.engines.files import write_tensors
+from lightning.engines.loading import add_adapters
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError, PolicyServerError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.policy_server.model_folder import check_weights, weight_tensors
+from lightning.policy_server.model_folder import check_weights, hash_weights, weight_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3Config
+
+from tests.live_bytes import Bytes
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
@@ -78,6 +82,55 @@ def test_weights_have_the_names_shapes_and_dtype_of_the_source(
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=0)
     assert [path.name for path in file.parent.iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+def test_of_gathered_weights_there_is_never_more_than_a_layer(tmp_path: Path, lora: LoraConfig | None) -> None:
+    """As many ranks gather them: each tensor is made by a collective, then rounded and written."""
+    made = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(made)
+    model.save_pretrained(tmp_path / "source")
+    if lora is not None:
+        add_adapters(model, lora)
+    layer = sum(value.nbytes for name, value in model.state_dict().items() if ".layers.0." in name)
+    whole = sum(value.nbytes for name, value in model.state_dict().items() if ".layers." in name)
+    for write in (write_file, write_folder):
+        with Bytes() as counted:
+            gathered = whole_weights(model, torch.bfloat16, torch.clone)
+            write(tmp_path / "source", gathered, torch.bfloat16, tmp_path / write.__name__)
+        assert whole == 12 * layer
+        assert counted.most < 2 * layer
+        assert counted.now < layer
+    ours, theirs = load_file(tmp_path / "write_file"), load_file(tmp_path / "source" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert load_file(tmp_path / "write_folder" / "model.safetensors").keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value.float(), theirs[name], rtol=0.01, atol=1e-4)
+
+
+def test_tensors_that_come_in_any_order_are_one_file(tmp_path: Path) -> None:
+    """Of all kinds and odd sizes; other libraries read it, and its digest is that of the file that they would write."""
+    tensors = {
+        "b.odd": torch.arange(5).bfloat16(), "a": torch.arange(12.0).view(3, 4), "scalar": torch.tensor(3.0),
+        "bytes": torch.arange(7, dtype=torch.uint8), "empty": torch.zeros(0, 4), "flags": torch.tensor([True, False, True]),
+        "eight": torch.arange(9.0).to(torch.float8_e4m3fn), "wide": torch.arange(3, dtype=torch.int64), "é\"": torch.ones(2),
+    }  # fmt: skip
+    file, other = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    sizes = write_tensors(file, tensors.items(), tensors, lambda written: {"written": str(len(written))})
+    save_file(tensors, other)
+    assert sizes == {name: value.nbytes for name, value in tensors.items()}
+    found = load_file(file)
+    assert found.keys() == tensors.keys()
+    assert all(found[name].dtype is value.dtype and found[name].shape == value.shape for name, value in tensors.items())
+    assert all(torch.equal(found[name].float(), value.float()) for name, value in tensors.items())
+    with safe_open(file, "pt") as handle:
+        assert handle.metadata() == {"written": "9"}
+    assert hash_weights(file) == hash_weights(other)
+    with pytest.raises(EngineError, match="were reserved: please report this"):
+        write_tensors(file, tensors.items(), [], lambda _: {"more": "x" * 2000})
 
 
 def test_chat_templates_that_have_a_name_are_carried_over(open_engine: Open, tmp_path: Path, model: Path) -> None:
@@ -254,11 +307,11 @@ def test_a_disk_that_is_full_leaves_the_old_file(
     file = engine.weights(tmp_path / "w.safetensors")
     before = file.read_bytes()
 
-    def full(tensors: object, path: Path, metadata: object) -> None:
+    def full(path: Path, *_: object) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export, "write_tensors", full)
     for write in (lambda: engine.weights(file), lambda: engine.export(tmp_path / "model")):
         with pytest.raises(EngineError, match="No space left on device"):
             write()

@@ -178,7 +178,7 @@ def test_adapters_on_experts_that_are_one_parameter_are_refused_and_others_are_m
 
 def test_a_trained_tensor_that_the_folder_lacks_is_never_left_out_silently(model: Path) -> None:
     with pytest.raises(EngineError, match=r"'model\.new\.weight' was trained, but .* has no tensor of that name"):
-        as_stored(model, {"model.new.weight": torch.ones(2, 2)}, torch.float32)
+        list(as_stored(model, [("model.new.weight", torch.ones(2, 2))], torch.float32))
 
 
 def test_a_bfloat16_engine_keeps_what_a_mixed_folder_stores_in_float32(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample
+from lightning.engines.logprobs import _LogprobEntropy, chunks, token_logprobs
 from lightning.engines.rows import plan
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.logprobs import _LogprobEntropy, chunks, token_logprobs
 from lightning.engines.torch.model import AddingEmbedding, AddingLinear, add_in_place
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.tiny_models import make_tiny_model
+from lightning_verl.device import choose
 from lightning_verl.plugin import verl_engine
 
 VOCAB = 320
@@ -58,3 +64,51 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
     yield make
     for engine in opened:
         engine.close()
+
+
+class TwoProcesses:
+    """In the place of `OnRay`: two ranks on this machine, whose processes stay for the next job."""
+
+    size = 2
+
+    def __init__(self, wires: Sequence[Connection], made: object, arguments: Mapping[str, object]) -> None:
+        self._wires, self._open = wires, True
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.run("make", [(made,)] * 2, port=port, **arguments)
+
+    def run(self, method: str, parts: Sequence[tuple[object, ...]], **named: object) -> list[object]:
+        """See `Group.run`."""
+        for wire, part in zip(self._wires, parts, strict=True):
+            wire.send((method, part, named))
+        return [wire.recv() for wire in self._wires]
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        if self._open:
+            self._open = False
+            self.run("end", [()] * 2)
+
+
+@pytest.fixture(scope="module")
+def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
+    """Connections to the two processes, by rank."""
+    address = str(tmp_path_factory.mktemp("wire") / "s")
+    program = Path(__file__).with_name("rank_process.py")
+    with Listener(address, family="AF_UNIX") as listener:
+        processes = [subprocess.Popen([sys.executable, program, address, str(rank)]) for rank in range(2)]
+        accepted = [listener.accept() for _ in processes]
+        yield [wire for _, wire in sorted(((wire.recv(), wire) for wire in accepted), key=lambda pair: pair[0])]
+        for wire in accepted:
+            wire.send(None)
+        for process in processes:
+            process.wait(60)
+
+
+@pytest.fixture
+def two_processes(wires: list[Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("cpu")
+    group = import_module("lightning_verl.worker_group")
+    monkeypatch.setattr(group, "connect", lambda *_: False)
+    monkeypatch.setattr(group, "OnRay", lambda _, made, arguments, *__, **___: TwoProcesses(wires, made, arguments))

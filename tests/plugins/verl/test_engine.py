@@ -17,10 +17,12 @@ import pytest
 import torch
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.config import LoraConfig
-from lightning.engines.protocol import Engine, OptimizerConfig, SendsWeights
+from lightning.engines import export
+from lightning.engines.protocol import Engine, OptimizerConfig, SendsWeights, WritesAdapters
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, LossOutput, TokenBatch
+from lightning.policy_server.model_folder import weight_tensors
 from lightning_attach.links import Spec, join
 from lightning_attach.sending import Sender, entries
 from lightning_credits.value_head import CriticHead
@@ -227,6 +229,45 @@ def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path:
         with torch.no_grad():
             expected = loaded(ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
         np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-4)
+    alone_are_the_whole(engine, tmp_path)
+
+
+def alone_are_the_whole(engine: Engine, folder: Path) -> None:
+    """The adapters alone, merged as vLLM's workers merge them, are the whole weights, in a smaller file."""
+    assert isinstance(engine, WritesAdapters)
+    file, whole = engine.adapters(folder / "adapters"), engine.weights(folder / "whole")
+    assert file is not None
+    assert file.stat().st_size < whole.stat().st_size / 2
+    merged, expected = dict(weight_tensors([file])), load_file(whole)
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name].to(value.dtype), value, rtol=0, atol=1e-7)
+
+
+def test_where_the_disk_is_full_other_ranks_are_not_left_waiting(
+    open_verl: OpenVerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank goes on gathering with them."""
+    engine = open_verl(ALONE)
+    part = engine._group._worker._part  # type: ignore[attr-defined]
+    gathered = list[str]()
+
+    def stream(*_: object, **__: object) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            gathered.append(str(number))
+            yield f"model.layers.{number}.input_layernorm.weight", torch.ones(4)
+
+    def full(_: Path, tensors: Iterator[tuple[str, torch.Tensor]], *__: object) -> None:
+        next(tensors)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(part, "whole_weights", stream)
+    monkeypatch.setattr(export, "write_tensors", full)
+    with pytest.raises(EngineError, match="No space left on device"):
+        engine.weights(tmp_path / "w.safetensors")
+    assert gathered == ["0", "1", "2"]
+    assert isinstance(engine, WritesAdapters)
+    assert engine.adapters(tmp_path / "a.safetensors") is None, "all weights are trained"
 
 
 @pytest.mark.parametrize(

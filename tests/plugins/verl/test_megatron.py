@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +17,6 @@ from lightning.errors import EngineError
 from lightning.losses.protocol import LossOutput, TokenBatch
 from lightning.testing.tiny_models import make_tiny_model
 from lightning_ray.cluster import connect
-from lightning_verl.device import choose
 from safetensors.torch import load_file
 
 from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
@@ -90,54 +83,6 @@ def same_weights(engine: Engine, expected: Engine, folder: Path) -> None:
     assert one.keys() == other.keys()
     for name, value in other.items():
         assert float((one[name] - value).abs().max()) <= 1e-4, name
-
-
-class TwoProcesses:
-    """In the place of `OnRay`: two ranks on this machine, whose processes stay for the next job."""
-
-    size = 2
-
-    def __init__(self, wires: Sequence[Connection], made: object, arguments: Mapping[str, object]) -> None:
-        self._wires, self._open = wires, True
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        self.run("make", [(made,)] * 2, port=port, **arguments)
-
-    def run(self, method: str, parts: Sequence[tuple[object, ...]], **named: object) -> list[object]:
-        """See `Group.run`."""
-        for wire, part in zip(self._wires, parts, strict=True):
-            wire.send((method, part, named))
-        return [wire.recv() for wire in self._wires]
-
-    def close(self) -> None:
-        """See `Group.close`."""
-        if self._open:
-            self._open = False
-            self.run("end", [()] * 2)
-
-
-@pytest.fixture(scope="module")
-def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
-    """Connections to the two processes, by rank."""
-    address = str(tmp_path_factory.mktemp("wire") / "s")
-    program = Path(__file__).with_name("rank_process.py")
-    with Listener(address, family="AF_UNIX") as listener:
-        processes = [subprocess.Popen([sys.executable, program, address, str(rank)]) for rank in range(2)]
-        accepted = [listener.accept() for _ in processes]
-        yield [wire for _, wire in sorted(((wire.recv(), wire) for wire in accepted), key=lambda pair: pair[0])]
-        for wire in accepted:
-            wire.send(None)
-        for process in processes:
-            process.wait(60)
-
-
-@pytest.fixture
-def two_processes(wires: list[Connection], monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("cpu")
-    group = import_module("lightning_verl.worker_group")
-    monkeypatch.setattr(group, "connect", lambda *_: False)
-    monkeypatch.setattr(group, "OnRay", lambda _, made, arguments, *__, **___: TwoProcesses(wires, made, arguments))
 
 
 def test_it_computes_what_the_torch_engine_computes(

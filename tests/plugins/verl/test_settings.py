@@ -82,7 +82,11 @@ def test_megatrons(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"verl.optimizer": {"lr": 1.0}}, r"engine.verl.optimizer.lr is decided by engine.lr"),
         ({"verl.optimizer": {"grad_clip": 1.0}}, r"optimizer.grad_clip is decided by engine.max_grad_norm"),
         ({"verl.optimizer": {"override_optimizer_config": {}}}, r"is decided by engine.betas and engine.eps"),
-        ({"verl.model": {"use_fused_kernels": True}}, r"decided by the engine, whose losses want the entropy"),
+        ({"verl.model": {"use_fused_kernels": True}}, r"decided by the engine, which computes logprobs and"),
+        (
+            {"verl.sharding": {"entropy_checkpointing": True}},
+            r"decided by the engine, which computes entropies in chunks",
+        ),
         ({"verl.model": {"path": "x"}}, r"decided by the model that is trained"),
         ({"verl.sharding": {"strategy": "fsdp"}}, r"decided by engine.verl.strategy"),
         ({"verl.sharding": {"reshard_after_forward": False}}, r"decided by the engine, which reads shards"),
@@ -94,6 +98,27 @@ def test_megatrons(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_verl_cannot_do_is_refused_by_name(model: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "message"),
+    [
+        (
+            8,
+            3,
+            r"is 3, and 8 workers that divide 2 attention heads and 1 heads of keys .* cannot share rows so: set it to 2$",
+        ),
+        (3, 2, r"is 2, and 3 workers .*: leave it out$"),
+        (8, 0, "is 0, and 8 workers"),
+    ],
+)
+def test_workers_that_cannot_share_rows_are_refused(model: Path, workers: int, size: int, message: str) -> None:
+    flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    settings = {"verl.model": flash, "verl.world_size": workers}
+    with pytest.raises(ConfigError, match=rf"ulysses_sequence_parallel_size {message}"):
+        made(model, **settings, **{"verl.sharding": {"ulysses_sequence_parallel_size": size}})
+    taken = made(model, **settings | {"verl.world_size": 8}, **{"verl.sharding": {"ulysses_sequence_parallel_size": 2}})
+    assert taken.engine_config.ulysses_sequence_parallel_size == 2  # type: ignore[attr-defined]
 
 
 def test_what_the_engine_cannot_do_is_said_before_anything_starts(model: Path, tmp_path: Path) -> None:

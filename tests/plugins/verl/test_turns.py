@@ -188,6 +188,18 @@ def test_a_row_that_is_too_long_by_itself_is_not_tried_again_and_again(cluster: 
     engine.close()
 
 
+def test_a_part_of_a_row_is_the_least_that_a_gpu_computes(cluster: Cluster) -> None:
+    settings = {"engine.device": "cpu", "engine.verl.world_size": 1, "engine.tokens_per_microbatch": 2}
+    sharing = {"engine.verl.sharding": {"ulysses_sequence_parallel_size": 4}}
+    engine = VerlEngine(with_settings(Config(), {**settings, **sharing}))
+    engine.open(Path("model"), OptimizerConfig(), seed=0)
+    cluster.short = cluster.made[0].short = ["logprobs"]
+    with pytest.raises(EngineError, match=r"a GPU's part of one row has 3 tokens: .*ulysses_sequence_parallel_size"):
+        engine.logprobs([row(4), row(9)])
+    assert [workers.budgets for workers in cluster.made] == [[3]]
+    engine.close()
+
+
 def test_a_shortage_after_which_nothing_is_tried_again_says_what_helps(engine: VerlEngine, cluster: Cluster) -> None:
     cluster.short = cluster.made[0].short = ["logprobs"]
     cure = r"restarts = 3 were used up: lower engine\.tokens_per_microbatch, which is 1024 now, .*engine\.lora"

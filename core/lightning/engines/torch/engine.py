@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -306,10 +306,10 @@ class TorchEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _whole(self) -> dict[str, torch.Tensor]:
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         lm = self._opened()
         with needing_room("gathering the weights"):
-            return whole_weights(lm.model, lm.dtype)
+            yield from whole_weights(lm.model, lm.dtype)
 
     def _opened(self) -> CausalLM:
         if self._lm is None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.batch.sample import Sample
+from lightning.engines.logprobs import chunks, token_logprobs
 from lightning.engines.rows import (
     Entries,
     Ints,
@@ -41,7 +42,6 @@ from lightning.engines.rows import (
     trained_tokens,
 )
 from lightning.engines.step import MadeHead, NonFiniteError, ran_out
-from lightning.engines.torch.logprobs import chunks, token_logprobs
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.tree import TreeWalk
 from lightning.errors import EngineError

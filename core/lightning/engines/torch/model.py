@@ -21,20 +21,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
 
 from lightning.engines.loading import add_adapters, beside_text, fix_positions, gradient_mode, read_model
+from lightning.engines.logprobs import Logits, outputs_of, same_output, trunk
 from lightning.engines.sameness import refuse_dependence
 from lightning.engines.step import needing_room
-from lightning.engines.torch.logprobs import Logits
 from lightning.errors import EngineError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from lightning.config import LoraConfig
 
@@ -144,7 +144,7 @@ class CausalLM:
     def hidden_attending(self, ids: torch.Tensor, positions: torch.Tensor, attending: object) -> torch.Tensor:
         """Return the hidden states (1, T, H) of token ids (1, T) at these positions (1, T). Every attention layer gets the
         argument `attending`."""
-        states: torch.Tensor = _trunk(self.model)(
+        states: torch.Tensor = trunk(self.model)(
             input_ids=ids, position_ids=positions, use_cache=False, attending=attending
         ).last_hidden_state
         return states
@@ -257,16 +257,8 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
 
 
 def _hidden(model: PreTrainedModel, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-    states: torch.Tensor = _trunk(model)(input_ids=ids, use_cache=False, **more).last_hidden_state
+    states: torch.Tensor = trunk(model)(input_ids=ids, use_cache=False, **more).last_hidden_state
     return states
-
-
-def _trunk(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that computes hidden states; of a model with vision, its text decoder."""
-    if model.config.get_text_config() is model.config:
-        named = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's text model
-        return cast("nn.Module", getattr(model, named))
-    return cast("nn.Module", model.get_decoder())
 
 
 def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> Logits:
@@ -274,40 +266,15 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
     is found by comparing with the model's own logits; raises `EngineError` if no known function gives these."""
     ids = torch.arange(4, device=device)[None]
     try:
-        expected = model(input_ids=ids, use_cache=False).logits[0].float()
+        expected = model(input_ids=ids, use_cache=False).logits[0]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(
             f"transformers {transformers.__version__} cannot compute {type(model).__name__} in {folder} ({error}): try another "
             "version of transformers, or train a model of another family"
         ) from error
     hidden = _hidden(model, ids)[0]
-    tolerance = 1e-2 if hidden.dtype is torch.bfloat16 or torch.is_autocast_enabled(device.type) else 1e-4
-    for logits in _outputs(model.get_output_embeddings(), model.config.get_text_config()):
-        if torch.allclose(logits(hidden).float(), expected, rtol=tolerance, atol=tolerance):
-            return logits
-    raise EngineError(
-        f"the architecture {type(model).__name__} in {folder} computes its logits in a way this engine does not know: "
-        "its output layer is neither plain, nor scaled, nor capped"
-    )
-
-
-def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
-    """Yield the candidates for a model's function from hidden states to logits, by its configuration: capped, scaled, divided,
-    and last the plain output layer."""
-    layer: Logits = module
-    # Gemma, RecurrentGemma, xLSTM
-    caps = (
-        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    )
-    if cap := next(filter(None, caps), None):
-        yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap
-    scale = getattr(config, "logit_scale", None)  # Cohere
-    if scale:
-        yield lambda hidden: layer(hidden) * scale
-    divisor = getattr(config, "logits_scaling", None)  # Granite
-    if divisor:
-        yield lambda hidden: layer(hidden) / divisor
-    yield lambda hidden: layer(hidden)
+    candidates = outputs_of(model.get_output_embeddings(), model.config.get_text_config())
+    return same_output(((logits, logits(hidden)) for logits in candidates), expected, model, folder)
 
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,24 @@
-"""Logprobs and entropies of wanted tokens from hidden states, in chunks of a few tokens.
+"""From a model's hidden states to logits, and to logprobs and entropies of wanted tokens, in chunks of a few
+tokens.
 
 The invariant: a chunk has at most one table of logits in the dtype of losses, and with bfloat16 one more in bfloat16; both
-results are differentiable. The table is overwritten in place: logits, then log p, then the gradient.
+results are differentiable. The table is overwritten in place: logits, then log p, then the gradient. The logits are the model's
+own, also where a family caps or scales them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
+
+from lightning.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CHUNK_BYTES = {"cpu": 52 << 20}
 """The largest size of a chunk's tables, by kind of device; with the copies of a block it is 64 MiB. Larger chunks read the
@@ -99,3 +108,45 @@ class _LogprobEntropy(torch.autograd.Function):
 def _blocks(table: torch.Tensor) -> Iterator[slice]:
     size = max(1, BLOCK_ELEMENTS.get(table.device.type, OTHER_ELEMENTS) // table.shape[1])
     return (slice(start, start + size) for start in range(0, len(table), size))
+
+
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that computes hidden states; of a model with vision, its text decoder."""
+    if model.config.get_text_config() is model.config:
+        named = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's text model
+        return cast("nn.Module", getattr(model, named))
+    return cast("nn.Module", model.get_decoder())
+
+
+def same_output(
+    tried: Iterable[tuple[Logits, torch.Tensor]], expected: torch.Tensor, model: nn.Module, folder: Path
+) -> Logits:
+    """Return the first function whose logits are the model's own, `expected`. Raises `EngineError` naming the architecture
+    if there is none."""
+    for logits, found in tried:
+        coarse = torch.bfloat16 in (found.dtype, expected.dtype) or torch.is_autocast_enabled(expected.device.type)
+        tolerance = 1e-2 if coarse else 1e-4
+        if torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance):
+            return logits
+    raise EngineError(
+        f"the architecture {type(model).__name__} in {folder} computes its logits in a way this engine does not know: "
+        "its output layer is neither plain, nor scaled, nor capped"
+    )
+
+
+def outputs_of(layer: Logits, config: PretrainedConfig) -> Iterator[Logits]:
+    """Yield the candidates for a model's function from hidden states to logits, by its output layer and its configuration:
+    capped, scaled, divided, and last the plain output layer."""
+    # Gemma, RecurrentGemma, xLSTM
+    caps = (
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    )
+    if cap := next(filter(None, caps), None):
+        yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap
+    scale = getattr(config, "logit_scale", None)  # Cohere
+    if scale:
+        yield lambda hidden: layer(hidden) * scale
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    if divisor:
+        yield lambda hidden: layer(hidden) / divisor
+    yield lambda hidden: layer(hidden)
