@@ -225,8 +225,8 @@ def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDA
             _check(trajectory, transition, float(advantage))
             yield _Call(
                 transition,
-                np.frombuffer(transition.prompt_ids, dtype=np.int32),
-                np.frombuffer(transition.response_ids, dtype=np.int32),
+                np.asarray(transition.prompt_ids, dtype=np.int32),
+                np.asarray(transition.response_ids, dtype=np.int32),
                 float(advantage),
                 transition.temperature if transition.temperature >= GREEDY_BELOW else 1.0,
             )

@@ -140,12 +140,12 @@ def find_flaw(call: Transition) -> Flaw | None:
     if not len(call.prompt_ids):
         return Flaw("no_prompt", "it has no prompt, so its first token has no probability")
     for part, buffer in (("prompt", call.prompt_ids), ("response", call.response_ids)):
-        least = int(np.frombuffer(buffer, dtype=np.int32).min())
+        least = int(np.asarray(buffer, dtype=np.int32).min())
         if least < 0:
             return Flaw("bad_token_id", f"its {part} has token id {least}, but ids start at 0")
     if len(call.logprobs) not in (0, tokens):
         return Flaw("lengths_differ", f"it has {tokens} response tokens but {len(call.logprobs)} logprobs")
-    if not np.isfinite(np.frombuffer(call.logprobs, dtype=np.float32)).all():
+    if not np.isfinite(np.asarray(call.logprobs, dtype=np.float32)).all():
         return Flaw("logprob_not_finite", "a logprob is not finite")
     if not (np.isfinite(call.temperature) and call.temperature >= 0):
         return Flaw("bad_temperature", f"its temperature is {call.temperature}")

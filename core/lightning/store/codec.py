@@ -1,8 +1,8 @@
 """Encodes the token arrays of calls as small blobs and decodes them exactly, and chooses the earlier call, the parent, against
 which a new call is stored.
 
-The invariant: `decode(encode(x, parent), parent) == x` bit for bit (NaN payloads included), and a blob that was damaged, or
-that is decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
+The invariant: `decode(encode(x, parent), parent).tokens == x` bit for bit (NaN payloads included), and a blob that was damaged,
+or that is decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
 
 Layout of a blob, all integers little-endian:
 
@@ -16,6 +16,8 @@ The parent of a call is an earlier call whose full tokens (prompt + response) be
 the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored.
 Numbers are stored as planes of bytes of equal place: `high` has the two highest bytes of the ids and the exponents of the
 log-probabilities, which compress well, and `low` has the rest, which hardly does and would spoil the statistics of the others.
+
+Decoded calls are differences, too: the prompts of calls that continue one another are views of one `Stem`.
 
 A parent is a transition of the same or an earlier transaction with a smaller `n`, so every chain of parents ends. The cache of
 possible parents forgets the calls of a transaction that was rolled back.
@@ -45,10 +47,12 @@ import zstandard
 from lightning.errors import DataError, StoreError
 from lightning.installation import other_format
 from lightning.store.rows import Row
-from lightning.types import LogProbs, TokenIds, shared_prefix
+from lightning.types import LogProbs, TokenIds, logprobs, shared_prefix, token_ids
 
 K = TypeVar("K")
 """The type of the key by which a database finds a call."""
+Packable: TypeAlias = "bytes | TokenIds | LogProbs"
+"""Memory whose bytes are those of an array of numbers."""
 VERSION: Final = 2
 LEVEL: Final = 3
 FORMAT: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
@@ -104,32 +108,35 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def is_packable(values: object, formats: str) -> bool:
+    """Whether a value is a token array of one of the formats, `i` or `f`."""
+    return (
+        isinstance(values, memoryview) and values.format in formats and values.itemsize == ITEM and values.c_contiguous
+    )
+
+
 def _type_of(values: object) -> str:
-    return f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
+    return f"memoryview of format {values.format!r}" if isinstance(values, memoryview) else type(values).__name__
 
 
 def pack(values: TokenIds | LogProbs) -> bytes:
-    """Return the little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for anything else."""
-    if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != ITEM:
+    """Return the little-endian bytes of a token array. Raises `DataError` for anything else."""
+    if not is_packable(values, "if"):
         raise DataError(
-            f"expected array('i') of token ids or array('f') of log-probabilities, got {_type_of(values)}: "
+            f"expected a view of token ids or of log-probabilities, got {_type_of(values)}: "
             "build it with lightning.types.token_ids() or logprobs()"
         )
-    return _native(values.tobytes())
+    return bytes(_native(values))
 
 
 def unpack_ids(data: bytes) -> TokenIds:
-    """Return an `array('i')` of little-endian int32 bytes."""
-    values = array("i")
-    values.frombytes(_native(data))
-    return values
+    """Return the token ids of little-endian int32 bytes."""
+    return token_ids(bytes(_native(data)))
 
 
 def unpack_logprobs(data: bytes) -> LogProbs:
-    """Return an `array('f')` of little-endian float32 bytes."""
-    values = array("f")
-    values.frombytes(_native(data))
-    return values
+    """Return the log-probabilities of little-endian float32 bytes."""
+    return logprobs(bytes(_native(data)))
 
 
 def full_tokens(tokens: CallTokens) -> bytes:
@@ -137,10 +144,52 @@ def full_tokens(tokens: CallTokens) -> bytes:
     return pack(tokens.prompt_ids) + pack(tokens.response_ids)
 
 
-def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
-    """Return the BLAKE2b-64 over the lengths of the three packed arrays and the arrays themselves."""
-    lengths = struct.pack("<3Q", len(prompt), len(response), len(logprobs))
-    return hashlib.blake2b(b"".join((lengths, prompt, response, logprobs)), digest_size=DIGEST_BYTES).digest()
+class Stem:
+    """Token ids that calls have in common: the prompt of each of them is a view of the first ids. What a view shows is never
+    changed."""
+
+    def __init__(self, room: int = 0) -> None:
+        self._ids = array("i", bytes(room * ITEM))
+        self._used = 0
+
+    def first(self, count: int) -> TokenIds:
+        """Return a view of the first `count` ids."""
+        return memoryview(self._ids)[:count].toreadonly()
+
+    def continued(self, start: int, more: TokenIds) -> Stem:
+        """Return a stem with the first `start` ids of this one, followed by `more`: this one if it has no other ids there, or
+        else a copy."""
+        stop = start + len(more)
+        if not more:
+            return self
+        stem = self
+        if start < self._used or stop > len(self._ids):
+            stem = Stem(2 * stop if start else stop)
+            stem._ids[:start] = self._ids[:start]
+        memoryview(stem._ids)[start:stop] = more
+        stem._used = stop
+        return stem
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A decoded call, and the stem of which its prompt is a view."""
+
+    tokens: CallTokens
+    stem: Stem
+
+
+NO_PARENT: Final = Decoded(CallTokens(token_ids(), token_ids(), logprobs()), Stem())
+"""The parent of a call that is stored whole."""
+
+
+def content_digest(prompt: Packable, response: Packable, logprobs: Packable) -> bytes:
+    """Return the BLAKE2b-64 over the lengths in bytes of the three packed arrays and the arrays themselves."""
+    parts = [memoryview(part) for part in (prompt, response, logprobs)]
+    digest = hashlib.blake2b(struct.pack("<3Q", *(part.nbytes for part in parts)), digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def stored_digest(blob: bytes) -> bytes:
@@ -161,9 +210,10 @@ def pack_tokens(tokens: CallTokens) -> Packed:
         ("response_ids", tokens.response_ids, "i", "token_ids"),
         ("logprobs", tokens.logprobs, "f", "logprobs"),
     ):
-        if not isinstance(values, array) or values.typecode != code:
+        if not is_packable(values, code):
             raise DataError(
-                f"{name} has the type {_type_of(values)}, and must be array({code!r}): make it with lightning.types.{maker}()"
+                f"{name} is a {_type_of(values)}, and must be a memoryview of format {code!r}: make it with "
+                f"lightning.types.{maker}()"
             )
     prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
     return Packed(prompt, response, logprobs, content_digest(prompt, response, logprobs))
@@ -185,8 +235,8 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
     return HEADER.pack(VERSION, packed.digest, shared, *lengths, len(low)) + low + high
 
 
-def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
-    """Return the tokens of a blob. `parent` are the packed full tokens of the parent against which the blob was encoded.
+def decode(blob: bytes, parent: Decoded = NO_PARENT) -> Decoded:
+    """Return the tokens of a blob that was encoded against `parent`.
 
     Raises `StoreError` if the blob is damaged, is of another codec, or was encoded against another parent.
     """
@@ -194,23 +244,28 @@ def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
     if len(blob) < HEADER.size:
         raise StoreError("token blob is corrupt: its header is cut off")
     _, _, shared, n_rest, n_response, n_logprobs, n_low = HEADER.unpack_from(blob)
-    if shared * ITEM > len(parent):
+    begun, said = len(parent.tokens.prompt_ids), parent.tokens.response_ids
+    if shared > begun + len(said):
         raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
     n_ids = n_rest + n_response
     low = _decompress(blob[HEADER.size : HEADER.size + n_low], 2 * n_ids + 3 * n_logprobs)
     high = _decompress(blob[HEADER.size + n_low :], 2 * n_ids + n_logprobs)
     ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
-    prompt, response = parent[: shared * ITEM] + ids[: n_rest * ITEM], ids[n_rest * ITEM :]
-    if content_digest(prompt, response, logprobs) != digest:
+    rest, response, start = ids[: n_rest * ITEM], ids[n_rest * ITEM :], min(shared, begun)
+    stem = parent.stem.continued(start, said[: shared - start]).continued(shared, unpack_ids(rest))
+    tokens = CallTokens(stem.first(shared + n_rest), unpack_ids(response), unpack_logprobs(logprobs))
+    if content_digest(_native(tokens.prompt_ids), response, logprobs) != digest:
         raise StoreError("token blob is corrupt: its content does not match its checksum")
-    return CallTokens(unpack_ids(prompt), unpack_ids(response), unpack_logprobs(logprobs))
+    return Decoded(tokens, stem)
 
 
-def _native(data: bytes) -> bytes:
+def _native(data: Packable) -> Packable:
     """Convert packed numbers between little-endian and this machine's byte order, in either direction."""
     if sys.byteorder == "little":
         return data
-    return b"".join(data[at : at + ITEM][::-1] for at in range(0, len(data), ITEM))
+    swapped = array("i", bytes(data))
+    swapped.byteswap()
+    return swapped.tobytes()
 
 
 def _decompress(frame: bytes, size: int) -> bytes:
@@ -434,7 +489,7 @@ class Decoder:
 
     def __init__(self, fetch: Callable[[int], Awaitable[Row | None]]) -> None:
         self._fetch = fetch
-        self._full: dict[int, bytes] = {}
+        self._known: dict[int, Decoded] = {}
 
     async def decode(self, n: int, parent: int | None, blob: bytes) -> CallTokens:
         """Return the tokens of transition `n`, a row of the database. Raises `StoreError` when the row or one of its parents is
@@ -443,7 +498,7 @@ class Decoder:
             (n, parent, blob)
         ]  # with the ancestors, decoded from the oldest on: no recursion, which may be deep
         child = n
-        while parent is not None and parent not in self._full:
+        while parent is not None and parent not in self._known:
             if parent >= child:
                 raise StoreError(f"transition {child} names a later one, {parent}, as its parent: the row is corrupt")
             row = await self._fetch(parent)
@@ -452,6 +507,5 @@ class Decoder:
             chain.append(row)
             child, parent = parent, row[1]
         for known, above, stored in reversed(chain):
-            tokens = decode(stored, self._full[above] if above is not None else b"")
-            self._full[known] = full_tokens(tokens)
-        return tokens
+            self._known[known] = decode(stored, NO_PARENT if above is None else self._known[above])
+        return self._known[n].tokens

@@ -231,8 +231,8 @@ def _versions_from_text(text: str) -> tuple[VersionRun, ...]:
     return tuple(VersionRun(*parts) for parts in as_list(text, "the policy versions of a transition"))
 
 
-_UNKEPT: Final = {"array": list, "Json": object}
-"""Stand-ins for the types in annotations that only a type checker can evaluate; no column is made from their fields."""
+_UNKEPT: Final = {"Json": object}
+"""A stand-in for the type in annotations that only a type checker can evaluate; no column is made from its fields."""
 
 
 @dataclass(frozen=True, slots=True)

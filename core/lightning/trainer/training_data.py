@@ -162,7 +162,7 @@ def rollout_digest(trajectory: Trajectory) -> str:
             digest_text(digest, run.policy)
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
-            digest.update(np.asarray(values, dtype=kind).tobytes())
+            digest.update(np.asarray(values, dtype=kind).data)
     for event in trajectory.tool_events:
         digest_text(digest, event.name, event.status, event.call_id, event.response_id)
     for step_reward in trajectory.step_rewards:
