@@ -6,7 +6,7 @@ or that is decoded against another parent than it was encoded with, raises `Stor
 
 Layout of a blob, all integers little-endian:
 
-    byte 0       codec version, 2
+    byte 0       codec version, 3
     bytes 1-8    BLAKE2b-64 of the decoded content (see `content_digest`)
     bytes 9-28   how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
     rest         two zstandard frames without their magic number, `low` and `high`, of the further prompt ids and response ids
@@ -17,7 +17,8 @@ the same agent, or a sibling of the group with the same system prompt. Only what
 Numbers are stored as planes of bytes of equal place: `high` has the two highest bytes of the ids and the exponents of the
 log-probabilities, which compress well, and `low` has the rest, which hardly does and would spoil the statistics of the others.
 
-Decoded calls are differences, too: the prompts of calls that continue one another are views of one `Stem`.
+Decoded calls are differences, too: the prompts of calls that continue one another are views of one `Stem`. A digest ends with
+the lengths, so that the digest of a call goes on from the prompt of its parent, and a conversation is hashed once.
 
 A parent is a transition of the same or an earlier transaction with a smaller `n`, so every chain of parents ends. The cache of
 possible parents forgets the calls of a transaction that was rolled back.
@@ -53,7 +54,9 @@ K = TypeVar("K")
 """The type of the key by which a database finds a call."""
 Packable: TypeAlias = "bytes | TokenIds | LogProbs"
 """Memory whose bytes are those of an array of numbers."""
-VERSION: Final = 2
+VERSION: Final = 3
+LENGTHS_FIRST: Final = 2
+"""The codec that was written before `VERSION`. It is read, too; its digests begin with the lengths."""
 LEVEL: Final = 3
 FORMAT: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
 DIGEST_BYTES: Final = 8
@@ -173,23 +176,32 @@ class Stem:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded call, and the stem of which its prompt is a view."""
+    """A decoded call, the stem of which its prompt is a view, and the BLAKE2b-64 of its prompt."""
 
     tokens: CallTokens
     stem: Stem
+    hashed: hashlib.blake2b
 
 
-NO_PARENT: Final = Decoded(CallTokens(token_ids(), token_ids(), logprobs()), Stem())
+NO_PARENT: Final = Decoded(
+    CallTokens(token_ids(), token_ids(), logprobs()), Stem(), hashlib.blake2b(digest_size=DIGEST_BYTES)
+)
 """The parent of a call that is stored whole."""
 
 
-def content_digest(prompt: Packable, response: Packable, logprobs: Packable) -> bytes:
-    """Return the BLAKE2b-64 over the lengths in bytes of the three packed arrays and the arrays themselves."""
-    parts = [memoryview(part) for part in (prompt, response, logprobs)]
-    digest = hashlib.blake2b(struct.pack("<3Q", *(part.nbytes for part in parts)), digest_size=DIGEST_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
+    """Return the BLAKE2b-64 over three packed arrays and their lengths in bytes."""
+    hashed = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES)
+    return _content_digest(hashed, len(prompt), response, logprobs)
+
+
+def _content_digest(prompt: hashlib.blake2b, size: int, response: bytes, logprobs: bytes) -> bytes:
+    """Return the `content_digest`, given the hash of the prompt and its `size` in bytes."""
+    hashed = prompt.copy()
+    hashed.update(response)
+    hashed.update(logprobs)
+    hashed.update(struct.pack("<3Q", size, len(response), len(logprobs)))
+    return hashed.digest()
 
 
 def stored_digest(blob: bytes) -> bytes:
@@ -197,7 +209,7 @@ def stored_digest(blob: bytes) -> bytes:
     Raises `StoreError` for an empty blob, and for a blob of another codec."""
     if not blob:
         raise StoreError("token blob is corrupt: it is empty")
-    if blob[0] != VERSION:
+    if blob[0] not in (VERSION, LENGTHS_FIRST):
         raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
     return bytes(blob[1:HEAD_BYTES])
 
@@ -254,9 +266,20 @@ def decode(blob: bytes, parent: Decoded = NO_PARENT) -> Decoded:
     rest, response, start = ids[: n_rest * ITEM], ids[n_rest * ITEM :], min(shared, begun)
     stem = parent.stem.continued(start, said[: shared - start]).continued(shared, unpack_ids(rest))
     tokens = CallTokens(stem.first(shared + n_rest), unpack_ids(response), unpack_logprobs(logprobs))
-    if content_digest(_native(tokens.prompt_ids), response, logprobs) != digest:
+    known = (
+        parent if shared >= begun else NO_PARENT
+    )  # a prompt that leaves its parent's within is hashed from its beginning
+    hashed = known.hashed.copy()
+    hashed.update(_native(tokens.prompt_ids[len(known.tokens.prompt_ids) :]))
+    size = ITEM * len(tokens.prompt_ids)
+    content = _content_digest(hashed, size, response, logprobs)
+    if blob[0] == LENGTHS_FIRST:
+        lengths = struct.pack("<3Q", size, len(response), len(logprobs))
+        whole = b"".join((lengths, pack(tokens.prompt_ids), response, logprobs))
+        content = hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest()
+    if content != digest:
         raise StoreError("token blob is corrupt: its content does not match its checksum")
-    return Decoded(tokens, stem)
+    return Decoded(tokens, stem, hashed)
 
 
 def _native(data: Packable) -> Packable:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
 import random
+import struct
 import tracemalloc
 from array import array
 from typing import Any
@@ -119,7 +121,7 @@ def test_truncated_or_lengthened_blobs_are_refused(tokens: codec.CallTokens, len
 @given(st.binary(max_size=200), IDS)
 def test_garbage_never_becomes_tokens(blob: bytes, parent: TokenIds) -> None:
     with pytest.raises(StoreError):
-        decoded(b"\x02" + blob, codec.pack(parent))
+        decoded(b"\x03" + blob, codec.pack(parent))
 
 
 def test_the_wrong_parent_is_noticed() -> None:
@@ -133,8 +135,16 @@ def test_the_wrong_parent_is_noticed() -> None:
 
 
 def test_another_codec_says_what_to_do() -> None:
-    with pytest.raises(StoreError, match="or of codec 3, but this version of lightning works with codec 2 only"):
-        decoded(b"\x03whatever")
+    with pytest.raises(StoreError, match="or of codec 4, but this version of lightning works with codec 3 only"):
+        decoded(b"\x04whatever")
+
+
+@given(TOKENS)
+def test_a_blob_of_the_codec_before_is_read(tokens: codec.CallTokens) -> None:
+    blob = codec.encode(tokens)
+    parts = [codec.pack(tokens.prompt_ids), codec.pack(tokens.response_ids), codec.pack(tokens.logprobs)]
+    digest = hashlib.blake2b(struct.pack("<3Q", *map(len, parts)) + b"".join(parts), digest_size=8).digest()
+    assert same(decoded(b"\x02" + digest + blob[codec.HEAD_BYTES :]), tokens)
 
 
 def test_a_frame_that_claims_to_be_huge_is_refused_before_it_is_unpacked() -> None:
