@@ -157,8 +157,6 @@ def find_flaw(call: Transition) -> Flaw | None:
 
 def first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
     """Return the first trained call of a rollout that has a flaw, with the flaw; None if there is no such call."""
-    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
-        flaw = find_flaw(call) if is_trained(call, trainable) else None
-        if flaw is not None:
-            return call, flaw
-    return None
+    flags = zip(trajectory.transitions, trajectory.trainable, strict=False)
+    trained = (call for call, trainable in flags if is_trained(call, trainable))
+    return next(((call, flaw) for call in trained if (flaw := find_flaw(call)) is not None), None)

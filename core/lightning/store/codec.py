@@ -1,8 +1,8 @@
 """Encodes the token arrays of calls as small blobs and decodes them exactly, and chooses the earlier call, the parent, against
 which a new call is stored.
 
-The invariant: `decode(encode(x, parent), parent).tokens == x` bit for bit (NaN payloads included), and a blob that was damaged,
-or that is decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
+The invariant: `decode` returns bit for bit what `encode` got (NaN payloads included), and a blob that was damaged, or that is
+decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
 
 Layout of a blob, all integers little-endian:
 
@@ -118,16 +118,13 @@ def is_packable(values: object, formats: str) -> bool:
     )
 
 
-def _type_of(values: object) -> str:
-    return f"memoryview of format {values.format!r}" if isinstance(values, memoryview) else type(values).__name__
-
-
-def pack(values: TokenIds | LogProbs) -> bytes:
-    """Return the little-endian bytes of a token array. Raises `DataError` for anything else."""
-    if not is_packable(values, "if"):
+def pack(values: TokenIds | LogProbs, formats: str = "if", what: str = "a token array") -> bytes:
+    """Return the little-endian bytes of a token array. Raises `DataError`, which names it `what`, for an array of none of the
+    `formats`."""
+    if not is_packable(values, formats):
         raise DataError(
-            f"expected a view of token ids or of log-probabilities, got {_type_of(values)}: "
-            "build it with lightning.types.token_ids() or logprobs()"
+            f"{what} is a {type(values).__name__} of format {getattr(values, 'format', '-')}, and must be a contiguous "
+            f"memoryview of format {' or '.join(formats)}: make it with lightning.types.token_ids() or logprobs()"
         )
     return bytes(_native(values))
 
@@ -149,15 +146,10 @@ def full_tokens(tokens: CallTokens) -> bytes:
 
 class Stem:
     """Token ids that calls have in common: the prompt of each of them is a view of the first ids. What a view shows is never
-    changed."""
+    changed. `ids` has room for further ids behind the `used` ones."""
 
     def __init__(self, room: int = 0) -> None:
-        self._ids = array("i", bytes(room * ITEM))
-        self._used = 0
-
-    def first(self, count: int) -> TokenIds:
-        """Return a view of the first `count` ids."""
-        return memoryview(self._ids)[:count].toreadonly()
+        self.ids, self.used = array("i", bytes(room * ITEM)), 0
 
     def continued(self, start: int, more: TokenIds) -> Stem:
         """Return a stem with the first `start` ids of this one, followed by `more`: this one if it has no other ids there, or
@@ -166,11 +158,11 @@ class Stem:
         if not more:
             return self
         stem = self
-        if start < self._used or stop > len(self._ids):
+        if start < self.used or stop > len(self.ids):
             stem = Stem(2 * stop if start else stop)
-            stem._ids[:start] = self._ids[:start]
-        memoryview(stem._ids)[start:stop] = more
-        stem._used = stop
+            stem.ids[:start] = self.ids[:start]
+        memoryview(stem.ids)[start:stop] = more
+        stem.used = stop
         return stem
 
 
@@ -189,14 +181,9 @@ NO_PARENT: Final = Decoded(
 """The parent of a call that is stored whole."""
 
 
-def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
-    """Return the BLAKE2b-64 over three packed arrays and their lengths in bytes."""
-    hashed = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES)
-    return _content_digest(hashed, len(prompt), response, logprobs)
-
-
-def _content_digest(prompt: hashlib.blake2b, size: int, response: bytes, logprobs: bytes) -> bytes:
-    """Return the `content_digest`, given the hash of the prompt and its `size` in bytes."""
+def content_digest(prompt: hashlib.blake2b, size: int, response: bytes, logprobs: bytes) -> bytes:
+    """Return the BLAKE2b-64 over three packed arrays and their lengths in bytes, given that of the prompt, which has `size`
+    bytes."""
     hashed = prompt.copy()
     hashed.update(response)
     hashed.update(logprobs)
@@ -217,28 +204,13 @@ def stored_digest(blob: bytes) -> bytes:
 def pack_tokens(tokens: CallTokens) -> Packed:
     """Return tokens packed, with their digest: the part of the encoding that does not depend on a parent. Raises `DataError`
     for arrays of other types than `CallTokens` names."""
-    for name, values, code, maker in (
-        ("prompt_ids", tokens.prompt_ids, "i", "token_ids"),
-        ("response_ids", tokens.response_ids, "i", "token_ids"),
-        ("logprobs", tokens.logprobs, "f", "logprobs"),
-    ):
-        if not is_packable(values, code):
-            raise DataError(
-                f"{name} is a {_type_of(values)}, and must be a memoryview of format {code!r}: make it with "
-                f"lightning.types.{maker}()"
-            )
-    prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
-    return Packed(prompt, response, logprobs, content_digest(prompt, response, logprobs))
+    prompt, response = pack(tokens.prompt_ids, "i", "prompt_ids"), pack(tokens.response_ids, "i", "response_ids")
+    logprobs = pack(tokens.logprobs, "f", "logprobs")
+    hashed = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES)
+    return Packed(prompt, response, logprobs, content_digest(hashed, len(prompt), response, logprobs))
 
 
-def encode(tokens: CallTokens, parent: bytes = b"") -> bytes:
-    """Encode tokens against the packed full tokens of a parent; empty bytes mean that there is no parent. Raises `DataError`
-    for arrays of other types than `CallTokens` names."""
-    packed = pack_tokens(tokens)
-    return encode_packed(packed, shared_prefix(packed.prompt, parent, ITEM))
-
-
-def encode_packed(packed: Packed, shared: int) -> bytes:
+def encode(packed: Packed, shared: int) -> bytes:
     """Return the blob of packed tokens, for a parent whose full tokens begin with the first `shared` ids of the prompt."""
     rest = packed.prompt[shared * ITEM :]
     planes = _to_planes(rest + packed.response, packed.logprobs)
@@ -265,14 +237,16 @@ def decode(blob: bytes, parent: Decoded = NO_PARENT) -> Decoded:
     ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
     rest, response, start = ids[: n_rest * ITEM], ids[n_rest * ITEM :], min(shared, begun)
     stem = parent.stem.continued(start, said[: shared - start]).continued(shared, unpack_ids(rest))
-    tokens = CallTokens(stem.first(shared + n_rest), unpack_ids(response), unpack_logprobs(logprobs))
+    tokens = CallTokens(
+        memoryview(stem.ids)[: shared + n_rest].toreadonly(), unpack_ids(response), unpack_logprobs(logprobs)
+    )
     known = (
         parent if shared >= begun else NO_PARENT
     )  # a prompt that leaves its parent's within is hashed from its beginning
     hashed = known.hashed.copy()
     hashed.update(_native(tokens.prompt_ids[len(known.tokens.prompt_ids) :]))
     size = ITEM * len(tokens.prompt_ids)
-    content = _content_digest(hashed, size, response, logprobs)
+    content = content_digest(hashed, size, response, logprobs)
     if blob[0] == LENGTHS_FIRST:
         lengths = struct.pack("<3Q", size, len(response), len(logprobs))
         whole = b"".join((lengths, pack(tokens.prompt_ids), response, logprobs))
