@@ -13,7 +13,6 @@ import codecs
 import logging
 import math
 import re
-from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -45,7 +44,7 @@ def printable(text: str) -> str:
 def plain_json(value: object) -> object:
     """Return a value as `json.dumps` takes it, for values that orjson refuses: arrays as lists, keys as text, and None for the
     numbers that JSON does not have (NaN, infinity)."""
-    if isinstance(value, array):
+    if isinstance(value, memoryview):
         return plain_json(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from array import array
 
 from lightning.safe_text import counted, plain_json
+from lightning.types import logprobs
 
 
 def test_a_value_that_json_does_not_have_becomes_one_that_it_has() -> None:
-    value = {1: array("f", [0.5, float("nan")]), "text": "\ud800", "many": (2**70, float("inf"), None)}
+    value = {1: logprobs([0.5, float("nan")]), "text": "\ud800", "many": (2**70, float("inf"), None)}
     plain = {"1": [0.5, None], "text": "\ud800", "many": [2**70, None, None]}
     assert plain_json(value) == plain
     assert json.loads(json.dumps(plain_json(value), allow_nan=False)) == plain

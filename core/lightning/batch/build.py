@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal, get_args
 
 import numpy as np
@@ -25,7 +26,7 @@ from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
 from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained, trained_tokens
 from lightning.errors import ConfigError, DataError
 from lightning.safe_text import counted
-from lightning.types import GREEDY_BELOW, Transition
+from lightning.types import GREEDY_BELOW, Transition, by_key
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
 """The rule for a token's weight. With N trained tokens in the step, R rollouts that have trained tokens, and C trained calls:
@@ -124,12 +125,11 @@ class _Row:
         """Whether the call's prompt and response are a prefix of the row, and no call of the row trains a token of that
         response."""
         start, stop = len(call.prompt), len(call)
-        if stop > len(self.longest):
-            return False
-        if any(start < len(other) and len(other.prompt) < stop for other in self.calls):
-            return False
-        ids = self.ids()
-        return np.array_equal(ids[:start], call.prompt) and np.array_equal(ids[start:stop], call.response)
+        return (
+            stop <= len(self.longest)
+            and not any(start < len(other) and len(other.prompt) < stop for other in self.calls)
+            and np.array_equal(self.ids()[:stop], np.concatenate((call.prompt, call.response)))
+        )
 
     def ids(self) -> IntArray:
         """Return all token ids of the row."""
@@ -183,16 +183,13 @@ def _set_weights(
     trained_calls = sum(len(calls) for calls in rollouts)
     for calls, own, before in zip(rollouts, tokens, shared, strict=True):
         for call in calls:
-            match normalization:
-                case "token-mean":
-                    share = step_tokens
-                case "rollout-mean":
-                    share = trained_rollouts * (before + own)
-                case "sequence-mean":
-                    share = trained_calls * len(call.response)
-                case "constant":
-                    share = trained_rollouts * (constant or 1)
-            call.weight = 1.0 / share
+            shares = {
+                "token-mean": step_tokens,
+                "rollout-mean": trained_rollouts * (before + own),
+                "sequence-mean": trained_calls * len(call.response),
+                "constant": trained_rollouts * (constant or 1),
+            }
+            call.weight = 1.0 / shares[normalization]
 
 
 def _set_targets(
@@ -227,8 +224,8 @@ def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDA
             _check(trajectory, transition, float(advantage))
             yield _Call(
                 transition,
-                np.frombuffer(transition.prompt_ids, dtype=np.int32),
-                np.frombuffer(transition.response_ids, dtype=np.int32),
+                np.asarray(transition.prompt_ids, dtype=np.int32),
+                np.asarray(transition.response_ids, dtype=np.int32),
                 float(advantage),
                 transition.temperature if transition.temperature >= GREEDY_BELOW else 1.0,
             )
@@ -248,14 +245,10 @@ def _check(trajectory: Trajectory, call: Transition, advantage: float) -> None:
 
 
 def _refuse_duplicates(rollouts: Sequence[Sequence[_Call]]) -> None:
-    seen: set[tuple[str, int, int]] = set()
-    for calls in rollouts:
-        for call in calls:
-            if call.transition.key in seen:
-                raise DataError(
-                    f"{name_of(call.transition)} occurs twice in one step: each call is trained exactly once"
-                )
-            seen.add(call.transition.key)
+    every = (call.transition for calls in rollouts for call in calls)
+    for same in by_key(every, attrgetter("key")).values():
+        if len(same) > 1:
+            raise DataError(f"{name_of(same[0])} occurs twice in one step: each call is trained exactly once")
 
 
 def name_of(call: Transition) -> str:
@@ -277,9 +270,12 @@ def state_rows(groups: Sequence[Group]) -> tuple[Sample, ...]:
 def with_values(groups: Sequence[Group], values: StateValues) -> list[Group]:
     """Return the groups with `Trajectory.values` set from `values`: NaN for a call that `values` lacks."""
     return [
-        replace(group, trajectories=tuple(_valued(member, values) for member in group.trajectories)) for group in groups
+        Group(
+            group.id,
+            tuple(
+                replace(member, values=tuple(values.get(call.key, math.nan) for call in member.transitions))
+                for member in group.trajectories
+            ),
+        )
+        for group in groups
     ]
-
-
-def _valued(member: Trajectory, values: StateValues) -> Trajectory:
-    return replace(member, values=tuple(values.get(call.key, float("nan")) for call in member.transitions))

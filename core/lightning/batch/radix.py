@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import IntArray
+from lightning.types import shared_prefix
 
 Places = npt.NDArray[np.int64]
 
@@ -89,32 +90,23 @@ def build_tree(rows: Sequence[IntArray]) -> PrefixTree:
     size = 0
     for place, index in enumerate(order):
         row = rows[index]
-        shared = 0 if place == 0 else _common(rows[order[place - 1]], row)
+        shared = shared_prefix(keys[order[place - 1]], keys[index], row.itemsize) if place else 0
         while path and chunks[path[-1]].depth >= shared:
             path.pop()
         parent = path[-1] if path else -1
         added.append(row[shared:])
+        start, size = size, size + len(row) - shared
         if path and shared == chunks[parent].end:  # the row extends its neighbour or equals it: no branch
-            chunks[parent].stop += len(row) - shared
-            size += len(row) - shared
+            chunks[parent].stop = size
             chunk_of[index] = parent
             continue
         if path:
             chunks[parent].cuts.append(shared)
-        chunks.append(_Chunk(size, size + len(row) - shared, shared, parent, []))
-        size += len(row) - shared
+        chunks.append(_Chunk(start, size, shared, parent, []))
         chunk_of[index] = len(chunks) - 1
         path.append(chunk_of[index])
     ids = np.concatenate(added) if added else np.zeros(0, np.int32)
     return PrefixTree(ids, _nodes(chunks), tuple(chunks), tuple(chunk_of))
-
-
-def _common(one: IntArray, other: IntArray) -> int:
-    """Return the number of leading tokens that two rows have in common."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
-    first = int(different.argmax()) if length else 0
-    return first if length and different[first] else length
 
 
 def _nodes(chunks: Sequence[_Chunk]) -> tuple[Node, ...]:

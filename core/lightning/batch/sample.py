@@ -78,7 +78,7 @@ def sampler_logprobs(transition: Transition) -> FloatArray:
     """
     if transition.constrained or not len(transition.logprobs):
         return np.full(len(transition.response_ids), np.nan, dtype=np.float32)
-    return np.frombuffer(transition.logprobs, dtype=np.float32)
+    return np.asarray(transition.logprobs, dtype=np.float32)
 
 
 def span_digest(ids: Sequence[int] | npt.NDArray[np.int32], logprobs: Sequence[float] | FloatArray) -> str:

@@ -140,12 +140,12 @@ def find_flaw(call: Transition) -> Flaw | None:
     if not len(call.prompt_ids):
         return Flaw("no_prompt", "it has no prompt, so its first token has no probability")
     for part, buffer in (("prompt", call.prompt_ids), ("response", call.response_ids)):
-        least = int(np.frombuffer(buffer, dtype=np.int32).min())
+        least = int(np.asarray(buffer, dtype=np.int32).min())
         if least < 0:
             return Flaw("bad_token_id", f"its {part} has token id {least}, but ids start at 0")
     if len(call.logprobs) not in (0, tokens):
         return Flaw("lengths_differ", f"it has {tokens} response tokens but {len(call.logprobs)} logprobs")
-    if not np.isfinite(np.frombuffer(call.logprobs, dtype=np.float32)).all():
+    if not np.isfinite(np.asarray(call.logprobs, dtype=np.float32)).all():
         return Flaw("logprob_not_finite", "a logprob is not finite")
     if not (np.isfinite(call.temperature) and call.temperature >= 0):
         return Flaw("bad_temperature", f"its temperature is {call.temperature}")
@@ -157,8 +157,6 @@ def find_flaw(call: Transition) -> Flaw | None:
 
 def first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
     """Return the first trained call of a rollout that has a flaw, with the flaw; None if there is no such call."""
-    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
-        flaw = find_flaw(call) if is_trained(call, trainable) else None
-        if flaw is not None:
-            return call, flaw
-    return None
+    flags = zip(trajectory.transitions, trajectory.trainable, strict=False)
+    trained = (call for call, trainable in flags if is_trained(call, trainable))
+    return next(((call, flaw) for call in trained if (flaw := find_flaw(call)) is not None), None)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.identity import Claims
 from lightning.policy_server.packed_logprobs import FIELD, unpack
-from lightning.types import GREEDY_BELOW, LogProbs, TokenIds, logprobs, token_ids
+from lightning.types import GREEDY_BELOW
 
 if TYPE_CHECKING:
     from lightning.gateway.policy import Policy
@@ -128,9 +128,9 @@ class Choice:
     tools; `open_calls` has the calls of a stream by their index, with None for a known tool.
     """
 
-    prompt_ids: TokenIds | None = None
-    response_ids: TokenIds = field(default_factory=token_ids)
-    logprobs: LogProbs = field(default_factory=logprobs)
+    prompt_ids: array[int] | None = None
+    response_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     aligned: bool = True
     packed: bool = False
     finish_reason: str = ""
@@ -157,7 +157,7 @@ class Choice:
             if (invented := self.open_calls.get(place)) is not None and isinstance(text := said.get("arguments"), str):
                 invented.arguments = (invented.arguments + text)[:LONGEST_ARGUMENTS]
 
-    def add(self, ids: list[int], values: list[float | None] | LogProbs | None) -> None:
+    def add(self, ids: list[int], values: list[float | None] | array[float] | None) -> None:
         """Append the token ids and logprobs of an answer or a chunk. `values` is None if there are no logprobs."""
         first = not self.response_ids
         if first:
@@ -194,7 +194,7 @@ class Capture:
     request."""
 
     id: str
-    prompt_ids: TokenIds | None = None
+    prompt_ids: array[int] | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
     failed: str = ""
     refused: str = ""
@@ -298,12 +298,12 @@ class Dialect(ABC):
         return payload
 
 
-def packed_ids(values: list[int]) -> TokenIds:
+def packed_ids(values: list[int]) -> array[int]:
     """Return the token ids of an answer as an `array('i')`. Packing them first is twice as fast as `array` on a list."""
     return array("i", struct.pack(f"{len(values)}i", *values))
 
 
-def has_negative(ids: TokenIds) -> bool:
+def has_negative(ids: array[int]) -> bool:
     """Return whether an id is below 0. Looking at the bytes with the signs is at least twenty times as fast as `min`."""
     return not ids.tobytes()[SIGN::4].isascii()
 

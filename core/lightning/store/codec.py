@@ -1,12 +1,12 @@
 """Encodes the token arrays of calls as small blobs and decodes them exactly, and chooses the earlier call, the parent, against
 which a new call is stored.
 
-The invariant: `decode(encode(x, parent), parent) == x` bit for bit (NaN payloads included), and a blob that was damaged, or
-that is decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
+The invariant: `decode` returns bit for bit what `encode` got (NaN payloads included), and a blob that was damaged, or that is
+decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
 
 Layout of a blob, all integers little-endian:
 
-    byte 0       codec version, 2
+    byte 0       codec version, 3
     bytes 1-8    BLAKE2b-64 of the decoded content (see `content_digest`)
     bytes 9-28   how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
     rest         two zstandard frames without their magic number, `low` and `high`, of the further prompt ids and response ids
@@ -16,6 +16,9 @@ The parent of a call is an earlier call whose full tokens (prompt + response) be
 the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored.
 Numbers are stored as planes of bytes of equal place: `high` has the two highest bytes of the ids and the exponents of the
 log-probabilities, which compress well, and `low` has the rest, which hardly does and would spoil the statistics of the others.
+
+Decoded calls are differences, too: the prompts of calls that continue one another are views of one `Stem`. A digest ends with
+the lengths, so that the digest of a call goes on from the prompt of its parent, and a conversation is hashed once.
 
 A parent is a transition of the same or an earlier transaction with a smaller `n`, so every chain of parents ends. The cache of
 possible parents forgets the calls of a transaction that was rolled back.
@@ -45,11 +48,15 @@ import zstandard
 from lightning.errors import DataError, StoreError
 from lightning.installation import other_format
 from lightning.store.rows import Row
-from lightning.types import LogProbs, TokenIds, shared_prefix
+from lightning.types import LogProbs, TokenIds, logprobs, shared_prefix, token_ids
 
 K = TypeVar("K")
 """The type of the key by which a database finds a call."""
-VERSION: Final = 2
+Packable: TypeAlias = "bytes | TokenIds | LogProbs"
+"""Memory whose bytes are those of an array of numbers."""
+VERSION: Final = 3
+LENGTHS_FIRST: Final = 2
+"""The codec that was written before `VERSION`. It is read, too; its digests begin with the lengths."""
 LEVEL: Final = 3
 FORMAT: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
 DIGEST_BYTES: Final = 8
@@ -104,32 +111,32 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _type_of(values: object) -> str:
-    return f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
+def is_packable(values: object, formats: str) -> bool:
+    """Whether a value is a token array of one of the formats, `i` or `f`."""
+    return (
+        isinstance(values, memoryview) and values.format in formats and values.itemsize == ITEM and values.c_contiguous
+    )
 
 
-def pack(values: TokenIds | LogProbs) -> bytes:
-    """Return the little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for anything else."""
-    if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != ITEM:
+def pack(values: TokenIds | LogProbs, formats: str = "if", what: str = "a token array") -> bytes:
+    """Return the little-endian bytes of a token array. Raises `DataError`, which names it `what`, for an array of none of the
+    `formats`."""
+    if not is_packable(values, formats):
         raise DataError(
-            f"expected array('i') of token ids or array('f') of log-probabilities, got {_type_of(values)}: "
-            "build it with lightning.types.token_ids() or logprobs()"
+            f"{what} is a {type(values).__name__} of format {getattr(values, 'format', '-')}, and must be a contiguous "
+            f"memoryview of format {' or '.join(formats)}: make it with lightning.types.token_ids() or logprobs()"
         )
-    return _native(values.tobytes())
+    return bytes(_native(values))
 
 
 def unpack_ids(data: bytes) -> TokenIds:
-    """Return an `array('i')` of little-endian int32 bytes."""
-    values = array("i")
-    values.frombytes(_native(data))
-    return values
+    """Return the token ids of little-endian int32 bytes."""
+    return token_ids(bytes(_native(data)))
 
 
 def unpack_logprobs(data: bytes) -> LogProbs:
-    """Return an `array('f')` of little-endian float32 bytes."""
-    values = array("f")
-    values.frombytes(_native(data))
-    return values
+    """Return the log-probabilities of little-endian float32 bytes."""
+    return logprobs(bytes(_native(data)))
 
 
 def full_tokens(tokens: CallTokens) -> bytes:
@@ -137,10 +144,51 @@ def full_tokens(tokens: CallTokens) -> bytes:
     return pack(tokens.prompt_ids) + pack(tokens.response_ids)
 
 
-def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
-    """Return the BLAKE2b-64 over the lengths of the three packed arrays and the arrays themselves."""
-    lengths = struct.pack("<3Q", len(prompt), len(response), len(logprobs))
-    return hashlib.blake2b(b"".join((lengths, prompt, response, logprobs)), digest_size=DIGEST_BYTES).digest()
+class Stem:
+    """Token ids that calls have in common: the prompt of each of them is a view of the first ids. What a view shows is never
+    changed. `ids` has room for further ids behind the `used` ones."""
+
+    def __init__(self, room: int = 0) -> None:
+        self.ids, self.used = array("i", bytes(room * ITEM)), 0
+
+    def continued(self, start: int, more: TokenIds) -> Stem:
+        """Return a stem with the first `start` ids of this one, followed by `more`: this one if it has no other ids there, or
+        else a copy."""
+        stop = start + len(more)
+        if not more:
+            return self
+        stem = self
+        if start < self.used or stop > len(self.ids):
+            stem = Stem(2 * stop if start else stop)
+            stem.ids[:start] = self.ids[:start]
+        memoryview(stem.ids)[start:stop] = more
+        stem.used = stop
+        return stem
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A decoded call, the stem of which its prompt is a view, and the BLAKE2b-64 of its prompt."""
+
+    tokens: CallTokens
+    stem: Stem
+    hashed: hashlib.blake2b
+
+
+NO_PARENT: Final = Decoded(
+    CallTokens(token_ids(), token_ids(), logprobs()), Stem(), hashlib.blake2b(digest_size=DIGEST_BYTES)
+)
+"""The parent of a call that is stored whole."""
+
+
+def content_digest(prompt: hashlib.blake2b, size: int, response: bytes, logprobs: bytes) -> bytes:
+    """Return the BLAKE2b-64 over three packed arrays and their lengths in bytes, given that of the prompt, which has `size`
+    bytes."""
+    hashed = prompt.copy()
+    hashed.update(response)
+    hashed.update(logprobs)
+    hashed.update(struct.pack("<3Q", size, len(response), len(logprobs)))
+    return hashed.digest()
 
 
 def stored_digest(blob: bytes) -> bytes:
@@ -148,7 +196,7 @@ def stored_digest(blob: bytes) -> bytes:
     Raises `StoreError` for an empty blob, and for a blob of another codec."""
     if not blob:
         raise StoreError("token blob is corrupt: it is empty")
-    if blob[0] != VERSION:
+    if blob[0] not in (VERSION, LENGTHS_FIRST):
         raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
     return bytes(blob[1:HEAD_BYTES])
 
@@ -156,27 +204,13 @@ def stored_digest(blob: bytes) -> bytes:
 def pack_tokens(tokens: CallTokens) -> Packed:
     """Return tokens packed, with their digest: the part of the encoding that does not depend on a parent. Raises `DataError`
     for arrays of other types than `CallTokens` names."""
-    for name, values, code, maker in (
-        ("prompt_ids", tokens.prompt_ids, "i", "token_ids"),
-        ("response_ids", tokens.response_ids, "i", "token_ids"),
-        ("logprobs", tokens.logprobs, "f", "logprobs"),
-    ):
-        if not isinstance(values, array) or values.typecode != code:
-            raise DataError(
-                f"{name} has the type {_type_of(values)}, and must be array({code!r}): make it with lightning.types.{maker}()"
-            )
-    prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
-    return Packed(prompt, response, logprobs, content_digest(prompt, response, logprobs))
+    prompt, response = pack(tokens.prompt_ids, "i", "prompt_ids"), pack(tokens.response_ids, "i", "response_ids")
+    logprobs = pack(tokens.logprobs, "f", "logprobs")
+    hashed = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES)
+    return Packed(prompt, response, logprobs, content_digest(hashed, len(prompt), response, logprobs))
 
 
-def encode(tokens: CallTokens, parent: bytes = b"") -> bytes:
-    """Encode tokens against the packed full tokens of a parent; empty bytes mean that there is no parent. Raises `DataError`
-    for arrays of other types than `CallTokens` names."""
-    packed = pack_tokens(tokens)
-    return encode_packed(packed, shared_prefix(packed.prompt, parent, ITEM))
-
-
-def encode_packed(packed: Packed, shared: int) -> bytes:
+def encode(packed: Packed, shared: int) -> bytes:
     """Return the blob of packed tokens, for a parent whose full tokens begin with the first `shared` ids of the prompt."""
     rest = packed.prompt[shared * ITEM :]
     planes = _to_planes(rest + packed.response, packed.logprobs)
@@ -185,8 +219,8 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
     return HEADER.pack(VERSION, packed.digest, shared, *lengths, len(low)) + low + high
 
 
-def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
-    """Return the tokens of a blob. `parent` are the packed full tokens of the parent against which the blob was encoded.
+def decode(blob: bytes, parent: Decoded = NO_PARENT) -> Decoded:
+    """Return the tokens of a blob that was encoded against `parent`.
 
     Raises `StoreError` if the blob is damaged, is of another codec, or was encoded against another parent.
     """
@@ -194,23 +228,41 @@ def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
     if len(blob) < HEADER.size:
         raise StoreError("token blob is corrupt: its header is cut off")
     _, _, shared, n_rest, n_response, n_logprobs, n_low = HEADER.unpack_from(blob)
-    if shared * ITEM > len(parent):
+    begun, said = len(parent.tokens.prompt_ids), parent.tokens.response_ids
+    if shared > begun + len(said):
         raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
     n_ids = n_rest + n_response
     low = _decompress(blob[HEADER.size : HEADER.size + n_low], 2 * n_ids + 3 * n_logprobs)
     high = _decompress(blob[HEADER.size + n_low :], 2 * n_ids + n_logprobs)
     ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
-    prompt, response = parent[: shared * ITEM] + ids[: n_rest * ITEM], ids[n_rest * ITEM :]
-    if content_digest(prompt, response, logprobs) != digest:
+    rest, response, start = ids[: n_rest * ITEM], ids[n_rest * ITEM :], min(shared, begun)
+    stem = parent.stem.continued(start, said[: shared - start]).continued(shared, unpack_ids(rest))
+    tokens = CallTokens(
+        memoryview(stem.ids)[: shared + n_rest].toreadonly(), unpack_ids(response), unpack_logprobs(logprobs)
+    )
+    known = (
+        parent if shared >= begun else NO_PARENT
+    )  # a prompt that leaves its parent's within is hashed from its beginning
+    hashed = known.hashed.copy()
+    hashed.update(_native(tokens.prompt_ids[len(known.tokens.prompt_ids) :]))
+    size = ITEM * len(tokens.prompt_ids)
+    content = content_digest(hashed, size, response, logprobs)
+    if blob[0] == LENGTHS_FIRST:
+        lengths = struct.pack("<3Q", size, len(response), len(logprobs))
+        whole = b"".join((lengths, pack(tokens.prompt_ids), response, logprobs))
+        content = hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest()
+    if content != digest:
         raise StoreError("token blob is corrupt: its content does not match its checksum")
-    return CallTokens(unpack_ids(prompt), unpack_ids(response), unpack_logprobs(logprobs))
+    return Decoded(tokens, stem, hashed)
 
 
-def _native(data: bytes) -> bytes:
+def _native(data: Packable) -> Packable:
     """Convert packed numbers between little-endian and this machine's byte order, in either direction."""
     if sys.byteorder == "little":
         return data
-    return b"".join(data[at : at + ITEM][::-1] for at in range(0, len(data), ITEM))
+    swapped = array("i", bytes(data))
+    swapped.byteswap()
+    return swapped.tobytes()
 
 
 def _decompress(frame: bytes, size: int) -> bytes:
@@ -434,7 +486,7 @@ class Decoder:
 
     def __init__(self, fetch: Callable[[int], Awaitable[Row | None]]) -> None:
         self._fetch = fetch
-        self._full: dict[int, bytes] = {}
+        self._known: dict[int, Decoded] = {}
 
     async def decode(self, n: int, parent: int | None, blob: bytes) -> CallTokens:
         """Return the tokens of transition `n`, a row of the database. Raises `StoreError` when the row or one of its parents is
@@ -443,7 +495,7 @@ class Decoder:
             (n, parent, blob)
         ]  # with the ancestors, decoded from the oldest on: no recursion, which may be deep
         child = n
-        while parent is not None and parent not in self._full:
+        while parent is not None and parent not in self._known:
             if parent >= child:
                 raise StoreError(f"transition {child} names a later one, {parent}, as its parent: the row is corrupt")
             row = await self._fetch(parent)
@@ -452,6 +504,5 @@ class Decoder:
             chain.append(row)
             child, parent = parent, row[1]
         for known, above, stored in reversed(chain):
-            tokens = decode(stored, self._full[above] if above is not None else b"")
-            self._full[known] = full_tokens(tokens)
-        return tokens
+            self._known[known] = decode(stored, NO_PARENT if above is None else self._known[above])
+        return self._known[n].tokens

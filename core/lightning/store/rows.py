@@ -231,10 +231,6 @@ def _versions_from_text(text: str) -> tuple[VersionRun, ...]:
     return tuple(VersionRun(*parts) for parts in as_list(text, "the policy versions of a transition"))
 
 
-_UNKEPT: Final = {"array": list, "Json": object}
-"""Stand-ins for the types in annotations that only a type checker can evaluate; no column is made from their fields."""
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """How a field is written and read. Both functions get the value, and its name for errors. None keeps the value as it is."""
@@ -302,7 +298,7 @@ class Columns(Generic[T]):
         forms: Mapping[str, Form] = MappingProxyType({}),
         words: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        kinds = self.kinds = get_type_hints(noun, localns=_UNKEPT)
+        kinds = self.kinds = get_type_hints(noun, localns={"Json": object})  # which only a type checker can evaluate
         names = [field.name for field in fields(noun)]  # type: ignore[arg-type]
         self._noun, self._what = noun, what
         self.fields: Final = tuple(name for name in names if name not in without)

@@ -230,7 +230,7 @@ class Loop:
         `digest` of what it did, for the record in place of the batch's."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step - 1, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
-        metrics["drift_tokens"] = await self.drift(batch, result)
+        metrics["drift_tokens"] = self.drift(groups, batch, result)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
         fresh = not metrics.get("staleness_max") and not sampled.elsewhere  # other weights differ, as they should
         if fresh and (gap := bound_of(self.stack.config).problem_of_step(metrics)):
@@ -287,12 +287,12 @@ class Loop:
         self.reporter.rollout(rollout)
         self.trackers.finished(rollout)
 
-    async def drift(self, batch: Batch, result: StepResult) -> int:
-        """Trained tokens that are not what the store says the policy server sampled (must be 0, as of a skipped step)."""
+    def drift(self, groups: Sequence[Group], batch: Batch, result: StepResult) -> int:
+        """Trained tokens that are not what the store says the policy server sampled (must be 0, as of a skipped step).
+        `groups` are as they were read from the store: nobody can write to their token arrays."""
         if result.metrics.get("skipped_nonfinite"):
             return 0
-        attempts = [(rollout.id, rollout.attempt) for rollout in batch.used]
-        calls = [call for calls in await self.stack.store.transitions_of(attempts) for call in calls]
+        calls = [call for group in groups for member in group.trajectories for call in member.transitions]
         drift = count_drift(batch, calls, result.seen)
         if drift:
             logger.error("%d trained tokens are not the ones the policy server sampled", drift)

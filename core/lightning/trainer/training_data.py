@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.context import PolicyFault
-from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
+from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition, by_key
 
 
 async def fresh_values(
@@ -61,11 +62,8 @@ async def all_rollouts(store: Store, run: str, *, split: str | None = None, step
 
 def of_groups(rollouts: Iterable[Rollout], groups: Sequence[str]) -> list[Rollout]:
     """Those of the rollouts that belong to the groups, in the order of the groups."""
-    members: dict[str, list[Rollout]] = {group: [] for group in groups}
-    for rollout in rollouts:
-        if rollout.group in members:
-            members[rollout.group].append(rollout)
-    return [rollout for group in members.values() for rollout in group]
+    members = by_key(rollouts, attrgetter("group"))
+    return [rollout for group in dict.fromkeys(groups) for rollout in members.get(group, ())]
 
 
 OF_MODEL, NOT = "model:", "!"
@@ -162,7 +160,7 @@ def rollout_digest(trajectory: Trajectory) -> str:
             digest_text(digest, run.policy)
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
-            digest.update(np.asarray(values, dtype=kind).tobytes())
+            digest.update(np.asarray(values, dtype=kind).data)
     for event in trajectory.tool_events:
         digest_text(digest, event.name, event.status, event.call_id, event.response_id)
     for step_reward in trajectory.step_rewards:
@@ -203,11 +201,9 @@ def digest_loss(digest: hashlib._Hash, batch: Batch) -> None:
 def _fields(loss: object) -> Iterator[str]:
     """What a loss was made with, as JSON, and what its correction was made with. Of any other object, or a function, only the
     name, which is the same in every process."""
-    if dataclasses.is_dataclass(loss):
-        for field in dataclasses.fields(loss):
-            if field.init:
-                value = getattr(loss, field.name)
-                yield f"{field.name}={json.dumps(value, default=_in_json, skipkeys=True)}"
+    for field in dataclasses.fields(loss) if dataclasses.is_dataclass(loss) else ():
+        if field.init:
+            yield f"{field.name}={json.dumps(getattr(loss, field.name), default=_in_json, skipkeys=True)}"
 
 
 def _in_json(value: object) -> object:
@@ -250,14 +246,13 @@ def count_drift(batch: Batch, calls: Sequence[Transition], seen: Mapping[tuple[s
     `seen` is what the engine computed its loss on, `calls` what the gateway recorded from the policy server's answers.
     """
     recorded = {call.key: call for call in calls}
-    drift = 0
-    for sample in batch.samples:
-        for span in sample.spans:
-            key = (span.rollout, span.attempt, span.seq)
-            call = recorded.get(key)
-            if call is None or seen.get(key) != transition_digest(call):
-                drift += span.stop - span.start
-    return drift
+    return sum(
+        span.stop - span.start
+        for sample in batch.samples
+        for span in sample.spans
+        if (call := recorded.get((span.rollout, span.attempt, span.seq))) is None
+        or seen.get(call.key) != transition_digest(call)
+    )
 
 
 def digest_text(digest: hashlib._Hash, *values: str) -> None:

@@ -1,8 +1,8 @@
 """The types of an attempt's record: its model calls token by token, their callers, tool runs, step rewards and spans; and the
 types of their fields, JSON and token arrays.
 
-The invariant: no value is ever changed in place. Token arrays are `array.array` buffers that numpy and torch can read without a
-copy; code that gets one must not write to it.
+The invariant: no value is ever changed in place. Token arrays are read-only views of memory that numpy and torch read without a
+copy. Calls that continue one another are views of the same memory, so they take no more of it than their different tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 from lightning.errors import ConfigError
 
@@ -40,10 +40,14 @@ GREEDY_BELOW: Final = 1e-5
 POLICY = "policy"
 """The policy's name if there is only one."""
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-TokenIds: TypeAlias = "array[int]"
-"""`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
-LogProbs: TypeAlias = "array[float]"
-"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty if the policy server gave none."""
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = memoryview[int]
+    """A view of 32-bit integers (format `i`): token ids, exactly as the policy server returned them."""
+    LogProbs: TypeAlias = memoryview[float]
+    """A view of 32-bit floats (format `f`): log-probabilities (nats), one per response token; empty if the policy server gave
+    none."""
+else:  # no Python below 3.14 has `memoryview[int]` when it runs
+    TokenIds = LogProbs = memoryview
 MAX_DEPTH = 100
 """The largest depth of lists and mappings inside one another in a task or a resource."""
 
@@ -283,14 +287,14 @@ def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
-def token_ids(values: Sequence[int] = ()) -> TokenIds:
-    """Pack integers into the project's token array."""
-    return array("i", values)
+def token_ids(values: Iterable[int] | bytes = ()) -> TokenIds:
+    """Return integers, or the bytes of an array of them, as the project's token array."""
+    return memoryview(array("i", values)).toreadonly()
 
 
-def logprobs(values: Sequence[float] = ()) -> LogProbs:
-    """Pack floats into the project's log-probability array."""
-    return array("f", values)
+def logprobs(values: Iterable[float] | bytes = ()) -> LogProbs:
+    """Return floats, or the bytes of an array of them, as the project's log-probability array."""
+    return cast("LogProbs", memoryview(array("f", values)).toreadonly())
 
 
 def shared_prefix(one: bytes, other: bytes, item: int = 1) -> int:

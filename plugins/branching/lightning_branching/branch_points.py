@@ -148,7 +148,7 @@ def _follows_tool(place: _Place) -> bool:
 def _mean_logprob(call: Transition) -> float:
     """Return the mean logprob of an answer's first tokens; the lower, the less certain the answer was. Infinite without
     logprobs."""
-    first = np.frombuffer(call.logprobs, dtype=np.float32)[:FIRST_TOKENS]
+    first = np.asarray(call.logprobs, dtype=np.float32)[:FIRST_TOKENS]
     return float(first.mean(dtype=np.float64)) if len(first) else float("inf")
 
 

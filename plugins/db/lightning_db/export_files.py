@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
@@ -160,10 +159,10 @@ def _arrow_type(arrow: Any, kind: ColumnKind) -> pa.DataType:
 
 def _arrow_value(value: Cell, kind: ColumnKind) -> Any:
     """Return a cell as pyarrow takes it: token arrays as numpy arrays, JSON as text, other texts without lone surrogates."""
-    if isinstance(value, array):
+    if isinstance(value, memoryview):
         import numpy as np
 
-        return np.array(value, dtype=np.int32 if value.typecode == "i" else np.float32)
+        return np.array(value, dtype=np.int32 if value.format == "i" else np.float32)
     if kind is ColumnKind.JSON:
         return None if value is None else json.dumps(plain_json(value), separators=(",", ":"))
     if isinstance(value, str):
@@ -181,6 +180,6 @@ def _size(value: Any) -> int:
 
 def _listed(value: object) -> object:
     """Return a list for a token array, which orjson cannot write."""
-    if isinstance(value, array):
+    if isinstance(value, memoryview):
         return value.tolist()
     raise TypeError(f"{type(value).__qualname__} is not JSON")

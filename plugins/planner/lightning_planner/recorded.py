@@ -279,7 +279,7 @@ class _Reader:
     def _known(self, call: Transition, before: Sequence[Transition]) -> int:
         """Return how many of the prompt's tokens a prefix cache has, from the rollout's earlier calls or from the rollout
         before."""
-        seen = [pack(other.prompt_ids + other.response_ids) for other in before]
+        seen = [pack(other.prompt_ids) + pack(other.response_ids) for other in before]
         if self._first is not None:
             seen.append(pack(self._first))
         prompt = pack(call.prompt_ids)

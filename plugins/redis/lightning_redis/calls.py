@@ -86,13 +86,14 @@ class Decoder:
 
     def __init__(self, stored: Mapping[CallKey, Stored]) -> None:
         self._stored = stored
-        self._full: dict[CallKey, bytes] = {}
-        self._prompts: dict[CallKey, int] = {}
+        self._known: dict[CallKey, codec.Decoded] = {}
 
     def known(self, key: CallKey) -> KnownTransition[CallKey]:
         """Return what the cache of parents needs of a call. Raises `StoreError` when the call or an ancestor is damaged."""
         self._resolve(key)
-        return KnownTransition(key, self._stored[key].digest, Fingerprint.of(self._full[key], self._prompts[key]))
+        tokens = self._known[key].tokens
+        fingerprint = Fingerprint.of(codec.full_tokens(tokens), len(tokens.prompt_ids) * codec.ITEM)
+        return KnownTransition(key, self._stored[key].digest, fingerprint)
 
     def transition(self, key: CallKey) -> Transition:
         """Return the call as it was appended. Raises `StoreError` when it or an ancestor is damaged or was edited."""
@@ -118,7 +119,7 @@ class Decoder:
         chain: list[Stored] = []
         met = set(below)
         at: CallKey | None = key
-        while at is not None and at not in self._full:
+        while at is not None and at not in self._known:
             found = self._stored.get(at)
             if found is None:
                 raise StoreError(f"transition {at}, an ancestor of it, is missing")
@@ -131,7 +132,6 @@ class Decoder:
             self._decode(found)
 
     def _decode(self, found: Stored) -> codec.CallTokens:
-        tokens = codec.decode(found.blob, b"" if found.parent is None else self._full[found.parent])
-        self._full[found.key] = codec.full_tokens(tokens)
-        self._prompts[found.key] = len(codec.pack(tokens.prompt_ids))
-        return tokens
+        parent = codec.NO_PARENT if found.parent is None else self._known[found.parent]
+        self._known[found.key] = codec.decode(found.blob, parent)
+        return self._known[found.key].tokens

@@ -64,7 +64,7 @@ class _Batch:
         fingerprint = Fingerprint.of(packed.full, len(packed.prompt))
         own, roots, branched = map(self.parents.at_hand, (attempt, group, trunk))
         parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots, branched))
-        blob = codec.encode_packed(packed, shared)
+        blob = codec.encode(packed, shared)
         digest = digest or rollout_state.record_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)
         keys = self.link.keys
@@ -139,9 +139,8 @@ async def _trunk(link: Link, home: Home) -> CallKey | None:
 async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> bytes:
     """Return the digest of a stored call if it is this call and was labelled since; or its new digest if it was answered and
     the answer did not arrive. Raises `ConflictError` for another call."""
-    content = codec.content_digest(
-        codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
-    )
+    tokens = codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
+    content = codec.pack_tokens(tokens).digest
     attempt = (transition.rollout, transition.attempt)
     stored = calls.unpack(*attempt, transition.seq, value)
     labels = (await _labels(link, [attempt]))[0]

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 import types
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -195,9 +194,9 @@ def _array(unpack: Callable[[bytes], Any], code: str, of: str) -> Codec[Any]:
         expected,
         schema,
         lambda value: unpack(_from_base64(value)),
-        lambda value: isinstance(value, array) and value.typecode == code,
+        lambda value: arrays.is_packable(value, code),
         lambda value: base64.b64encode(arrays.pack(value)).decode(),
-        f"an array({code!r}), as lightning.types.token_ids() and logprobs() build",
+        f"a memoryview of format {code!r}, as lightning.types.token_ids() and logprobs() build",
     )
 
 

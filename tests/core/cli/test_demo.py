@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning.store.memory import MemoryStore
 from lightning.terminal import Terminal
 from lightning.trainer.gains import NO_CHANGE
 from lightning.trainer.summary import Summary, summarize
-from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task, Transition
+from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task, Transition, logprobs, token_ids
 
 
 @pytest.fixture
@@ -36,9 +35,7 @@ async def store() -> AsyncIterator[MemoryStore]:
         rollout = Rollout(f"{split}/{step}/{name}", "run", Task(name, id=name), name, split=split, step=step)
         await store.create_rollouts([rollout])
         (lease,) = await store.lease("run", "w", limit=1)
-        call = Transition(
-            rollout.id, lease.attempt, 0, name, array("i", [1, 2]), array("i", [step + 3]), array("f", [0.0])
-        )
+        call = Transition(rollout.id, lease.attempt, 0, name, token_ids([1, 2]), token_ids([step + 3]), logprobs([0.0]))
         await store.append([call])
         await store.complete(rollout.id, lease.attempt, Outcome(reward=parts["reward"], rewards=parts))
     metrics = {"reward": 0.5, "reward/correct": 0.25, "tokens": 1.0}

@@ -588,9 +588,7 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
     assert await leased.append(given) == 3
     found = await leased.transitions("a")
     assert found == given
-    assert [(t.prompt_ids.typecode, t.response_ids.typecode, t.logprobs.typecode) for t in found] == [
-        ("i", "i", "f")
-    ] * 3
+    assert [(t.prompt_ids.format, t.response_ids.format, t.logprobs.format) for t in found] == [("i", "i", "f")] * 3
 
 
 TWO = {"masks": bytes(range(256)), "é texts": b""}

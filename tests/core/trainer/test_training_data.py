@@ -1,10 +1,18 @@
-"""Which calls belong to the component of interest."""
+"""Which calls belong to the component of interest, and which of their tokens were trained as they were sampled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import pytest
+from lightning.algorithms.protocol import Batch
+from lightning.batch import build_samples, transition_digest
+from lightning.engines.protocol import StepResult
+from lightning.testing.trajectories import make_group
+from lightning.trainer.loop import Loop
 from lightning.trainer.training_data import is_trainable
-from lightning.types import Caller
+from lightning.types import Caller, token_ids
 
 WRITER = Caller("writer", ("crew", "writer"))
 
@@ -30,3 +38,15 @@ WRITER = Caller("writer", ("crew", "writer"))
 )
 def test_globs_are_of_the_path_the_name_and_the_model(globs: list[str], trained: bool) -> None:
     assert is_trainable(WRITER, globs, "gpt-4o") is trained
+
+
+@pytest.mark.parametrize(("trained", "drift"), [((7, 8), 0), ((7, 9), 2)])
+def test_tokens_that_are_not_the_sampled_ones_are_counted(trained: tuple[int, int], drift: int) -> None:
+    """By what the groups had before an algorithm saw them."""
+    group = make_group([1.0], calls=[((1,), (7, 8))])
+    (member,) = group.trajectories
+    (sampled,) = member.transitions
+    call = replace(sampled, response_ids=token_ids(trained))
+    rows = build_samples([replace(member, transitions=(call,))], [[1.0]])
+    result = StepResult({}, {call.key: transition_digest(call)})
+    assert Loop.drift(cast("Loop", None), [group], Batch(rows, ()), result) == drift

@@ -53,7 +53,7 @@ def test_an_answer_has_the_logprob_that_the_policy_gives_it() -> None:
     decisions = list(wasteful_tool().states.values())
     for member, states, actions in zip(sampled.group.trajectories, sampled.states, sampled.actions, strict=True):
         for call, state, action in zip(member.transitions, states, actions, strict=True):
-            (logprob,) = np.frombuffer(call.logprobs, dtype=np.float32)
+            (logprob,) = np.asarray(call.logprobs, dtype=np.float32)
             assert np.exp(logprob) == pytest.approx(decisions[state].actions[action].probability)
 
 

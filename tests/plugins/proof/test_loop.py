@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.errors import AuditError
+from lightning.types import Transition, token_ids
 from lightning_proof.audit import audit
 
 from tests.core.trainer import test_loop
@@ -57,10 +59,11 @@ async def test_a_changed_store_cannot_be_replayed(bench: Any, tmp_path: Path, mo
         honest = made.store.transitions_of
 
         async def tampered(attempts: Sequence[tuple[str, int]]) -> Any:
-            calls = await honest(attempts)
-            for call in [call for calls_of_one in calls for call in calls_of_one]:
-                call.response_ids[0] += 1
-            return calls
+            return [[changed(call) for call in calls] for calls in await honest(attempts)]
+
+        def changed(call: Transition) -> Transition:
+            first, *rest = call.response_ids
+            return replace(call, response_ids=token_ids([first + 1, *rest]))
 
         monkeypatch.setattr(made.store, "transitions_of", tampered)
         with pytest.raises(AuditError, match="cannot be replayed"):

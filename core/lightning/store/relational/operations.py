@@ -397,7 +397,7 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
         await _repeat(transaction, where, key, call)
         return False
     parent, shared = await _parent(transaction, where, call)
-    blob = codec.encode_packed(call.packed, shared)
+    blob = codec.encode(call.packed, shared)
     n = await transaction.insert(INSERT_TRANSITION, (*key[:2], parent.key if parent else None, *call.values, blob))
     if n is None:
         await _repeat(transaction, where, key, call)
