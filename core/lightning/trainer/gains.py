@@ -108,15 +108,6 @@ def error_of(result: Evaluation, measure: str = "reward", *, with_failures: bool
     return max(spread, 0.1 * abs((1.0 - share) * mean)) / math.sqrt(max(count - 1, 1))
 
 
-def share_interval(share: float, size: float) -> tuple[float, float]:
-    """Return the interval at `LEVEL` of a share that was counted over `size` independent draws: Wilson's, which stays between 0
-    and 1 and has a width even where the share is 0 or 1."""
-    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    middle, width = share + z * z / (2 * size), 1 + z * z / size
-    half = z * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
-    return max(0.0, (middle - half) / width), min(1.0, (middle + half) / width)
-
-
 def margin(result: Evaluation) -> float | None:
     """Return half the width of the interval at `LEVEL` of an evaluation's `score`; None for fewer than two tasks, if nothing is
     known, or if all rewards are 0, which do not show how much others would vary."""

@@ -288,6 +288,8 @@ class Evaluation:
 
     def having(self, measure: str) -> int:
         """Return how many rollouts have a named part of the reward; for `reward`, how many did not fail."""
+        if self.mean(measure) is None:
+            return 0
         return self.counts.get(measure, self.rollouts - self.failed)
 
     def mean(self, measure: str) -> float | None:

@@ -72,7 +72,7 @@ Measure = Literal["held-out", "training"]
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A finding, the step after which it was first found, and whether it still holds after the last step. `since` is None for a
-    finding about rollouts, because only those of the last steps are read."""
+    finding about the rollouts of the last steps, which may be older: those of few steps are read."""
 
     found: Diagnosis
     since: int | None
@@ -253,7 +253,8 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
         errors = [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
         for each in diagnose(attempts, agents, errors):
             if step >= first or each.cause in OF_IDLE:
-                since = None if step >= first else step
+                before = found.get(each.cause)
+                since = before.since if before else None if step >= first else step
                 found[each.cause] = Alarm(replace(each, steps=(step,)), since, still=step == steps)
         together += attempts if step >= first else ()
     for each in reward_follows_length(Evidence(together)):  # one step may have too few pairs

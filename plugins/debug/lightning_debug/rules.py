@@ -282,8 +282,11 @@ def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
     rewards = [np.array([each.reward for each in own], dtype=np.float64) for own in alike]
     found = []
     for longer, name, length in LENGTHS:
-        agree, pairs, by_chance = _ordered(rewards, [np.array(list(map(length, own))) for own in alike])
-        if pairs >= LEAST_PAIRS and agree >= most * pairs and by_chance <= UNLIKELY:
+        lengths = [np.array(list(map(length, own))) for own in alike]
+        agree, pairs = _ordered(rewards, lengths)
+        if pairs < LEAST_PAIRS or agree < most * pairs:
+            continue
+        if (by_chance := _as_ordered(rewards, lengths)) <= UNLIKELY:
             found.append((agree / pairs, agree, pairs, longer, name, by_chance))
     if found:
         share, agree, pairs, longer, name, by_chance = max(found, key=itemgetter(0))
@@ -297,13 +300,19 @@ def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def _ordered(
-    rewards: Sequence[npt.NDArray[np.float64]], lengths: Sequence[npt.NDArray[np.int64]]
-) -> tuple[int, int, float]:
-    """Return in how many pairs within the groups the longer rollout earned more, how many pairs differ in both, and the share
-    of shuffles of the rewards within each group that order the pairs as well. Each array has one value for each rollout."""
-    draws = np.random.default_rng(0)
+def _ordered(rewards: Sequence[npt.NDArray[np.float64]], lengths: Sequence[npt.NDArray[np.int64]]) -> tuple[int, int]:
+    """Return in how many pairs within the groups the longer rollout earned more, and how many pairs differ in both. Each array
+    has one value for each rollout of a group."""
     agree = pairs = 0
+    for own, said in zip(rewards, lengths, strict=True):
+        both = np.sign(own[:, None] - own[None, :]) * np.sign(said[:, None] - said[None, :])
+        agree, pairs = agree + int((both > 0).sum()) // 2, pairs + int((both != 0).sum()) // 2
+    return agree, pairs
+
+
+def _as_ordered(rewards: Sequence[npt.NDArray[np.float64]], lengths: Sequence[npt.NDArray[np.int64]]) -> float:
+    """Return the share of shuffles of the rewards within each group that order the pairs as well as the rewards do."""
+    draws = np.random.default_rng(0)
     shuffled = np.zeros(SHUFFLES)
     for own, said in zip(rewards, lengths, strict=True):
         longer = np.sign(said[:, None] - said[None, :])
@@ -311,9 +320,7 @@ def _ordered(
         orders[0] = own  # the order that was seen counts, so that the share is never 0
         for row, order in enumerate(orders):
             shuffled[row] += float((np.sign(order[:, None] - order[None, :]) * longer).sum()) / 2
-        both = np.sign(own[:, None] - own[None, :]) * longer
-        agree, pairs = agree + int((both > 0).sum()) // 2, pairs + int((both != 0).sum()) // 2
-    return agree, pairs, float(np.mean(shuffled >= shuffled[0]))
+    return float(np.mean(shuffled >= shuffled[0]))
 
 
 def unable_tools(evidence: Evidence) -> Iterator[Diagnosis]:
@@ -333,8 +340,8 @@ def unable_tools(evidence: Evidence) -> Iterator[Diagnosis]:
     yield Diagnosis(
         "unable tools",
         f"all {len(known)} rollouts of {len(groups)} tasks earned {known[0].reward:.3f}, and {len(failed)} of them had a "
-        f"failed tool run (most often {said}, {times} times): the tool may not be able to do these tasks. Nothing is learned "
-        "from rollouts that earn the same",
+        f"failed tool run (most often {said}, {counted(times, 'time')}): the tool may not be able to do these tasks. Nothing "
+        "is learned from rollouts that earn the same",
     )
 
 

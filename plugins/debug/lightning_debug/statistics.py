@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import NormalDist
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -86,6 +87,15 @@ def interval(values: Floats) -> tuple[float, float]:
     squares = math.fsum((values - middle) ** 2) + more * (middle**2 + (1 - middle) ** 2)
     half = quantile * math.sqrt(squares) / total
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def share_interval(share: float, size: float) -> tuple[float, float]:
+    """Return the interval at `LEVEL` of a share that was counted over `size` independent draws: Wilson's, which stays between 0
+    and 1 and has a width even where the share is 0 or 1."""
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    middle, width = share + z * z / (2 * size), 1 + z * z / size
+    half = z * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
+    return max(0.0, (middle - half) / width), min(1.0, (middle + half) / width)
 
 
 @dataclass

@@ -196,6 +196,7 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
     shown = lightning("runs", "show", "run", "--runs", str(tmp_path)).out
     assert "held-out after 0 steps: 0.500, correct 0.250 over 1 task" in shown
     assert "held-out after 1 step: - (0.000 if failures count as 0) over 1 task" in shown
+    assert "1 tasks" not in shown
     assert "correct 0.25, polite 0.75 of 2 calls" in shown
     assert "rollouts: 2 of 2 (2 held-out)" in shown
     assert "more with a larger" not in shown

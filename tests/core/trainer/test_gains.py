@@ -81,6 +81,10 @@ def test_a_part_that_only_some_rollouts_have_is_as_uncertain_as_these_are_few() 
     assert beside is not None
     assert beside.tasks == 8
     assert evaluation(0, [1.0, None]).having("twice") == 1
+    lost = replace(evaluation(5, [0.0, 1.0, None]), rewards={}, counts={}, deviations={})
+    gain = gain_of([many[0], lost], "twice", with_failures=True)
+    assert gain is not None
+    assert (lost.having("twice"), gain.tasks) == (0, 1), "nothing but its failure counts where no rollout has the part"
 
 
 def test_rewards_that_are_all_0_tell_nothing_of_their_spread() -> None:

@@ -62,6 +62,16 @@ async def test_the_calls_that_were_pushed_most_stand_with_their_answers(store: M
     assert cell["to"] == "rollout/run/run%2F1%2F0%2F0?call=1"
 
 
+async def test_answers_that_begin_alike_are_not_the_same_call(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_console.pages.pushed.LONGEST", 5)
+    await train(store, str(tokenizer(tmp_path / "model")))
+    hardest, _ = (await shown(places_of(store), "pushed/run/1"))["In short"]["notices"]
+    assert "'word…'" in hardest["text"]
+    assert hardest["detail"].endswith("1 of its 3 rollouts made this call")
+
+
 async def test_it_is_linked_from_run_and_step_and_told_to_programs(store: MemoryStore) -> None:
     await train(store)
     places = places_of(store)

@@ -161,9 +161,6 @@ def test_branches_appear_in_their_parents_group_while_one_looks(page: Page, plac
     in_thread(lambda: in_store(place / "on", end))
     page.wait_for_selector("tr:has-text('edit: look again'):has-text('0.625')")
     assert page.evaluate("performance.getEntriesByType('navigation').length") == 1, "the page was not loaded again"
-    waits = "document.querySelector('[data-opening]') !== null"
-    assert page.evaluate(f"(document.querySelector('main a[data-to]').click(), {waits})"), "a click is answered at once"
-    page.wait_for_function(f"!({waits})")
 
 
 def test_the_keyboard_goes_through_pages_and_tokens(page: Page, opened: str) -> None:

@@ -163,6 +163,9 @@ def test_a_step_that_earned_nothing_names_the_kind_of_rollouts_that_came_with_it
     assert "most often calculate: ValueError: display overflow (65 times). The tool may not be able" in said(alike)
     assert "No few groups" not in said(alike)
     assert "No kind of failure explains it" in said(replace(change, equal=0.0))
+    solved = compare_steps(1, groups(1, 0.5, 0.7), 2, groups(2, 1.0, 1.0, first=3))
+    assert "All rollouts of step 2 earned 1.000. " in said(replace(solved, equal=1.0))
+    assert "failure" not in said(replace(solved, equal=1.0)), "a step that earned everything has none to explain"
     assert "probable cause" not in said(replace(change, beside=(replace(failed, now=0.2),))), (
         "a small share explains little"
     )
@@ -183,10 +186,10 @@ async def step(
     *,
     ended: bool = True,
     fault: Fault = Fault.TIMEOUT,
-    idle: bool = False,
+    metrics: dict[str, float] | None = None,
 ) -> None:
     """A step whose groups earned these rewards; None for a rollout that failed by this `fault`. One that has not `ended` lacks
-    its record, and its last rollout; an `idle` one trained nothing."""
+    its record, and its last rollout."""
     names = []
     for place, own in enumerate(rewards):
         group = f"run/{number}/{place}"
@@ -204,8 +207,7 @@ async def step(
         outcome = Outcome(fault=fault, error="slow") if reward is None else Outcome(reward=reward)
         await store.complete(rollout, by_id[rollout].attempt, outcome)
     if ended:
-        metrics = {"rows": 0.0} if idle else {}
-        record = StepRecord("run", number, number, (), (), f"d{number}", groups=tuple(names), metrics=metrics)
+        record = StepRecord("run", number, number, (), (), f"d{number}", groups=tuple(names), metrics=metrics or {})
         await store.commit_step(record)
 
 
@@ -228,11 +230,16 @@ async def test_failed_rollouts_count_as_0_and_are_said_beside_the_reward(store: 
 async def test_what_the_infrastructure_lost_is_left_out_and_said(store: MemoryStore) -> None:
     await store.put_run(Run("run", "run", {}))
     await step(store, 1, [[1.0, 1.0], [1.0, 0.0]])
-    await step(store, 2, [[1.0, None], [0.5, 0.5]], fault=Fault.INFRASTRUCTURE, idle=True)
+    await step(store, 2, [[1.0, None], [0.5, 0.5]], fault=Fault.INFRASTRUCTURE, metrics={"stepped": 0.0})
     found = (await shown(places_of(store), "step/run/2"))["Why the reward moved"]["notices"]
     assert "to step 2 (0.667)" in found[0]["text"]
-    assert any(each["text"] == "1 rollouts were lost to the infrastructure and are left out" for each in found)
+    assert any(each["text"] == "1 rollout was lost to the infrastructure and is left out" for each in found)
     assert any("it trained nothing, so v2 has the weights of v1" in each["text"] for each in found)
+    await step(store, 3, [[1.0, 0.0]], metrics={"stepped": 0.0, "skipped_nonfinite": 1.0})
+    skipped = (await shown(places_of(store), "step/run/3"))["Why the reward moved"]["notices"]
+    assert not any("trained nothing" in each["text"] for each in skipped), (
+        "its loss was not finite: that is said elsewhere"
+    )
 
 
 async def test_a_step_that_is_sampled_is_compared_by_what_ended(store: MemoryStore) -> None:

@@ -111,7 +111,7 @@ async def test_two_runs_are_compared_task_by_task_on_the_page_that_compares_them
         ["question 3", "A alone", "1.000", "0.000", "-1.000", "#7", "#8"],
         ["question 2", "B alone", "0.000", "1.000", "+1.000", "#8", "#7"],
     ]
-    assert "A alone solves 1 tasks, B alone 1; both 1, neither 1" in json.dumps(blocks["Notices"])
+    assert "A alone solves 1 task, B alone 1; both 1, neither 1" in json.dumps(blocks["Notices"])
     one = await shown(store, "compare?runs=one,two&task=QUESTION%203")
     assert len(one["Solved by one alone (A 1, B 1)"]["rows"]) == 1, "the title counts all tasks, the filter shows one"
     assert len(one["Every task, the largest difference first"]["rows"]) == 1

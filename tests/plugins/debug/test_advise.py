@@ -206,6 +206,25 @@ async def test_what_is_in_rollouts_lasts_only_if_the_last_step_has_it(
     assert [(alarm.since, alarm.still) for alarm in alarms] == {1: [], 2: [(None, False)], 3: [(None, True)]}[bad]
 
 
+async def test_a_tool_that_failed_in_earlier_steps_without_training_has_the_first_of_these_as_its_onset(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(attempts: object = (), agents: object = (), errors: Any = (), course: object = None) -> list[Diagnosis]:
+        return [Diagnosis(cause, cause, serious=True) for cause in ("unable tools", "odd") if errors]
+
+    monkeypatch.setattr("lightning_debug.advise.diagnose", found)
+    await store.put_run(Run("r", "r", described(), 1.0))
+    for step in (2, 3):
+        await store.create_rollouts([Rollout(f"r/{step}", "r", Task("t"), f"r/{step}", step=step)])
+        await store.lease("r", "worker", limit=1)
+        await store.complete(f"r/{step}", 1, Ended(error="odd", fault=Fault.AGENT))
+    for step in range(1, 7):
+        metrics = {"reward": 0.0, "groups_used": float(step not in (2, 3))}
+        await store.commit_step(StepRecord("r", step, step, (), (), "d", metrics=metrics))
+    alarms = (await advise(store, "r")).alarms
+    assert [(alarm.found.cause, alarm.since, alarm.still) for alarm in alarms] == [("unable tools", 2, False)]
+
+
 async def test_training_rewards_of_chosen_tasks_say_nothing(store: Store) -> None:
     run = Run("r", "r", described(trainer__order="learnable"), 1.0)
     await store.put_run(run)

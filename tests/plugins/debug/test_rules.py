@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.diagnosis import Attempted
@@ -199,7 +200,7 @@ def test_a_memory_that_shows_later_in_the_rollout_of_another_task() -> None:
     assert len(remembered([said("a", words(), answer, 0.0)], ours)) == 1
 
 
-def test_a_reward_that_follows_length_is_named() -> None:
+def test_a_reward_that_follows_length_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(tokens: int, reward: float, group: int) -> Attempted:
         one = replace(call(), response_ids=token_ids(range(tokens)), logprobs=logprobs([-1.0] * tokens))
         return Attempted([one], (), reward, f"g{group}")
@@ -209,9 +210,10 @@ def test_a_reward_that_follows_length_is_named() -> None:
     assert found.text.startswith(
         "of 84 pairs of rollouts of one task that earned differently, the longer one earned more in 84"
     )
+    monkeypatch.delattr("lightning_debug.rules._as_ordered")  # nothing is shuffled where the pairs themselves say no
     brief = [said(9 - length, length / 8, group) for group in range(3) for length in range(8)]
     assert diagnose(brief) == [], "to be brief is often to be right"
-    mixed = [said(3 + (length * 5) % 8, float(length > 3), group) for group in range(4) for length in range(8)]
+    mixed = [said(3 + (length * 5) % 8, length // 2, group) for group in range(4) for length in range(8)]
     assert diagnose(mixed) == []
     assert diagnose(longer[:8]) == [], "too few to say"
 

@@ -22,6 +22,7 @@ from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Not
 from lightning_console.pages.words import (
     NONE,
     count,
+    counted,
     in_short,
     inside,
     located,
@@ -204,7 +205,7 @@ async def _siblings(
     said: dict[str, list[str]] = {}
     for each in group:
         calls = await found.store.transitions(each.id, attempts.get(each.id, each.attempt))
-        said[each.id] = [one_line(call.answer, LONGEST) for call in said_by(calls, vocabulary, None)]
+        said[each.id] = [call.answer for call in said_by(calls, vocabulary, None)]
     mine, until = said.get(one.rollout.id, []), one.number
     if not until or len(group) < 2:
         return None
@@ -217,7 +218,7 @@ async def _siblings(
     best = said[max(better, key=lambda each: earned(each) or 0.0).id]
     pairs = enumerate(zip_longest(mine, best, fillvalue="(no further call)"), 1)
     part, own, other = next(((place, *pair) for place, pair in pairs if pair[0] != pair[1]), (0, "", ""))
-    return replace(made, part=part, own=own, best=other)
+    return replace(made, part=part, own=one_line(own, LONGEST), best=one_line(other, LONGEST))
 
 
 def _token(call: PushedCall, ids: Sequence[int], place: int, vocabulary: Vocabulary) -> PushedToken:
@@ -292,10 +293,12 @@ def _strongest(found: Located, call: PushedCall, way: str, total: float) -> Noti
     beside = call.siblings
     if beside is None:
         return Notice(text, links=link)
-    detail = f"Its rollout earned {number(call.rollout.reward)}, the {beside.rollouts - 1} others of its group "
+    detail = (
+        f"Its rollout earned {number(call.rollout.reward)}, the {counted(beside.rollouts - 1, 'other')} of its group "
+    )
     detail += f"{number(beside.others)} on average. "
     if way == "down" and beside.better:
-        detail += f"The call is not to blame: {beside.better} others made it, too, and earned more"
+        detail += f"The call is not to blame: {counted(beside.better, 'other')} made it, too, and earned more"
         if beside.part:
             detail += (
                 f". They part at call {beside.part}: this rollout said {beside.own!r}, the best of them {beside.best!r}"

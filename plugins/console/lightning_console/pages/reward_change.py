@@ -45,7 +45,14 @@ def change_blocks(
         notices.insert(0, Notice(going, "warn"))
     if change.lost:
         notices.append(
-            Notice(f"{count(change.lost)} rollouts were lost to the infrastructure and are left out", "warn")
+            Notice(
+                counted(
+                    change.lost,
+                    "rollout was lost to the infrastructure and is left out",
+                    "rollouts were lost to the infrastructure and are left out",
+                ),
+                "warn",
+            )
         )
     if abs(change.rest) >= SMALL and change.equal is None:
         notices.append(_groups_notice(change))
@@ -64,6 +71,8 @@ def _cause(found: Located, change: RewardChange) -> list[Notice]:
         each for each in explains if change.equal is not None or abs(each.accounts or 0.0) >= abs(change.difference) / 2
     ]
     equal = "" if change.equal is None else f"All rollouts of step {change.step} earned {number(change.equal)}. "
+    if not likely and change.difference >= 0:
+        return [Notice(equal.rstrip(". "))] if equal else []
     if not likely:
         return [Notice(f"{equal}No kind of failure explains it", "warn")] if equal else []
     cause = max(likely, key=lambda each: abs(each.accounts or 0.0))
@@ -76,7 +85,7 @@ def _cause(found: Located, change: RewardChange) -> list[Notice]:
         return [Notice(text, "warn")]
     cannot = ". The tool may not be able to do these tasks" if equal else ""
     links = [Link("their tool runs", to("tools", found.key, split="train", step=change.step))]
-    return [Notice(text, "warn", f"most often {error} ({count(times)} times){cannot}", links)]
+    return [Notice(text, "warn", f"most often {error} ({counted(times, 'time')}){cannot}", links)]
 
 
 def _lead(found: Located, change: RewardChange) -> Notice:

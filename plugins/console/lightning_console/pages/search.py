@@ -180,9 +180,9 @@ def _whereabouts(results: Results, scan: Scan) -> list[Block]:
         return []
     names = {"train": "in training step", "val": "held-out after step"}
     parts = [f"{count(many)} {names.get(split, f'{split}, step')} {step}" for split, step, many in there.parts]
-    rest = f", and {count(len(parts) - MOST_PARTS)} more parts" if len(parts) > MOST_PARTS else ""
+    rest = f", and {counted(len(parts) - MOST_PARTS, 'more part')}" if len(parts) > MOST_PARTS else ""
     begun = "" if scan.whole else "So far "
-    text = f"{begun}{count(results.matched)} rollouts: {', '.join(parts[:MOST_PARTS])}{rest}"
+    text = f"{begun}{counted(results.matched, 'rollout')}: {', '.join(parts[:MOST_PARTS])}{rest}"
     if there.earned is not None:
         beside = "" if there.others is None else f", the other rollouts of the same parts {number(there.others)}"
         text += f". They earned {number(there.earned)} on average{beside}"

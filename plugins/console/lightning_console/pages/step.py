@@ -13,7 +13,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.context import read_epochs
 from lightning.trainer.metrics import REASONS
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.summary import reason
+from lightning.trainer.summary import is_idle, reason
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Run, Status, StepRecord, by_key
 from lightning_debug.profile import why_untaught
@@ -234,15 +234,10 @@ def _notices(step: Step) -> list[Block]:
     return [Notices(notices)] if notices else []
 
 
-def is_idle(record: StepRecord) -> bool:
-    """Return whether a step changed no weight, because no row of it was trained on."""
-    return record.metrics.get("stepped", record.metrics.get("rows")) == 0
-
-
 def _trained_nothing(step: Step, curves: Curves | None) -> list[Notice]:
     """Say of a step that trained nothing that its weights are those before it, and what these earned in the next step."""
     record, epoch = step.record, step.proof.epoch
-    if record is None or not is_idle(record):
+    if record is None or not is_idle(record.metrics):
         return []
     version = record.policy_version
     text = (
@@ -273,7 +268,9 @@ def _facts(step: Step) -> Facts:
     if record is None or step.proof.epoch is None:
         ended = sum(rollout.status.ended for rollout in rollouts)
         return Facts([*facts, Fact("ended", f"{ended} of {len(rollouts)}")])
-    made = f"the weights of v{record.policy_version - 1}, unchanged" if is_idle(record) else "that this step made"
+    made = (
+        f"the weights of v{record.policy_version - 1}, unchanged" if is_idle(record.metrics) else "that this step made"
+    )
     return Facts(
         [
             *facts,

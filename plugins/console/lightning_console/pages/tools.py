@@ -237,7 +237,7 @@ def _worst(address: Address, line: ToolLine, said: Arguments) -> Notice:
         f"runs ({share(line.share)}{sure})"
     )
     often, error = line.errors[0]
-    detail = f"{count(often)} times with {written(error, 80)!r}"
+    detail = f"{counted(often, 'time')} with {written(error, 80)!r}"
     if said.telling:
         first = said.telling[0]
         ran = "all" if first.failed == first.runs else f"{first.failed} of"
@@ -597,7 +597,7 @@ def _no_odd(rollouts: Sequence[Scanned], tool: str) -> str:
         return "no request offered a tool, and no answer has a tool call"
     if tool:
         others = sum(len(each.odd) for each in rollouts)
-        rest = f"; {count(others)} other tool calls could not run, see the page of all tools" if others else ""
+        rest = f"; {counted(others, 'other tool call')} could not run, see the page of all tools" if others else ""
         return f"each call of {tool} had arguments that were offered, and has a result{rest}"
     return (
         "in these rollouts the model called only tools and arguments that were offered, and each tool call has a result"

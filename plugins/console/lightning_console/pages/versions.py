@@ -397,7 +397,8 @@ def _sides(found: VersionComparison, solved: SolvedBy, sides: str, success: floa
     """Say how many tasks each side alone solves; `sides` says what A and B are, on the page that compares runs."""
     text = f"No task counts as solved: none has a mean reward of {success:g}"
     if solved.a or solved.b or solved.both:
-        text = f"A alone solves {len(solved.a)} tasks, B alone {len(solved.b)}; both {solved.both}, neither {solved.neither}"
+        alone = f"A alone solves {counted(len(solved.a), 'task')}, B alone {len(solved.b)}"
+        text = f"{alone}; both {solved.both}, neither {solved.neither}"
     where = to("versions", of=f"{found.a.name},{found.b.name}")
     links = [Link("where B is worst, and the first call that differs", where)] if sides else []
     return Notice(text, detail=sides, links=links)
@@ -408,7 +409,7 @@ def _verdict(found: VersionComparison) -> Notice:
     p = 1.0 if found.anytime else p_flipped([each.difference for each in found.tasks])
     given, change = found.interval, found.difference or 0.0
     sure = given is not None and not given[0] <= 0.0 <= given[1]
-    moved = f"{change:+.3f} on average: {found.wins} tasks better, {found.losses} worse, {found.ties} equal"
+    moved = f"{change:+.3f} on average: {counted(found.wins, 'task')} better, {found.losses} worse, {found.ties} equal"
     if p > CHANCE and not sure:
         text = f"A and B are not told apart from chance. B − A is {moved}"
         how = "More tasks, or more rollouts of each, tell smaller differences. "

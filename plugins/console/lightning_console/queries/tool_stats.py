@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from lightning.trainer import gains
 from lightning.types import Json, by_key
-from lightning_debug.statistics import interval
+from lightning_debug import statistics
 
 from lightning_console.queries.scan import Scanned, ToolRun
 
@@ -147,7 +146,7 @@ def share_interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float] | No
     spread = math.fsum((failed - value * count) ** 2 for failed, count in pairs) * tasks / (tasks - 1) / runs**2
     even = value * (1 - value)
     size = min(float(runs), even / spread) if spread and even else float(tasks if not even else runs)
-    return gains.share_interval(value, size)
+    return statistics.share_interval(value, size)
 
 
 # arguments ------------------------------------------------------------------------------------------------------------------
@@ -337,7 +336,7 @@ def reward_beside(rollouts: Sequence[Scanned], some: AbstractSet[str]) -> Reward
     width = max([1.0, *scores]) - min([0.0, *scores])
     found = None
     if len(differences) > 1:
-        low, high = interval((np.array(differences, dtype=np.float64) / width + 1.0) / 2.0)
+        low, high = statistics.interval((np.array(differences, dtype=np.float64) / width + 1.0) / 2.0)
         found = ((2.0 * low - 1.0) * width, (2.0 * high - 1.0) * width)
     return RewardBeside(
         len(sides[True]),
