@@ -23,6 +23,7 @@ import json
 import math
 import random
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -166,7 +167,7 @@ class SleepyEngine:
     def weights(self, file: Path) -> Path:
         """Sleep, and write nothing that counts."""
         time.sleep(UPDATE)
-        file.write_bytes(bytes(8))
+        file.write_bytes(struct.pack("<Q", 2) + b"{}")
         return file
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import random
-import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from lightning.trainer.stages import StepLine
 from lightning.trainer.summary import Reporter
 from lightning.trainer.trainer import prepare
 from lightning.types import Json, Task, token_ids
+from safetensors.numpy import load_file, save_file
 
 ALGORITHM = LightningRL("grpo", group_size=4)
 TASKS = [Task(f"question {number}") for number in range(5)]
@@ -135,7 +135,7 @@ class LedgerEngine:
     def weights(self, file: Path) -> Path:
         self.did.append(f"weights:{file.stem}")
         self._point(f"weights:{len(self.ledger)}")
-        file.write_bytes(struct.pack("<Q", 0) + json.dumps(self.ledger).encode())  # a header without entries
+        save_file({"ledger": np.frombuffer(json.dumps(self.ledger).encode(), np.uint8)}, file)
         return file
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class LedgerPolicy:
         self.fake.pause()
         in_flight = self.fake.in_flight()
         if weights is not None:
-            self.ledger = json.loads(weights.read_bytes()[8:])
+            self.ledger = json.loads(bytes(load_file(weights)["ledger"]))
         self.version = version
         self.fake.resume()
         served = [ours + self.gap for ours in probe.logprobs[1:]] if probe else []

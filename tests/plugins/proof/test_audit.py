@@ -109,9 +109,10 @@ def _one_id(rng: random.Random, victim: str) -> dict[str, Any]:
     prompt = rng.random() < 0.5
 
     def change(call: Transition) -> Transition:
-        ids = token_ids(call.prompt_ids if prompt else call.response_ids)
-        place = rng.randrange(len(ids))
-        ids[place] = (ids[place] + rng.randrange(1, 100)) % 100
+        changed = list(call.prompt_ids if prompt else call.response_ids)
+        place = rng.randrange(len(changed))
+        changed[place] = (changed[place] + rng.randrange(1, 100)) % 100
+        ids = token_ids(changed)
         return replace(call, prompt_ids=ids) if prompt else replace(call, response_ids=ids)
 
     return _change_call(victim, rng.randrange(2), change)
@@ -119,10 +120,10 @@ def _one_id(rng: random.Random, victim: str) -> dict[str, Any]:
 
 def _one_logprob(rng: random.Random, victim: str) -> dict[str, Any]:
     def change(call: Transition) -> Transition:
-        values = logprobs(call.logprobs)
-        place = rng.randrange(len(values))
-        values[place] *= 1 + 1e-6
-        return replace(call, logprobs=values)
+        changed = list(call.logprobs)
+        place = rng.randrange(len(changed))
+        changed[place] *= 1 + 1e-6
+        return replace(call, logprobs=logprobs(changed))
 
     return _change_call(victim, rng.randrange(2), change)
 
