@@ -327,7 +327,7 @@ def shared_answers(rollouts: Sequence[Sequence[Transition]]) -> dict[int, int]:
     if sum(map(bool, answered)) < 2:
         return {}
     prompts = [(who, call, _hashes(ids)) for who, calls in enumerate(answered) for call, ids in further(calls)]
-    said, own = _spoken(answered, np.unique(np.concatenate([hashes for _, _, hashes in prompts])))
+    said, own = _spoken(answered, np.sort(np.concatenate([hashes for _, _, hashes in prompts])))
     firsts = [min((call.ended_at for call in calls), default=0.0) for calls in answered]
     held, holders = _held(prompts, said, firsts)
     found: dict[int, int] = {}
