@@ -23,7 +23,7 @@ from lightning.runner.attempt_completion import UNCALLED
 from lightning.safe_text import counted
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
-from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, Transition, by_key
+from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, Transition, by_key, shared_prefix
 from lightning_record.exchanges import packed_in, why_not_replayable
 
 from lightning_debug.course_rules import COURSE_RULES
@@ -414,8 +414,8 @@ def shared_answers(rollouts: Sequence[Sequence[Transition]]) -> dict[int, int]:
     answered = [[call for call in calls if call.status.answered] for calls in rollouts[:MOST_ROLLOUTS]]
     if sum(map(bool, answered)) < 2:
         return {}
-    prompts = [(who, call, _hashes(call.prompt_ids)) for who, calls in enumerate(answered) for call in calls]
-    said, own = _spoken(answered, np.unique(np.concatenate([hashes for _, _, hashes in prompts])))
+    prompts = [(who, call, _hashes(ids)) for who, calls in enumerate(answered) for call, ids in further(calls)]
+    said, own = _spoken(answered, np.sort(np.concatenate([hashes for _, _, hashes in prompts])))
     firsts = [min((call.ended_at for call in calls), default=0.0) for calls in answered]
     held, holders = _held(prompts, said, firsts)
     found: dict[int, int] = {}
@@ -439,7 +439,7 @@ def _spoken(answered: Sequence[Sequence[Transition]], seen: Hashes) -> tuple[dic
     for who, calls in enumerate(answered):
         for call in calls:
             hashes = _hashes(call.response_ids)
-            for number in hashes[np.isin(hashes, seen)].tolist():
+            for number in _among(hashes, seen).tolist():
                 own[who].add(number)
                 if number not in said or call.ended_at < said[number].at:
                     said[number] = _Said(call.ended_at, who, call)
@@ -453,12 +453,29 @@ def _held(
     each with whether the call began before that rollout's first answer."""
     held: dict[int, float] = {}
     holders: dict[int, set[tuple[int, bool]]] = {}
-    wanted = np.fromiter(said, dtype=np.uint64, count=len(said))
+    wanted = np.sort(np.fromiter(said, dtype=np.uint64, count=len(said)))
     for who, call, hashes in prompts:
-        for number in hashes[np.isin(hashes, wanted)].tolist():
+        for number in _among(hashes, wanted).tolist():
             held[number] = min(held.get(number, call.started_at), call.started_at)
             holders.setdefault(number, set()).add((who, call.started_at < firsts[who]))
     return held, holders
+
+
+def further(calls: Sequence[Transition]) -> Iterator[tuple[Transition, TokenIds]]:
+    """Yield the calls of a rollout with their prompts, each without the sequences that the prompt of the agent's call before
+    begins with, too. So the cost grows with the length of a conversation, not with its square."""
+    before: dict[str, bytes] = {}
+    for call in calls:
+        packed = call.prompt_ids.tobytes()
+        known = shared_prefix(packed, before.get(call.caller.name, b""), call.prompt_ids.itemsize)
+        before[call.caller.name] = packed
+        yield call, call.prompt_ids[max(0, known - LENGTH + 1) :]
+
+
+def _among(hashes: Hashes, known: Hashes) -> Hashes:
+    """Return those of the hashes that are among the `known` ones, which are sorted."""
+    there: npt.NDArray[np.bool_] = np.searchsorted(known, hashes, "right") > np.searchsorted(known, hashes)
+    return hashes[there]
 
 
 def _hashes(ids: TokenIds) -> Hashes:

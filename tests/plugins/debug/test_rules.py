@@ -9,7 +9,7 @@ import pytest
 from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.diagnosis import Attempted
-from lightning_debug.rules import LENGTH, diagnose
+from lightning_debug.rules import LENGTH, diagnose, further
 from lightning_record.exchanges import TEXTS, Flag, pack, why_not_replayable
 
 WRITER = Caller("writer", ("crew", "writer"))
@@ -147,8 +147,8 @@ def words(count: int = 2 * LENGTH) -> list[int]:
 
 def said(rollout: str, prompt: list[int], response: list[int], at: float, **fields: object) -> Transition:
     return Transition(
-        rollout, 1, 0, "c", token_ids(prompt), token_ids(response), logprobs([-1.0] * len(response)), WRITER,
-        started_at=at, ended_at=at + 1, **fields,
+        rollout, 1, 0, "c", token_ids(prompt), token_ids(response), logprobs([-1.0] * len(response)),
+        started_at=at, ended_at=at + 1, **{"caller": WRITER, **fields},
     )  # fmt: skip
 
 
@@ -198,6 +198,17 @@ def test_a_memory_that_shows_later_in_the_rollout_of_another_task() -> None:
     answer, task = words(), words()
     ours = [said("b", task, words(), 0.0), said("b", task + answer, words(), 2.0)]
     assert len(remembered([said("a", words(), answer, 0.0)], ours)) == 1
+
+
+def test_a_conversation_is_looked_through_once_and_not_once_for_each_call() -> None:
+    """Of the prompts of two agents that take turns."""
+    calls, prompts = [], {"a": words(), "b": words()}
+    for turn in range(60):
+        agent = "ab"[turn % 2]
+        calls.append(said("one", prompts[agent], words(), turn, caller=Caller(agent)))
+        prompts[agent] = prompts[agent] + words()
+    looked_at = [len(ids) for _, ids in further(calls)]
+    assert looked_at[2:] == [3 * LENGTH - 1] * 58
 
 
 def test_a_reward_that_follows_length_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
