@@ -20,9 +20,9 @@ log-probabilities, which compress well, and `low` has the rest, which hardly doe
 A parent is a transition of the same or an earlier transaction with a smaller `n`, so every chain of parents ends. The cache of
 possible parents forgets the calls of a transaction that was rolled back.
 
-The cache keeps the tokens of a short call, because comparing is ten times cheaper than hashing. Of a long call it keeps digests
-of the blocks of its tokens, which tell how many leading tokens a prompt shares with the call and take a sixtieth of the space.
-If a prompt differs from a long call within a block, the tokens of that block are stored again. For the next turn of a
+The cache keeps the tokens of a short call, because comparing is cheaper than hashing. Of a long call it keeps digests of the
+blocks of its tokens, which tell how many leading tokens a prompt shares with the call and take less than a hundredth of the
+space. If a prompt differs from a long call within a block, the tokens of that block are stored again. For the next turn of a
 conversation and for the siblings of a group they are not: the cache also keeps the tokens around the ends of a prompt and of a
 response.
 """
@@ -139,8 +139,10 @@ def full_tokens(tokens: CallTokens) -> bytes:
 
 def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
     """Return the BLAKE2b-64 over the lengths of the three packed arrays and the arrays themselves."""
-    lengths = struct.pack("<3Q", len(prompt), len(response), len(logprobs))
-    return hashlib.blake2b(b"".join((lengths, prompt, response, logprobs)), digest_size=DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(struct.pack("<3Q", len(prompt), len(response), len(logprobs)), digest_size=DIGEST_BYTES)
+    for part in (prompt, response, logprobs):
+        digest.update(part)
+    return digest.digest()
 
 
 def stored_digest(blob: bytes) -> bytes:
@@ -266,14 +268,15 @@ enough, the first call of a second agent would have the first agent's call as it
 _SHORT: Final = 4096 * ITEM
 """The most bytes of full tokens that the cache keeps as they are."""
 _BLOCK: Final = 256 * ITEM
-_DIGEST: Final = 16
-"""The bytes of a block's digest: too many to make two blocks with the same digest on purpose."""
+_DIGEST: Final = 8
+"""The bytes of a block's digest."""
 
 
 def block_digests(packed: bytes) -> bytes:
-    """Return the digests of the whole blocks of packed tokens, joined."""
+    """Return the digests of the whole blocks of packed tokens, joined: Python's hashes, whose key is new in
+    each process, so that nobody makes two blocks with one digest on purpose. They take a quarter of the time of BLAKE2b."""
     blocks = (packed[end - _BLOCK : end] for end in range(_BLOCK, len(packed) + 1, _BLOCK))
-    return b"".join([hashlib.blake2b(block, digest_size=_DIGEST).digest() for block in blocks])
+    return array("q", map(hash, blocks)).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
