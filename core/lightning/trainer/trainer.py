@@ -602,6 +602,7 @@ class Trainer:
                 made.prompts,
                 restores=restores,
                 sender=sender,
+                store_url=self._url(),
             ),
             asyncio.to_thread(self._open_engine, engine, made, head=head),
         )
@@ -618,6 +619,7 @@ class Trainer:
         *,
         restores: bool = False,
         sender: object | None = None,
+        store_url: str = "",
     ) -> Stack:
         return await open_stack(
             resources,
@@ -630,6 +632,7 @@ class Trainer:
             prompts=prompts,
             restores=restores,
             sender=sender,
+            store_url=store_url,
         )
 
     def _runner_of(self, agent: Agent | None, *, needed: bool = True) -> Runner:
