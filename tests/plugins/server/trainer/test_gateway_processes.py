@@ -204,7 +204,9 @@ async def test_two_processes_answer_and_a_killed_one_comes_back(
     for name, ids in got.items():
         stored = await house.store.transitions(name)
         answered = [call.id for call in stored if call.status.answered]
-        assert answered[: len(ids)] == ids, "what an agent got was durable first, and nothing is stored twice"
+        assert [each for each in answered if each in ids] == ids, "what an agent got was durable first"
+        # The call after the update, and one that may have been durable when the process was killed before its last byte.
+        assert len(answered) - len(ids) in (1, 2)
         assert [call.version for call in stored if call.id in ids] == [0] * 8
         assert [call.version for call in stored][-1] == 1
         assert [call.seq for call in stored] == list(range(len(stored)))
