@@ -1,7 +1,7 @@
 """One gateway in a process of its own, over the store of a training: `python -m lightning_server.gateway_process`.
 
-The invariant: the process ends with its parent. It has the listening socket and its settings from the parent, and no state that
-the store does not have. What it logs goes to the parent, a line of JSON for each message.
+The invariant: the process ends with its parent, which holds its standard input open. It has the listening socket and its settings
+from the parent, and no state that the store does not have. What it logs goes to the parent, a line of JSON for each message.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import socket
 import sys
 from typing import Any
 
 from lightning.asyncio_utils import run
-from lightning.config.plugin_settings import config_model
+from lightning.config import config_model
 from lightning.errors import LightningError
-from lightning.gateway import Gateway
+from lightning.gateway.gateway import Gateway
 from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
-from lightning.processes import die_with_parent
 
 
 def what_stands(gateway: Gateway) -> list[str]:
@@ -69,7 +67,6 @@ async def serve(said: dict[str, Any]) -> None:
 
 def main() -> int:
     """Read the settings, a line of JSON, from standard input, and serve. Return the exit code."""
-    die_with_parent(os.getppid(), signal.SIGTERM)
     said = json.loads(sys.stdin.readline())
     logging.basicConfig(level=said["level"], handlers=[ToParent()])
     try:

@@ -22,8 +22,8 @@ from lightning.addresses import is_loopback, reachable
 from lightning.asyncio_utils import cancel
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, GatewayError
-from lightning.gateway import Gateway
 from lightning.gateway.connections import BACKLOG, bind
+from lightning.gateway.gateway import Gateway
 from lightning.store.url import redacted
 
 from lightning_server.config import GatewayProcessesConfig, ServerConfig
