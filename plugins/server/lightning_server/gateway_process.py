@@ -1,7 +1,8 @@
 """One gateway in a process of its own, over the store of a training: `python -m lightning_server.gateway_process`.
 
-The invariant: the process ends with its parent, which holds its standard input open. It has the listening socket and its settings
-from the parent, and no state that the store does not have. What it logs goes to the parent, a line of JSON for each message.
+The invariant: the process ends with its parent, which holds its standard input open. It has the listening socket and its
+settings from the parent, and no state that the store does not have. What it logs goes to the parent, a line of JSON for each
+message.
 """
 
 from __future__ import annotations
