@@ -140,7 +140,7 @@ async def test_a_process_that_never_stays_up_ends_the_run(
         self._process = Dead()  # type: ignore[assignment]
 
     monkeypatch.setattr(gateway_processes._Member, "start", start)
-    monkeypatch.setattr(gateway_processes.time, "monotonic", lambda: 1.0)
+    monkeypatch.setattr(gateway_processes, "STEADY_SECONDS", float("inf"))
     processes = Processes(config(), SQLITE, 1)
     await start(processes._members[0])
     with pytest.raises(GatewayError, match="gateway process 1 ended 6 times in a row, at last with signal SIGKILL"):
