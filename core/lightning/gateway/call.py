@@ -49,6 +49,7 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall, Policy
+from lightning.policy_server.packed_logprobs import HEADER, IDS_HEADER, WANTED
 from lightning.redaction import redacted
 from lightning.safe_text import printable
 from lightning.store.protocol import Store
@@ -179,6 +180,13 @@ class Call:
         body = self.sent.plan.body
         others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
         return not (self.sent.plan.keep_logprobs or others)
+
+    @property
+    def packing(self) -> list[tuple[str, str]]:
+        """The headers that ask vLLM to pack what the agent does not get as it came: logprobs, and the prompt's ids."""
+        keeps_ids = self.sent.plan.keep_ids and self.sent.translator is None
+        wanted = {HEADER: self.wants_packed, IDS_HEADER: not keeps_ids}
+        return [(name, WANTED) for name, yes in wanted.items() if yes]
 
 
 # the answer -------------------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forw
 from lightning.gateway.policy import LiveCall, Policies
 from lightning.gateway.stages import FAILED, NO_STAGE, Line
 from lightning.gateway.upstream import Forwarder, Watch, read_answer
-from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store.protocol import Store
 from lightning.types import CallStatus
 
@@ -237,13 +236,12 @@ class CallEndpoint:
             call.readers.clear()  # readers may hold the call, which would keep it in memory
 
     async def _send(self, call: Call) -> aiohttp.ClientResponse:
-        headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
         return await self._forwarder.send(
             call.policy,
             call.sent.ticket.rollout,
             call.dialect.upstream,
             call.sent.plan.body,
-            headers,
+            [*call.headers, *call.packing],
             call.sent.live,
             partial(_draw_seed, call),
         )

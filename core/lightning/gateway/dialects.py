@@ -19,9 +19,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.identity import Claims
-from lightning.policy_server.packed_logprobs import FIELD, unpack
+from lightning.policy_server.packed_logprobs import FIELD, unpack, unpack_ids
 from lightning.types import GREEDY_BELOW
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
 """The most characters that are kept of the name, and of the arguments, of a call of an unknown tool."""
 MOST_INVENTED = 64
 """The most calls of unknown tools that are kept of one choice."""
-SIGN = 3 if sys.byteorder == "little" else 0
-"""The index of the byte of a token id that has its sign."""
 MOST_CHOICES = 16_384
 """vLLM's limit on `n` (`VLLM_MAX_N_SEQUENCES`). It is checked here because the gateway numbers all choices before it asks
 vLLM."""
@@ -298,14 +298,14 @@ class Dialect(ABC):
         return payload
 
 
-def packed_ids(values: list[int]) -> array[int]:
-    """Return the token ids of an answer as an `array('i')`. Packing them first is twice as fast as `array` on a list."""
-    return array("i", struct.pack(f"{len(values)}i", *values))
+def packed_ids(values: list[int] | str) -> array[int]:
+    """Return the token ids of an answer as an `array('i')`. Packing a list first is twice as fast as `array` on it."""
+    return unpack_ids(values) if isinstance(values, str) else array("i", struct.pack(f"{len(values)}i", *values))
 
 
 def has_negative(ids: array[int]) -> bool:
-    """Return whether an id is below 0. Looking at the bytes with the signs is at least twenty times as fast as `min`."""
-    return not ids.tobytes()[SIGN::4].isascii()
+    """Return whether one of some ids is below 0."""
+    return bool(np.frombuffer(ids, np.int32).min(initial=0) < 0)
 
 
 def refuse_parameter(name: str, why: str) -> RefusalError:

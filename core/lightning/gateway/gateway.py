@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -83,6 +85,8 @@ class Gateway:
         seed: int | None = None,
     ) -> None:
         self.url = ""
+        self.addresses: Sequence[str] = ()
+        """URLs of gateways in other processes to which its keys for agents lead instead; none: to `url`."""
         self._config = config
         self._signer = TokenSigner(secret)
         own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
@@ -109,11 +113,12 @@ class Gateway:
             raise GatewayError(f"nothing can be mounted at /{name}: something answers there already")
         self._front.mounted[name] = app
 
-    async def start(self) -> None:
-        """Bind the port and serve on the running loop. Raises `GatewayError` if the address cannot be bound."""
+    async def start(self, listener: socket.socket | None = None) -> None:
+        """Serve on the running loop, on a bound `listener` if one is given, else on the configured port. Raises `GatewayError`
+        if the address cannot be bound."""
         if self._serving is not None:
             return
-        listener = bind(self._config.host, self._config.port)
+        listener = listener or bind(self._config.host, self._config.port)
         self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)
         await self._serving.start()
         self.url = self._serving.url
@@ -148,7 +153,10 @@ class Gateway:
             raise GatewayError(f"the rollout {rollout.id} is a branch, and {why}")
         self._recorder.expect(rollout.id, lease.attempt)
         token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)
-        return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, extras=self.parts.line.told(rollout))
+        # All calls of a rollout go to one process, which has its branch, its texts and its tokens in memory.
+        place = zlib.crc32(rollout.id.encode()) % len(self.addresses) if self.addresses else 0
+        url = self.addresses[place] if self.addresses else self.url
+        return LLM(base_url=f"{url}/v1", api_key=token, model=MODEL, extras=self.parts.line.told(rollout))
 
     async def served(self, run: str) -> bool:
         """Return whether a policy server of this run is up. Until the run's servers have been checked for the first time it

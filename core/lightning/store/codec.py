@@ -23,9 +23,9 @@ the lengths, so that the digest of a call goes on from the prompt of its parent,
 A parent is a transition of the same or an earlier transaction with a smaller `n`, so every chain of parents ends. The cache of
 possible parents forgets the calls of a transaction that was rolled back.
 
-The cache keeps the tokens of a short call, because comparing is ten times cheaper than hashing. Of a long call it keeps digests
-of the blocks of its tokens, which tell how many leading tokens a prompt shares with the call and take a sixtieth of the space.
-If a prompt differs from a long call within a block, the tokens of that block are stored again. For the next turn of a
+The cache keeps the tokens of a short call, because comparing is cheaper than hashing. Of a long call it keeps digests of the
+blocks of its tokens, which tell how many leading tokens a prompt shares with the call and take less than a hundredth of the
+space. If a prompt differs from a long call within a block, the tokens of that block are stored again. For the next turn of a
 conversation and for the siblings of a group they are not: the cache also keeps the tokens around the ends of a prompt and of a
 response.
 """
@@ -318,14 +318,15 @@ enough, the first call of a second agent would have the first agent's call as it
 _SHORT: Final = 4096 * ITEM
 """The most bytes of full tokens that the cache keeps as they are."""
 _BLOCK: Final = 256 * ITEM
-_DIGEST: Final = 16
-"""The bytes of a block's digest: too many to make two blocks with the same digest on purpose."""
+_DIGEST: Final = 8
+"""The bytes of a block's digest."""
 
 
 def block_digests(packed: bytes) -> bytes:
-    """Return the digests of the whole blocks of packed tokens, joined."""
+    """Return the digests of the whole blocks of packed tokens, joined: Python's hashes, whose key is new in
+    each process, so that nobody makes two blocks with one digest on purpose. They take a quarter of the time of BLAKE2b."""
     blocks = (packed[end - _BLOCK : end] for end in range(_BLOCK, len(packed) + 1, _BLOCK))
-    return b"".join([hashlib.blake2b(block, digest_size=_DIGEST).digest() for block in blocks])
+    return array("q", map(hash, blocks)).tobytes()
 
 
 @dataclass(frozen=True, slots=True)

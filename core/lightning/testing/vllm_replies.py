@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning.policy_server.packed_logprobs import FIELD, HEADER, LOWEST, WANTED, pack
+from lightning.policy_server.packed_logprobs import FIELD, HEADER, IDS_HEADER, LOWEST, WANTED, pack, pack_ids
 
 EOS = 2
 VOCABULARY = 32_000
@@ -387,7 +387,7 @@ class ChatShape(Shape):
             "system_fingerprint": None,
             "usage": usage(job),
             "prompt_logprobs": None,
-            "prompt_token_ids": job.prompts[0] if wants_ids else None,
+            "prompt_token_ids": chat_prompt_ids(job) if wants_ids else None,
             "prompt_text": None,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
@@ -396,7 +396,7 @@ class ChatShape(Shape):
 
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
         """Return a chunk with the role for each choice."""
-        ids = job.prompts[0] if wants(job.request.body)[0] else None
+        ids = chat_prompt_ids(job) if wants(job.request.body)[0] else None
         return [
             {
                 **self.frame(job, model),
@@ -589,6 +589,12 @@ def packs(job: Job) -> bool:
     body = job.request.body
     asked = job.packs and job.request.headers.get(HEADER) == WANTED
     return asked and not (body.get("top_logprobs") or body.get("echo")) and body.get("logprobs") in (True, 0)
+
+
+def chat_prompt_ids(job: Job) -> list[int] | str:
+    """Return the ids of a chat's prompt, packed if the request asks and the server can."""
+    packed = job.packs and job.request.headers.get(IDS_HEADER) == WANTED
+    return pack_ids(job.prompts[0]) if packed else job.prompts[0]
 
 
 def packed_logprobs(tokens: Sequence[ReplyToken]) -> dict[str, Any]:

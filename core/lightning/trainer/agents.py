@@ -53,11 +53,28 @@ class ClientDoor(Protocol):
         """Stop answering; requests that wait are ended."""
 
 
+class GatewayProcesses(Protocol):
+    """Gateways in processes of their own, which answer the calls of one run's agents."""
+
+    async def start(self, gateway: Gateway) -> None:
+        """Start them, and let the keys of the trainer's own gateway lead to them. Raises `GatewayError`."""
+
+    async def attend(self) -> None:
+        """Start those again that end, until cancelled. Raises `GatewayError` for one that does not stay up."""
+
+    async def close(self) -> None:
+        """End them, after the calls in flight."""
+
+
 class RunServer(Protocol):
     """What a plugin registers with `register_servers`. It keeps nothing between two calls."""
 
     def door(self, runner: Runner, config: Config) -> ClientDoor | None:
         """What lets clients in; None where none are meant to come. A `runner` whose `concurrency` is 0 needs them."""
+
+    def gateways(self, config: Config, store_url: str) -> GatewayProcesses | None:
+        """The processes for a training with the store at this URL; None where its own process answers all calls. Their ports
+        are bound. Raises `ConfigError` for settings that cannot be met, and `GatewayError` for a port in use."""
 
     async def check_exposure(self, store: Store, host: str) -> None:
         """Raise `ConfigError` unless what serves this store may listen on `host`, which is beyond this machine."""
@@ -81,6 +98,13 @@ def door_for(runner: Runner, config: Config) -> ClientDoor | None:
         return None
     wanted = "a training" if runner.concurrency else "a runner whose agents run in clients"
     return run_server(wanted).door(runner, config)
+
+
+def gateways_for(config: Config, store_url: str) -> GatewayProcesses | None:
+    """The gateways in processes of their own for a training; None without a store that other processes can open."""
+    if not store_url or not plugins().names("servers"):
+        return None
+    return run_server("a training").gateways(config, store_url)
 
 
 def check_server_settings(config: Config) -> None:

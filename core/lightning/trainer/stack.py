@@ -33,7 +33,16 @@ from lightning.runner.protocol import Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
-from lightning.trainer.agents import Agents, ClientDoor, HowToCall, check_exposure, door_for, of_project
+from lightning.trainer.agents import (
+    Agents,
+    ClientDoor,
+    GatewayProcesses,
+    HowToCall,
+    check_exposure,
+    door_for,
+    gateways_for,
+    of_project,
+)
 from lightning.trainer.run_stages import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
@@ -68,6 +77,7 @@ class Stack:
     weights: Path | None = None
     restarts: int = 0
     waiting: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
+    gateways: GatewayProcesses | None = None
     _deaths: int = field(default=0, repr=False)
     _supervisor: asyncio.Task[object] | None = field(default=None, repr=False)
     _serving: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
@@ -181,8 +191,10 @@ class Stack:
             await asyncio.gather(doing, return_exceptions=True)
 
     async def look_after(self) -> None:
-        """Keep the policy server and what runs the agents running. Raises what `supervise` and `Agents.attend` raise."""
-        await together(self.supervise(), self.agents.attend())
+        """Keep the policy server, other gateways and what runs the agents running. Raises what `supervise` and the two methods
+        `attend` raise."""
+        looking = together(self.supervise(), self.agents.attend())
+        await (looking if self.gateways is None else together(looking, self.gateways.attend()))
 
     async def supervise(self) -> None:
         """Bring a dead policy server back with the current weights while requests wait.
@@ -265,10 +277,11 @@ async def open_gateway(
     *,
     waiting: AsyncExitStack | None = None,
     door: ClientDoor | None = None,
+    gateways: GatewayProcesses | None = None,
 ) -> Gateway:
     """`make_gateway`, started; `resources` closes it. With `waiting` calls wait until that is closed. A `door` answers clients
-    on its port."""
-    gateway = await make_gateway(store, policy, config, run, shared=door is not None)
+    on its port. Other `gateways` are started, too, and agents call them."""
+    gateway = await make_gateway(store, policy, config, run, shared=door is not None or gateways is not None)
     resources.push_async_callback(gateway.close)
     if door is not None:
         door.open(store, gateway)
@@ -276,6 +289,9 @@ async def open_gateway(
     if waiting is not None:
         await waiting.enter_async_context(gateway.hold())
     await gateway.start()
+    if gateways is not None:
+        resources.push_async_callback(gateways.close)
+        await gateways.start(gateway)
     return gateway
 
 
@@ -291,18 +307,22 @@ async def open_stack(
     prompts: Prompts | None = None,
     restores: bool,
     sender: object | None = None,
+    store_url: str = "",
 ) -> Stack:
     """Start everything that serves and runs agents; `resources` closes it. The store must be open already, and is that of all
     projects.
 
     With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`. `sender` is
-    the engine's, where its weights are in another process than this one.
+    the engine's, where its weights are in another process than this one. With the URL of the store, gateways in other
+    processes may answer the calls.
     """
     weights_folder = WeightsFolder(config.policy_server, model, folder, here=sender is None)
     resources.callback(weights_folder.close)  # after vLLM has ended
     door = door_for(runner, config)
     served = config if door is None else door.config
     check_ports(served.gateway, config.policy_server)
+    if (gateways := gateways_for(served, store_url)) is not None:
+        resources.push_async_callback(gateways.close)
     demand = Demand(
         runner.concurrency or config.runner.concurrency,
         trains_meanwhile=config.trainer.max_staleness > 0,
@@ -317,7 +337,7 @@ async def open_stack(
     await together(policy.start(), runner.start())
     waiting = AsyncExitStack()
     gateway = await open_gateway(
-        resources, store, policy, served, run.id, waiting=waiting if restores else None, door=door
+        resources, store, policy, served, run.id, waiting=waiting if restores else None, door=door, gateways=gateways
     )
     stack = Stack(
         run,
@@ -331,6 +351,7 @@ async def open_stack(
         prompts or Prompts(),
         policy.version,
         waiting=waiting,
+        gateways=gateways,
     )
     stack.owner = owner
     resources.push_async_callback(owner.close)

@@ -601,6 +601,7 @@ class Trainer:
                 made.prompts,
                 restores=restores,
                 sender=sender,
+                store_url=self._url(),
             ),
             asyncio.to_thread(self._open_engine, engine, made, head=head),
         )
@@ -617,6 +618,7 @@ class Trainer:
         *,
         restores: bool = False,
         sender: object | None = None,
+        store_url: str = "",
     ) -> Stack:
         return await open_stack(
             resources,
@@ -629,6 +631,7 @@ class Trainer:
             prompts=prompts,
             restores=restores,
             sender=sender,
+            store_url=store_url,
         )
 
     def _runner_of(self, agent: Agent | None, *, needed: bool = True) -> Runner:

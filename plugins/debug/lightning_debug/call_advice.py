@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
-from typing import Final
+from typing import Final, cast
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -20,7 +21,7 @@ from lightning.bounded import Once
 from lightning.errors import StoreError
 from lightning.gateway.call import Call
 from lightning.gateway.calls import LONGEST_NAME as KEPT_NAME
-from lightning.gateway.calls import Parts
+from lightning.gateway.calls import PROCESS, Parts
 from lightning.gateway.dialects import Tokenize
 from lightning.gateway.http import Body
 from lightning.gateway.identity import ALIAS, MODEL
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 
 ADVICE: Final = "advice"
 """The name of this plugin's call stage and step stage."""
+ELSEWHERE: Final = "hidden_tools"
+"""The key of a run's state with the calls with hidden tools by gateway process: how many, and when that was told."""
+TELL_SECONDS: Final = 1.0
 TRIES: Final = 3
 """Most calls whose prompts are compared, if the policy server gives no usable answer."""
 HIDDEN: Final = (
@@ -56,6 +60,7 @@ class CallAdvice(CallStage):
         self._parts = parts
         self._asked = AskedModels(parts.store)
         self._tools: WeakKeyDictionary[Policy, ShownTools] = WeakKeyDictionary()
+        self._since, self._told = time.time(), 0.0
         parts.closing.push_async_callback(self.close)
 
     async def sending(self, call: Call, body: Body) -> None:
@@ -68,14 +73,28 @@ class CallAdvice(CallStage):
         with _only_logged(call):
             if all(each.status.answered for each in transitions):
                 tokenize = partial(self._parts.forwarder.tokenize, call.policy, call.claims.rollout)
-                self._tools.setdefault(call.policy, ShownTools()).look(call.sent.plan.body, tokenize)
+                tools = self._tools.setdefault(call.policy, ShownTools())
+                tools.look(call.sent.plan.body, tokenize)
+                if tools.shown is False and call.policy is not self._parts.policies.own:
+                    await self._tell(call.claims.run, tools.calls)
 
-    async def hidden_tools(self) -> int:
+    async def _tell(self, run: str, calls: int) -> None:
+        """Tell the run's trainer, which is another process, how many calls had hidden tools here; once a second."""
+        if (now := time.time()) - self._told >= TELL_SECONDS:
+            self._told, store = now, self._parts.store
+            kept = await store.get_state(run, ELSEWHERE)
+            others = kept if isinstance(kept, Mapping) else {}
+            await store.put_state(run, ELSEWHERE, {**others, PROCESS: [calls, now]}, once=None)
+
+    async def hidden_tools(self, run: str = "") -> int:
         """Count the calls with tools that the chat template of the gateway's own policy does not show the model; 0 if that is
-        not known."""
+        not known. With a `run` count those that gateways in other processes have told of since this one began, too."""
         own = self._parts.policies.own
         tools = None if own is None else self._tools.get(own)
-        return 0 if tools is None else await tools.hidden()
+        told = await self._parts.store.get_state(run, ELSEWHERE) if run and self._parts.shared else None
+        others = cast("Mapping[str, tuple[int, float]]", told or {}).values()
+        here = 0 if tools is None else await tools.hidden()
+        return here + sum(calls for calls, when in others if when >= self._since)
 
     async def close(self) -> None:
         """Stop the checks that are running."""
@@ -83,10 +102,10 @@ class CallAdvice(CallStage):
             await tools.close()
 
 
-async def hidden_tools(parts: Parts) -> int:
+async def hidden_tools(parts: Parts, run: str = "") -> int:
     """Return `CallAdvice.hidden_tools` of a gateway; 0 if the gateway does not have this stage."""
     stage = parts.line.named(ADVICE)
-    return await stage.hidden_tools() if isinstance(stage, CallAdvice) else 0
+    return await stage.hidden_tools(run) if isinstance(stage, CallAdvice) else 0
 
 
 @contextlib.contextmanager

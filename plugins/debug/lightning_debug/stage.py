@@ -167,7 +167,8 @@ class Advice(StepStage):
         self._steps[step.step - 1 :] = [{**step.metrics, **looked.recorded}]
         attempts = [Attempted.of(member) for group in step.groups for member in group.trajectories]
         failures = [rollout.error for rollout in step.rollouts if rollout.status is Status.FAILED]
-        hidden = await hidden_tools(step.parts) if step.parts is not None else 0
+        run = step.rollouts[0].run if step.rollouts else ""
+        hidden = await hidden_tools(step.parts, run) if step.parts is not None else 0
         metrics = {**looked.metrics, **({"hidden_tools": float(hidden)} if hidden else {})}
         found = await self._found(attempts, step.train_agents, failures)
         return Added(metrics, alarms=[with_examples(each, looked, self._steps) for each in found])

@@ -1,4 +1,5 @@
-"""The settings of Lightning Server, `server`, of projects, `trainer.project`, and of what guards a port, `gateway.limits`."""
+"""The settings of Lightning Server, `server`, of projects, `trainer.project`, of gateways in processes of their own,
+`gateway.processes`, and of what guards a port, `gateway.limits`."""
 
 from __future__ import annotations
 
@@ -19,6 +20,15 @@ class ServerConfig(PluginSettings):
     """Port to bind; 0 takes a free one."""
     public_url: str = ""
     """URL at which clients reach this server, if it differs from the bound address (behind a proxy, in a container)."""
+
+
+class GatewayProcessesConfig(PluginSettings):
+    """Gateways in processes of their own."""
+
+    place: ClassVar[str] = "gateway"
+    processes: int | None = Field(default=None, ge=0, le=64)
+    """Number of processes beside the trainer's that answer the agents' calls; with 0 the trainer's own process does. null: one
+    for each eight cores, at most four, where the trainer computes on a GPU and no port is set; else 0."""
 
 
 class ProjectConfig(PluginSettings):

@@ -46,6 +46,7 @@ from lightning_server.auth import (
 )
 from lightning_server.client_agents import ClientAgents
 from lightning_server.config import ServerConfig
+from lightning_server.gateway_processes import Processes, processes_for
 from lightning_server.projects import Names, ProjectStore
 from lightning_server.protocol import ClientRunner, Site
 from lightning_server.tokens import Token, get_token, list_tokens, put_token
@@ -201,6 +202,11 @@ class LightningServer:
     check_exposure = staticmethod(check_exposure)
     project = staticmethod(project_of)
     of_project = staticmethod(ProjectStore)
+
+    def gateways(self, config: Config, store_url: str) -> Processes | None:
+        """The gateways in processes of their own for a training; None where its own process answers all calls."""
+        count = processes_for(config, store_url)
+        return Processes(config, store_url, count) if count else None
 
     def door(self, runner: Runner, config: Config) -> Door | None:
         """What lets clients in; None where none are meant to come."""

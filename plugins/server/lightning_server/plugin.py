@@ -77,7 +77,8 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 
 @hookimpl
 def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
-    """Register the settings `server`, `trainer.project`, and further keys of `gateway.limits`."""
+    """Register the settings `server`, `trainer.project`, `gateway.processes`, and further keys of `gateway.limits`."""
+    register("processes", later("lightning_server.config:GatewayProcessesConfig"))
     register("limits", later("lightning_server.config:PortLimits"))
     register("server", later("lightning_server.config:ServerConfig"))
     register("project", later("lightning_server.config:ProjectConfig"))

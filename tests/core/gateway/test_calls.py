@@ -105,7 +105,8 @@ async def test_credentials_and_our_headers_stop_at_the_gateway(house):
     assert sent["x-request-id"] != "chosen-by-the-agent"
     assert llm.api_key not in json.dumps(dict(sent))
     assert not {"authorization", "cookie"} & set(sent)
-    assert [name for name in sent if name.startswith("x-lightning")] == ["x-lightning-logprobs"], "ours, to vLLM"
+    ours = ["x-lightning-logprobs", "x-lightning-token-ids"]
+    assert [name for name in sent if name.startswith("x-lightning")] == ours, "ours, to vLLM"
 
 
 async def test_tool_calls_come_back(house):
@@ -363,6 +364,32 @@ async def packed_is_json_and_unseen(house, path, stream, caplog):
     packed, plain = ([list(step.logprobs) for step in steps[start : start + 2]] for start in (0, 2))
     assert packed == plain == [list(array("f", [-0.1, -9999.0, -7.25])), list(array("f", [-3.3, 0.0]))]
     assert len([line for line in caplog.messages if "PackedLogprobs" in line]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_a_prompts_ids_are_packed_unless_the_agent_gets_them(house, stream, keeps):
+    """Recorded alike from a vLLM that packs them and from one that does not; the agent sees numbers or nothing."""
+    http = await house.http()
+    asked = {"model": "policy", "messages": HI, "stream": stream, "return_token_ids": keeps}
+    shown = []
+    for house.fake.packs in (True, False):
+        house.fake.queue(Reply("a b"))
+        shown.append(contents(await http.post("/chat/completions", json=asked))[0]["prompt_token_ids"])
+    assert ("x-lightning-token-ids" in house.fake.requests[0].headers) is not keeps
+    packed, plain = [list(step.prompt_ids) for step in await house.transitions()]
+    assert packed == plain
+    assert packed
+    assert shown == [packed, packed] if keeps else [None, None]
+
+
+@pytest.mark.parametrize("ids", ["ab", "\ud800"])
+async def test_packed_ids_that_are_none_are_a_502(house, ids):
+    choice = {"index": 0, "message": {"content": "x"}, "token_ids": [1]}
+    house.fake.queue(Reply(raw=json.dumps({"id": "x", "choices": [choice], "prompt_token_ids": ids}).encode()))
+    client = await house.client()
+    with pytest.raises(openai.InternalServerError, match="not shaped like vLLM"):
+        await client.chat.completions.create(model="policy", messages=HI)
 
 
 async def test_logprobs_that_the_agent_asked_for_are_not_packed(house):

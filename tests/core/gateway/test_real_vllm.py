@@ -12,7 +12,7 @@ from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.dialects import Capture, Chat, Dialect
 from lightning.gateway.http import EventCutter, data_of
-from lightning.policy_server.packed_logprobs import HEADER, WANTED
+from lightning.policy_server.packed_logprobs import HEADER, IDS_HEADER, WANTED
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
@@ -309,6 +309,22 @@ async def test_the_fake_has_vllms_shapes(vllm, path, ids):
 async def test_packed_logprobs_are_vllms_own(real, vllm, stream):
     """The same tokens, asked for packed and as JSON: numbers bit for bit, and no other difference in the answer."""
     await packed_as_json(real, vllm, Chat(), stream, logprobs=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_packed_prompt_ids_are_vllms_own(real, vllm, stream):
+    asked = {"model": vllm.model, "messages": HI, "return_token_ids": True, "stream": stream, **FEW}
+    http = await real.http()
+    found, texts = [], []
+    for headers in ({IDS_HEADER: WANTED}, {}):
+        answer = await http.post(f"{vllm.url}/v1/chat/completions", json=asked, headers=headers)
+        capture = Capture("x")
+        for chunk in contents(answer):
+            Chat().read(chunk, capture)
+        found.append(list(capture.prompt_ids))
+        texts.append(contents(answer)[0]["prompt_token_ids"])
+    assert found[0] == found[1] == texts[1]
+    assert isinstance(texts[0], str)
 
 
 async def packed_as_json(real, vllm, dialect: Dialect, stream: bool, **given: object) -> None:

@@ -79,7 +79,8 @@ class Idle:
 class House:
     """A trainer that was killed, and what outlived it: an agent."""
 
-    def __init__(self, resources: AsyncExitStack, fake: FakeVLLM, store: MemoryStore) -> None:
+    def __init__(self, resources: AsyncExitStack, fake: FakeVLLM, store: Store, store_url: str = "") -> None:
+        self._store_url = store_url
         self._resources, self.store = resources, store
         self.fake, self.policy = fake, Policy(fake, store)
 
@@ -99,6 +100,7 @@ class House:
             store=self.store,
             runner=runner,
             restores=restores,
+            store_url=self._store_url,
         )
 
     async def versions(self) -> list[int]:

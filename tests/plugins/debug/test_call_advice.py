@@ -4,13 +4,15 @@ the model is not shown."""
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config
 from lightning.errors import StoreError
-from lightning.gateway import Upstream
+from lightning.gateway import Gateway, Upstream
 from lightning.gateway.http import UpstreamError
+from lightning.gateway.identity import gateway_secret
 from lightning.gateway.stages import NO_LINE
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import Reply
@@ -19,6 +21,7 @@ from lightning.types import Rollout, Run, Task
 from lightning_debug import call_advice
 from lightning_debug.call_advice import ADVICE, ShownTools, hidden_tools
 from lightning_dialects.chat_template import prompt_of
+from lightning_server.fleet.owner import Owner
 
 HI = [{"role": "user", "content": "hi there"}]
 BASE = "/models/Qwen/Qwen3-4B"
@@ -125,6 +128,27 @@ async def test_the_metric_of_a_step_counts_calls_whose_tools_are_hidden(house):
     for _ in range(2):
         await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
     assert (await line.taken(step)).metrics == {**others, "advice/hidden_tools": 2.0}
+
+
+async def test_a_gateway_in_another_process_tells_the_trainer_of_hidden_tools(house, monkeypatch):
+    """Here another gateway over the same store; told of once a second at most."""
+    monkeypatch.setattr(call_advice, "TELL_SECONDS", 0.0)
+    house.fake.shows_tools = False
+    await Owner(house.store, "run").open([Upstream(house.fake.url, house.fake.model)], 0)
+    other = Gateway(house.store, [], Config().gateway, secret=await gateway_secret(house.store), shared=True)
+    await other.start()
+    client = await house.client(other.llm(await house.lease()))
+    for _ in range(3):
+        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
+        await other.parts.line.named(ADVICE)._tools[other.parts.policies.of("run")].hidden()
+    parts = house.gateway.parts
+    assert await hidden_tools(parts, "run") == 0, "it is alone, and nobody else tells"
+    parts.shared = True
+    assert await hidden_tools(parts, "run") == 3
+    assert await hidden_tools(parts, "another") == 0
+    parts.line.named(ADVICE)._since = time.time() + 1
+    assert await hidden_tools(parts, "run") == 0, "told before this trainer began"
+    await other.close()
 
 
 @pytest.mark.slow

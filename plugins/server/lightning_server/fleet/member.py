@@ -24,6 +24,7 @@ from lightning.store.protocol import RunWatch, Store
 from lightning.types import new_id
 
 from lightning_server.fleet.owner import Owner
+from lightning_server.fleet.pulse import Pulse
 from lightning_server.fleet.records import (
     BEAT,
     GONE,
@@ -163,6 +164,20 @@ class Member:
         self._seat = replace(self._seat, beat=self._seat.beat + 1)
         await self._store.put_state("", seat_key(self._run, self._number), to_json(self._seat), once=None)
         self._renewed(began)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the loop has missed a heartbeat of a seat that has not expired (`fleet.pulse`)."""
+        return self.seated and self._due + BEAT / 2 < self._clock() < self._valid_until
+
+    async def beat_beside(self, number: int) -> None:
+        """Write a heartbeat from a thread, as a negative number, and prolong the seat. Raises `StoreError`."""
+        began, seat = self._clock(), self._seat
+        await self._store.put_state(
+            "", seat_key(self._run, self._number), to_json(replace(seat, beat=-number)), once=None
+        )
+        if seat.id == self._seat.id and self._clock() < self._valid_until:
+            self._valid_until = max(self._valid_until, began + LAPSE)
 
     def _renewed(self, began: float) -> None:
         """Prolong the seat: the store has acknowledged the heartbeat that began at `began`. It is too late once the seat has
@@ -334,12 +349,13 @@ class JoinedRuns:
         following = asyncio.create_task(member.follow())
         loop = asyncio.get_running_loop()
         try:
-            while True:
-                await asyncio.wait({following}, timeout=IDLE / 10)
-                if following.done():
-                    following.result()
-                if loop.time() - member.policy.used > IDLE and not member.policy.calls:
-                    return
+            with Pulse(member):
+                while True:
+                    await asyncio.wait({following}, timeout=IDLE / 10)
+                    if following.done():
+                        following.result()
+                    if loop.time() - member.policy.used > IDLE and not member.policy.calls:
+                        return
         finally:
             self._forget(run, member)  # a call that comes while it leaves joins anew
             await end(following)
