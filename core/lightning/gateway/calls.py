@@ -174,7 +174,7 @@ class CallEndpoint:
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request, capture.id))
         plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
-        live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture)
+        live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture, call.claims.server)
         call.sent = Sent(plan, translator, self._recorder.begin(*call.attempt, plan.choices, call.caller), live)
         await self._line.sending(call, plan.body)
         await beside(request.scope, partial(_note_sampling, plan, capture), reads_texts=False)
@@ -339,7 +339,7 @@ class CallEndpoint:
         if call is None or not call.is_planned:
             return
         policy = call.policy
-        if not call.sent.live.sent and (policy.gate.closed or not policy.pool.healthy):
+        if not call.sent.live.sent and (policy.gate.held or not policy.pool.healthy):
             await self._record_failure(call, CallStatus.ERROR, unserved=True)  # the agent gave up before the gateway
         else:
             await self._record_failure(call, CallStatus.ABORTED)

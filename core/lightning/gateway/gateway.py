@@ -128,15 +128,17 @@ class Gateway:
         run: str = "",
         session: str = "",
         branch: bool = False,
+        server: int | None = None,
     ) -> str:
         """Return a signed API key for one attempt. `sampling` overrides the agent's parameters; `ttl` is in seconds.
 
         `run` is the run whose policy answers; empty for the gateway's own. With a `session`, the id of a run, the key is for
         many conversations, each of which becomes a rollout of that run; refused requests are stored with `rollout`. With
-        `branch` the first calls are answered from the record of the rollout's parent.
+        `branch` the first calls are answered from the record of the rollout's parent. `server` is the number of the policy
+        server that gets the calls while it is well; None leaves the choice to a hash of the rollout's id.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
-        return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
+        return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch, server=server)
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
         """Return the `LLM` for the agent of a leased rollout. `run` is the run whose policy answers, if that is another run
@@ -147,7 +149,10 @@ class Gateway:
         if branch and (why := self.parts.line.why_not("branch")):
             raise GatewayError(f"the rollout {rollout.id} is a branch, and {why}")
         self._recorder.expect(rollout.id, lease.attempt)
-        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)
+        of, server = run or rollout.run, None
+        if self.parts.line.places:
+            server = self.parts.line.placed(rollout, self._policies.of(of).pool.slots)
+        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=of, branch=branch, server=server)
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, extras=self.parts.line.told(rollout))
 
     async def served(self, run: str) -> bool:
@@ -164,12 +169,13 @@ class Gateway:
         return policy.told and policy.pool.sure and policy.pool.healthy > 0
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        """Let new requests for its own policy wait during the block; requests at vLLM go on. Blocks may overlap.
+    async def hold(self, server: Upstream | None = None) -> AsyncIterator[None]:
+        """Let new requests for this server of its own policy, or with None for any, wait during the block; requests at vLLM go
+        on. Blocks may overlap.
 
         `lightning.gateway.policy.PolicyOwner` holds other gateways that serve the run.
         """
-        with self.own.gate.hold():
+        with self.own.gate.hold(None if server is None else self.own.pool.slot_of(server).number):
             self.own.freeze()
             yield
 

@@ -12,9 +12,10 @@ never depends on what was installed first.
     kept       the call is stored: remember it
     ended      an attempt has ended: change its outcome before it is stored, or void it
 
-and before there is an attempt:
+and before there is an attempt, or at its beginning:
 
     planned    a rollout that branches another one is about to be made: refuse it
+    placed     the key of an attempt is about to be issued: choose which of several policy servers gets its calls
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from lightning.types import Fault, Json, Outcome, Rollout, Transition
 
 if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
+    from lightning.gateway.upstream import Slot
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,11 @@ class CallStage(named.Stage):
         """Return data for the plugin's stage of the same name around attempts, which gets it in `LLM.extras` for attempts at
         this rollout; None for no data. A runner without that stage does not make an attempt for which there is data."""
 
+    def placed(self, rollout: Rollout, servers: Sequence[Slot]) -> int | None:
+        """Choose the policy server for the calls of the attempt `rollout.attempt`, which is about to begin: return the `number`
+        of one of these `servers`; None leaves the choice to others. While the chosen server is not healthy, the calls go to
+        another."""
+
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Return a function that answers a route below `/v1` in place of the policy; None if the stage does not answer it.
         `model` is the model of the request, None if it is not known yet."""
@@ -131,8 +138,8 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "told"),
-    ordered=(*POINTS, "reading", "ended", "elsewhere"),
+    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "placed", "told"),
+    ordered=(*POINTS, "reading", "ended", "elsewhere", "placed"),
     setting="gateway.stage_order",
     error=GatewayError,
     of="calls",
@@ -154,7 +161,7 @@ class Line(named.StageLine[CallStage]):
         self._standing = {
             point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in (*POINTS, "reading")
         }
-        self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
+        self._ended, self._elsewhere, self.places = self.at("ended"), self.at("elsewhere"), self.at("placed")
 
     def why_not(self, kind: str) -> str:
         """Return why no stage answers the calls of a kind of keys (`CallStage.answers`); empty if a stage does."""
@@ -187,6 +194,16 @@ class Line(named.StageLine[CallStage]):
             if word is not None:
                 said[each.name] = word
         return said
+
+    def placed(self, rollout: Rollout, servers: Sequence[Slot]) -> int | None:
+        """Return the number of the server that the first of the stages with a choice has chosen (`CallStage.placed`); None if
+        none has. Raises `StageError` for a stage that fails."""
+        for each in self.places:
+            with CONTRACT.blaming(each, "placed", f"the rollout {rollout.id}"):
+                number = each.stage.placed(rollout, servers)
+            if number is not None:
+                return number
+        return None
 
     def named(self, name: str) -> CallStage | None:
         """Return the stage with this name; None if there is none."""

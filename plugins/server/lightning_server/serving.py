@@ -178,7 +178,7 @@ async def serve(
         await policy.start()
         if follows is not None and policy.version != version:  # an attached vLLM still has its last weights
             await policy.update(model, version)
-        gateway = await make_gateway(store, policy, config, run.id)
+        gateway = await make_gateway(store, [policy], config, run.id)
         resources.push_async_callback(gateway.close)
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
         gateway.parts.admin_of = admins(authenticator)

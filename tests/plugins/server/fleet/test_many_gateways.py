@@ -144,11 +144,11 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
         fake.default = TEN
     asking = [asyncio.create_task(fleet.ask(llms[number][0])) for number in (0, 1)]
     await fleet.until(lambda: all(max([0, *fake.in_flight().values()]) >= 3 for fake in fakes))
-    async with fleet.owner.hold() as hold:
+    async with fleet.owner.hold(served[0]) as hold:
         for fake in fakes:
             fake.pause()
         await asyncio.sleep(0.02)
-        hold.update, hold.server = Update(1, fleet.fake.in_flight()), served[0]
+        hold.update = Update(1, fleet.fake.in_flight())
         for fake in fakes:
             fake.resume()
     for answer in asyncio.as_completed(asking):
@@ -160,8 +160,8 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
     assert [slot.version for slot in fleet.servers[1]._policies.of("run").pool.slots] == [1, 0]
     unbegun = asyncio.create_task(fleet.ask(llms[0][0]))  # at the first server while the second is updated
     await fleet.until(lambda: fleet.fake.in_flight())
-    async with fleet.owner.hold() as hold:
-        hold.update, hold.server = Update(2, second.in_flight()), served[1]
+    async with fleet.owner.hold(served[1]) as hold:
+        hold.update = Update(2, second.in_flight())
     assert (await unbegun).status_code == 200
     for number in (0, 1):
         assert (await fleet.ask(llms[number][0])).status_code == 200
@@ -169,8 +169,8 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
     at_first, at_second = ([[run.version for run in call.versions] for call in calls] for calls in found)
     assert (at_first, at_second) == ([[0, 1], [1], [1], [1]], [[0], [0], [2]])
     with pytest.raises(GatewayError, match="is none of the policy servers of run run"):
-        async with fleet.owner.hold() as hold:
-            hold.update, hold.server = Update(3), Upstream("http://127.0.0.1:1", "m")
+        async with fleet.owner.hold(Upstream("http://127.0.0.1:1", "m")) as hold:
+            hold.update = Update(3)
 
 
 async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):
@@ -179,8 +179,9 @@ async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):
     assert (await fleet.ask(llm)).status_code == 200
     policy = fleet.servers[0]._policies.of("run")
     served = [Upstream(fleet.fake.url, fleet.fake.model)]
-    async with fleet.owner.moving(list):
-        await fleet.until(lambda: policy.pool.slots[0].vacant)
+    await fleet.owner.away(served[0])
+    await fleet.until(lambda: policy.pool.slots[0].vacant)
+    await fleet.owner.serve((), 0)
     await fleet.until(lambda: not policy.gate.closed)  # it has heard that there is none
     await fleet.owner.serve(served, 0)
     assert (await fleet.ask(llm)).status_code == 200
@@ -206,10 +207,12 @@ async def test_a_server_follows_the_policy_server_to_another_address(fleet):
     await fleet.ask(llm)
     async with FakeVLLM() as other:
         moved = [Upstream(other.url, other.model)]
-        async with fleet.owner.moving(lambda: moved):
-            await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.closed)
-            asking = asyncio.create_task(fleet.ask(llm))
-            await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.waiting)
+        before = Upstream(fleet.fake.url, fleet.fake.model)
+        await fleet.owner.away(before)
+        await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.closed)
+        asking = asyncio.create_task(fleet.ask(llm))
+        await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.waiting)
+        await fleet.owner.back(before, *moved, 0)
         assert (await asking).status_code == 200
         assert (len(fleet.fake.requests), len(other.requests)) == (1, 1)
 
