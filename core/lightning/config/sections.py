@@ -187,8 +187,8 @@ class PolicyServerConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of a server that lightning starts; 0 takes a free one."""
     gpus: tuple[int, ...] = ()
-    """GPUs of a server that lightning starts, by their numbers among the visible ones; empty takes the first ones. Leave out the
-    trainer's (`engine.device`), so that both compute at once."""
+    """GPUs of a server that lightning starts, by their numbers among the visible ones; empty takes the first ones. Leave out
+    the trainer's (`engine.device`), so that both compute at once."""
     dtype: str = "auto"
     """vLLM's dtype. `auto` takes `engine.dtype` where that is set, else one type is chosen for both: bfloat16 on CUDA,
     bfloat16 for models of 50 M parameters or more on a CPU that is faster in bfloat16, else float32."""

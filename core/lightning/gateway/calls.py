@@ -96,10 +96,10 @@ AdminOf = Callable[[str], Awaitable[str]]
 class Parts:
     """The parts of a gateway that its calls go through; stages and routes get them, too.
 
-    With `shared` other servers over its `store` also answer calls with its keys. Stages and routes push on `closing` whatever
-    must be closed with the gateway. `line` has the stages once all are made. The server that starts the gateway sets
-    `admin_of`, which checks people's tokens, and `resource`, the name of the weights whose versions are the policy's, so that
-    rewards can be compared by version.
+    With `shared` other servers over its `store` also answer calls with its keys. `agents` will run at once (0: unknown). Stages
+    and routes push on `closing` whatever must be closed with the gateway. `line` has the stages once all are made. The server
+    that starts the gateway sets `admin_of`, which checks people's tokens, and `resource`, the name of the weights whose
+    versions are the policy's, so that rewards can be compared by version.
     """
 
     config: GatewayConfig
@@ -110,6 +110,7 @@ class Parts:
     store: Store
     shared: bool
     closing: AsyncExitStack
+    agents: int = 0
     line: Line = field(default_factory=lambda: Line(()))
     admin_of: AdminOf | None = None
     resource: str = ""

@@ -66,8 +66,8 @@ class Gateway:
     serve (empty: any run). Keys of other runs are answered by those runs' policy servers, which their trainers name in the
     store. `secret` signs the keys and has at least 16 bytes; all servers over a store use the same one,
     `identity.gateway_secret`. With `shared` other servers answer calls with this gateway's keys, too, so data that they need is
-    kept in the store. With a `seed` calls without a seed get one (`gateway.seed_calls`). Instead of calling `start`, `app` may
-    be mounted elsewhere; then set `url` to its address.
+    kept in the store. With a `seed` calls without a seed get one (`gateway.seed_calls`). `agents` is how many agents
+    will run at once (0: unknown). Instead of calling `start`, `app` may be mounted elsewhere; then set `url` to its address.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Gateway:
         run: str = "",
         shared: bool = False,
         seed: int | None = None,
+        agents: int = 0,
     ) -> None:
         self.url = ""
         self._config = config
@@ -92,7 +93,9 @@ class Gateway:
         self._recorder = Recorder(store, config.token_ttl)
         self._identity = identity = Identity(self._signer)
         self._closing = closing = AsyncExitStack()
-        self.parts = Parts(config, identity, self._policies, self._forwarder, self._recorder, store, shared, closing)
+        self.parts = Parts(
+            config, identity, self._policies, self._forwarder, self._recorder, store, shared, closing, agents
+        )
         self.parts.line = line_of(self.parts)
         self._front = build_front(self.parts)
         self.app = self._front.app

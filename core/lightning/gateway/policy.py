@@ -137,9 +137,9 @@ class LiveCall:
     its server's weights when it was sent. `home` is the number of the slot where its rollout's calls go while the server there
     is well; None leaves the choice to `Pool.pick`. `sent` says that it may have reached a server: `upstream`, which was in
     `slot` then. `runs` has the versions of each choice that an update has split. `seen` is the number of tokens of each choice
-    that had come before the last hold. An `unsure` call may have tokens of an unknown version; an `unserved` call failed because
-    no server was there or its server went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's
-    clock).
+    that had come before the last hold. An `unsure` call may have tokens of an unknown version; an `unserved` call failed
+    because no server was there or its server went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the
+    loop's clock).
     """
 
     request_id: str

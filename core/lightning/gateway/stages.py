@@ -16,6 +16,10 @@ and before there is an attempt, or at its beginning:
 
     planned    a rollout that branches another one is about to be made: refuse it
     placed     the key of an attempt is about to be issued: choose which of several policy servers gets its calls
+
+and after it, before `ended`:
+
+    over       an attempt has ended, with whatever outcome: let go of it
 """
 
 from __future__ import annotations
@@ -128,6 +132,10 @@ class CallStage(named.Stage):
         of one of these `servers`; None leaves the choice to others. While the chosen server is not healthy, the calls go to
         another."""
 
+    def over(self, rollout: Rollout) -> None:
+        """Let go of the attempt `rollout.attempt`, which has ended. An error is logged and changes nothing. Of an attempt whose
+        outcome is reported elsewhere, or never, the stage is not told."""
+
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Return a function that answers a route below `/v1` in place of the policy; None if the stage does not answer it.
         `model` is the model of the request, None if it is not known yet."""
@@ -138,7 +146,7 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "placed", "told"),
+    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "placed", "over", "told"),
     ordered=(*POINTS, "reading", "ended", "elsewhere", "placed"),
     setting="gateway.stage_order",
     error=GatewayError,
@@ -282,6 +290,11 @@ class Line(named.StageLine[CallStage]):
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """Return the outcome of an attempt as the stages change it (`CallStage.ended`). If a stage fails, the attempt has
         failed by the infrastructure's fault. Raises `StoreError`."""
+        for each in self.at("over"):
+            try:
+                each.stage.over(rollout)
+            except Exception:
+                log.exception("the stage %s failed on the end of %s (over)", each.said, rollout.id)
         for each in self._ended:
             try:
                 said = await each.stage.ended(rollout, outcome, calls)

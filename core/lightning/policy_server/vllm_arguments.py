@@ -171,6 +171,18 @@ def check_settings(info: Mapping[str, object], url: str, extensions: Sequence[st
         )
 
 
+def model_facts(info: Mapping[str, object]) -> dict[str, object]:
+    """Return what a vLLM's settings say of its model, by words for people; without those that it does not say. The model's
+    folder or repository has its last name only, since its place differs between machines."""
+    model = _part(info, "vllm_config", "model_config")
+    found: dict[str, object] = {"model": str(model.get("model", "")).rstrip("/").rpartition("/")[2] or None}
+    found |= {word: model.get(name) for word, name in _FACTS.items()}
+    return {word: fact for word, fact in found.items() if fact is not None}
+
+
+_FACTS = {"dtype": "dtype", "context": "max_model_len", "quantization": "quantization"}
+
+
 def _of_records(info: Mapping[str, object], extensions: Sequence[str]) -> Iterator[str]:
     """Yield the settings that make the ids and logprobs of its records wrong."""
     model = _part(info, "vllm_config", "model_config")

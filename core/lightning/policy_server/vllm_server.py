@@ -185,6 +185,14 @@ class VLLMServer(ABC):
             logger.debug("%s does not say what its requests have needed: %s", self.model, error)
             return None
 
+    async def facts(self) -> Mapping[str, object]:
+        """Return what vLLM says of its model that is the same for all servers of one policy; empty if it says nothing."""
+        try:
+            return await self._running().facts()
+        except PolicyServerError as error:
+            logger.warning("%s cannot be compared with the policy's other servers: %s", self.url, error)
+            return {}
+
     async def sleep(self) -> None:
         """Free the GPU's memory until `wake`; requests wait."""
         await self._running().sleep()

@@ -360,6 +360,7 @@ async def make_gateway(
         run=run,
         shared=shared,
         seed=seed,
+        agents=config.runner.concurrency,
     )
 
 

@@ -138,8 +138,8 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
     llms: dict[int, tuple[LLM, int]] = {}
     while len(llms) < 2:  # a rollout that stays with each server
         llm = await fleet.llm(gateway)
-        slot = policy.pool._choose(fleet.made[-1].id, ())
-        llms.setdefault(slot.number, (llm, len(fleet.made) - 1))
+        number = gateway._signer.verify(llm.api_key).server  # chosen by the plugin `replicas`
+        llms.setdefault(number, (llm, len(fleet.made) - 1))
     for fake in fakes:
         fake.default = TEN
     asking = [asyncio.create_task(fleet.ask(llms[number][0])) for number in (0, 1)]
