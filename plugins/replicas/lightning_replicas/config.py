@@ -7,6 +7,9 @@ from typing import ClassVar
 from lightning.config import PluginSettings
 from pydantic import Field
 
+OWN_GPU_SHARE = 0.9
+"""The fraction of its GPUs' memory that a vLLM takes which shares them with nobody (vLLM's own default)."""
+
 
 class ReplicasConfig(PluginSettings):
     """Several vLLMs for one policy."""

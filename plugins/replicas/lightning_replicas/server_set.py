@@ -15,11 +15,9 @@ from lightning.policy_server.auto_settings import pick_device
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_arguments import argument
 
-from lightning_replicas.config import ReplicasConfig
+from lightning_replicas.config import OWN_GPU_SHARE, ReplicasConfig
 
 LAST_PORT = 65535
-OWN_GPU_SHARE = 0.9
-"""The fraction of its GPUs' memory that a vLLM takes which shares them with nobody (vLLM's own default)."""
 PARALLEL = "--tensor-parallel-size"
 
 

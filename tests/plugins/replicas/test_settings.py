@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.config import Config, config_model, load_config, with_settings
 from lightning.errors import ConfigError, LightningError, PolicyServerError
-from lightning.policy_server.auto_settings import shares_gpu
+from lightning.policy_server.auto_settings import Machine, shares_gpu
 from lightning.policy_server.servers import check_servers, settings_of_servers
+from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer import needs
+from lightning.trainer.needs import memory_need
+from lightning_deploy import deploy_plan
 from lightning_replicas import server_set
 from lightning_replicas.server_set import Replicas
+from lightning_server.serving import serve
 
 CUDA = {"device": "cuda"}
 URLS = ("http://a:8000", "http://b:8000/v1")
@@ -116,3 +122,37 @@ async def test_servers_of_other_models_dtypes_or_contexts_are_refused() -> None:
     twins: Any = [Told("http://a"), Told("http://a")]
     with pytest.raises(LightningError, match="http://a is named twice"):
         await check_servers(twins)
+
+
+def test_a_deployment_has_gpus_for_the_trainer_and_each_replica() -> None:
+    def machine(**settings: Any) -> deploy_plan.MachineNeeds:
+        return deploy_plan.estimate("no-such-model", config(**CUDA, **settings), "torch", "h100")
+
+    assert [machine().gpus, machine(replicas=3).gpus, machine(replicas=3, gpus_each=2).gpus] == [1, 4, 7]
+    with pytest.raises(ConfigError, match=r"1 GPUs for training and 8 for policy_server\.replicas"):
+        machine(replicas=8)
+
+
+def test_the_gpus_of_replicas_are_counted_apart_from_the_trainers(tmp_path: Path) -> None:
+    model = str(make_tiny_model(tmp_path / "tiny"))
+    found = deploy_plan.estimate(model, config(**CUDA, replicas=2), "torch", "h100")
+    assert [use.role for use in found.uses] == ["training", "serving"]
+
+
+async def test_a_served_model_has_one_vllm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lightning serve serves a model by one vLLM, and the settings name 2"):
+        async with serve(tmp_path, config(replicas=2, device="cpu"), tmp_path / "out"):
+            pass
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_of_several_processes_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(needs, "this_machine", lambda: Machine(2, 10**10))
+    model, given = make_tiny_model(tmp_path / "tiny"), {"device": "cpu", "dtype": "float32", "engine": "cpu"}
+    one, three = (memory_need(model, config(replicas=count, **given), "torch", 6) for count in (1, 3))
+    assert one is not None
+    assert three is not None
+    alone = memory_need(model, config(attach="http://a", **given), "torch", 6)
+    assert alone is not None
+    assert three.bytes - alone.bytes == 3 * (one.bytes - alone.bytes)
+    assert "in each of 3 processes" in three.parts

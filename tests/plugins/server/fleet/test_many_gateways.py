@@ -173,6 +173,52 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
             hold.update = Update(3)
 
 
+async def test_one_server_of_two_is_held_or_away_and_the_other_goes_on(fleet):
+    """At a gateway elsewhere: calls of the held server wait, those of one that is away go to the other."""
+    second = await fleet.resources.enter_async_context(FakeVLLM())
+    served = [Upstream(fleet.fake.url, fleet.fake.model), Upstream(second.url, second.model)]
+    await fleet.owner.serve(served, 0)
+    gateway = fleet.servers[0]
+    policy = gateway._policies.of("run")
+    await fleet.until(lambda: len(policy.pool.slots) == 2)
+    llms = {}
+    while len(llms) < 2:
+        llm = await fleet.llm(gateway)
+        llms[gateway._signer.verify(llm.api_key).server] = llm
+    async with fleet.owner.hold(served[1]) as hold:
+        waits = asyncio.create_task(fleet.ask(llms[1]))
+        await fleet.until(lambda: policy.gate.closes(1) and policy.gate.waiting)
+        assert (await fleet.ask(llms[0])).status_code == 200
+        assert not waits.done()
+        assert not second.requests
+        hold.update = Update(1)
+    assert (await waits).status_code == 200
+    await fleet.until(lambda: not policy.gate.held)
+    await fleet.owner.away(served[1])
+    await fleet.until(lambda: policy.pool.slots[1].vacant)
+    assert not policy.gate.closed
+    assert (await fleet.ask(llms[1])).status_code == 200
+    assert (len(fleet.fake.requests), len(second.requests)) == (2, 1)
+    async with fleet.owner.hold() as hold:  # an update of all does not reach the server that is away
+        hold.update = Update(2)
+    again = Upstream(second.url, "another")
+    second.aliases = ("another",)
+    await fleet.owner.back(served[1], again, 2)
+    await fleet.until(lambda: policy.pool.slots[1].upstream == again and not policy.gate.held)
+    assert [slot.version for slot in policy.pool.slots] == [2, 2]
+    assert (await fleet.ask(llms[1])).status_code == 200
+    assert len(second.requests) == 2
+    other = fleet.servers[1]
+    joined = other._policies.of("run")
+    async with fleet.owner.hold(again) as hold:  # a gateway that comes during a hold sends calls to the other server
+        await fleet.until(lambda: len(joined.pool.slots) == 2 and joined.gate.closes(1))
+        assert not joined.gate.closed
+        hold.away = (again,)
+    await fleet.until(lambda: joined.pool.slots[1].vacant)
+    await fleet.owner.away(served[0])
+    await fleet.until(lambda: joined.gate.closed)
+
+
 async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):
     """Its places are vacant then, and no server is named; the next one that is named is found."""
     llm = await fleet.llm(fleet.servers[0])
