@@ -24,15 +24,19 @@ Script = Callable[[Mapping[str, Any]], Reply]
 
 @dataclass
 class TellingVLLM(FakeVLLM):
-    """A `FakeVLLM` with a version, which notes in `truth` the version of each token, by the request's id."""
+    """A `FakeVLLM` with a version, which notes in `truth` the version of each token, by the request's id. `complete` counts the
+    tokens of requests whose answers may still be on their way since the last update."""
 
     version: int = 0
+    complete: dict[str, int] = field(default_factory=dict)
     truth: dict[str, list[int]] = field(default_factory=dict)
 
     async def _sample(self, job: Job) -> AsyncIterator[tuple[Generation, ReplyToken]]:
         sampled = self.truth.setdefault(job.request.request_id, [])
         async for generation, token in super()._sample(job):
             sampled.append(self.version)
+            if generation.done:
+                self.complete[job.request.request_id] = len(sampled)
             yield generation, token
 
 
@@ -93,7 +97,8 @@ class Replica:
         if refused == "clean":
             raise PolicyServerError("the file does not fit")
         fake.pause()
-        in_flight = fake.in_flight()
+        in_flight = {**fake.complete, **fake.in_flight()}
+        fake.complete.clear()
         await asyncio.sleep(self._load)
         if self._gone or self.fake is not fake:
             raise PolicyServerError("the connection was reset")

@@ -173,12 +173,14 @@ class Stack:
         while True:
             await self._unless_supervisor_fails(asyncio.create_task(self._serving.wait()))
             async with self._changing:
-                if there := [each for each in self._served if not each.away]:
-                    return await self._update_all(there, weights, version, probe)
+                there = [each for each in self._served if not each.away]
+                if there and (updates := await self._update_all(there, weights, version, probe)):
+                    return updates
 
     async def _update_all(
         self, there: list[Served], weights: Path | None, version: int, probe: Probe | None
     ) -> list[Update]:
+        """Update servers, in one hold or one after another. Return the updates; none if all servers have died meanwhile."""
         alone = self.config.trainer.max_staleness > 0 and weights is not None and len(self._served) > 1
         updates: list[Update] = []
         failed: dict[Served, PolicyServerError] = {}
@@ -188,8 +190,10 @@ class Stack:
             )
             updates += taken
             failed |= refused
-        if not updates:
+        if not updates and failed:
             raise next(iter(failed.values()))
+        if not updates:
+            return []
         self.version, self.weights = version, weights or self.weights
         for each, error in failed.items():
             logger.warning("the policy server at %s is started again: %s", each.upstream.url, error)
@@ -201,7 +205,7 @@ class Stack:
     ) -> tuple[list[Update], dict[Served, PolicyServerError]]:
         """Update servers at once. Every gateway that serves the run stops sending calls to the server that is `held` (None: to
         all), the trainer's own last and for the update alone. Return the updates, and the errors of servers that failed."""
-        own, before = self.gateway.own, {each: each.server.version for each in servers}
+        own = self.gateway.own
 
         async def taken(each: Served) -> Update | PolicyServerError:
             try:
@@ -210,6 +214,8 @@ class Stack:
                 return error
 
         async with self.owner.hold(held) as hold, self.gateway.hold(held):
+            servers = [each for each in servers if not each.away]  # a dead one gets the weights when it comes back
+            before = {each: each.server.version for each in servers}
             try:
                 results = dict(zip(servers, await all_of([taken(each) for each in servers]), strict=True))
             except BaseException:
@@ -236,7 +242,7 @@ class Stack:
                     own.lose(each.upstream)
                     self._note_away(each)
                     each.refused.set()
-            if not updates and held is None:
+            if failed and not updates and held is None:
                 raise next(iter(failed.values()))
         return updates, failed
 
@@ -300,14 +306,20 @@ class Stack:
                     await self._bring_back(each)
 
     async def _bring_back(self, each: Served) -> None:
-        """Send calls to a server that was started again, once it has the newest weights."""
-        if each.server.version != self.version:
-            await each.server.update(self.weights, self.version)
+        """Send calls to a server that was started again, once it has the newest weights. If it fails to take those, it is
+        started again once more."""
+        each.refused.clear()
+        try:
+            if each.server.version != self.version:
+                await each.server.update(self.weights, self.version)
+        except PolicyServerError as error:
+            logger.warning("the policy server at %s did not take the newest weights: %s", each.upstream.url, error)
+            each.refused.set()
+            return
         now = upstream_of(each.server)
         self.gateway.own.pool.replace(each.upstream, now, self.version)
         await self.owner.back(each.upstream, now, self.version)
         each.upstream, each.away = now, False
-        each.refused.clear()
         self._serving.set()
 
     @property

@@ -27,11 +27,11 @@ from lightning.tracking.trackers import names_of
 from lightning.trainer.agents import project_of
 from lightning_debug.config import AlertsConfig
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
-from lightning_replicas.config import OWN_GPU_SHARE, ReplicasConfig
 from lightning_planner.memory import Memory, memory
 from lightning_planner.shape import Shape, read_shape
 from lightning_prompts.config import OptimizerModelConfig
 from lightning_record.config import RecordConfig
+from lightning_replicas.config import OWN_GPU_SHARE, ReplicasConfig
 from lightning_sandbox.config import SandboxConfig
 from lightning_verl.config import VerlConfig
 
@@ -77,9 +77,9 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
     gpus = training + _serving_gpus(config)
     if gpus > MOST_GPUS:
         raise ConfigError(
-            f"{training} GPUs for training and {gpus - training} for policy_server.replicas: deployments are made for one machine "
-            f"of up to {MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, or start vLLMs elsewhere "
-            "(policy_server.attach)"
+            f"{training} GPUs for training and {gpus - training} for policy_server.replicas: deployments are made for one "
+            f"machine of up to {MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, or start vLLMs "
+            "elsewhere (policy_server.attach)"
         )
     try:
         shape = read_shape(model)
