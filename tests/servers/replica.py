@@ -32,7 +32,7 @@ class TellingVLLM(FakeVLLM):
     truth: dict[str, list[int]] = field(default_factory=dict)
 
     async def _sample(self, job: Job) -> AsyncIterator[tuple[Generation, ReplyToken]]:
-        sampled = self.truth.setdefault(job.request.request_id, [])
+        sampled = self.truth[job.request.request_id] = list[int]()
         async for generation, token in super()._sample(job):
             sampled.append(self.version)
             if generation.done:
@@ -41,15 +41,23 @@ class TellingVLLM(FakeVLLM):
 
 
 class Replica:
-    """One of several policy servers. `truth` has the versions of all tokens that all its starts have sampled; `requests` counts
-    their requests. `load_seconds` is how long it takes weights. `refuses` makes the next update fail, before (`"clean"`) or
-    after (`"lost"`) the weights have changed."""
+    """One of several policy servers. `truth`, which several may share, has the versions of the tokens that its starts have
+    sampled, by the request; of a request that was sent again the last time counts. `requests` counts their requests.
+    `load_seconds` is how long it takes weights. `refuses` makes the next update fail, before (`"clean"`) or after (`"lost"`)
+    the weights have changed."""
 
     model, claim = "policy", ""
 
-    def __init__(self, script: Script, *, load_seconds: float = 0.0, start_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        load_seconds: float = 0.0,
+        start_seconds: float = 0.0,
+        truth: dict[str, list[int]] | None = None,
+    ) -> None:
         self._script, self._load, self._start = script, load_seconds, start_seconds
-        self.truth: dict[str, list[int]] = {}
+        self.truth = {} if truth is None else truth
         self.served: list[str] = []
         self.refuses = ""
         self.starts = self.deaths = 0

@@ -28,7 +28,7 @@ def test_a_training_with_several_servers_of_which_one_dies(
 ) -> None:
     monkeypatch.setattr(vllm_replies, "VOCABULARY", VOCAB)
     folder = make_tiny_family(tmp_path / "folder", "llama2")
-    words, servers = itertools.cycle(["yes", "no"]), list[Replica]()
+    words, servers, truth = itertools.cycle(["yes", "no"]), list[Replica](), dict[str, list[int]]()
 
     def script(body: Any) -> Reply:
         if sum(server.requests for server in servers) > 12 and not servers[1].deaths:
@@ -36,7 +36,7 @@ def test_a_training_with_several_servers_of_which_one_dies(
         return Reply(f"{next(words)} and more", token_delay=0.005)
 
     def make(*_: object, **__: object) -> Replica:
-        servers.append(Replica(script, load_seconds=0.05, start_seconds=0.1))
+        servers.append(Replica(script, load_seconds=0.05, start_seconds=0.1, truth=truth))
         return servers[-1]
 
     monkeypatch.setattr(stack, "make_policy_server", make)
@@ -62,7 +62,6 @@ def test_a_training_with_several_servers_of_which_one_dies(
     assert ended == {Status.SUCCEEDED}, "no rollout was lost"
     assert (len(servers), servers[1].deaths, servers[1].starts) == (count, 1, 2)
     assert all(server.requests for server in servers)
-    truth = {name: versions for server in servers for name, versions in server.truth.items()}
     good = [call for call in calls if call.status is CallStatus.OK]
     assert len(good) >= 64
     for call in good:
