@@ -423,16 +423,7 @@ async def open_stack(
     door = door_for(runner, config)
     served, each = config if door is None else door.config, settings_of_servers(config)
     check_ports(served.gateway, *(settings.policy_server for settings in each))
-    demand = Demand(
-        -(-(runner.concurrency or config.runner.concurrency) // len(each)),
-        trains_meanwhile=config.trainer.max_staleness > 0,
-        shares_gpu=shares_gpu(config),
-        servers=len(each),
-    )
-    servers = [
-        make_policy_server(model, settings, log=log_of_server(folder, number, len(each)), sender=sender, demand=demand)
-        for number, settings in enumerate(each)
-    ]
+    servers = make_policy_servers(model, config, each, runner.concurrency, folder=folder, sender=sender)
     for server in servers:
         resources.push_async_callback(server.close)
     resources.push_async_callback(runner.close)
@@ -441,10 +432,8 @@ async def open_stack(
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await all_of([*(server.start() for server in servers), runner.start()])
     await check_servers(servers)
-    versions = {server.version for server in servers}
-    if not restores and len(versions) > 1:
-        told = ", ".join(f"{server.url} has version {server.version}" for server in servers)
-        raise PolicyServerError(f"the policy servers have different weights: {told}. Start them anew with one model")
+    if not restores:
+        check_versions(servers)
     waiting = AsyncExitStack()
     gateway = await open_gateway(
         resources, store, servers, served, run.id, waiting=waiting if restores else None, door=door
@@ -470,6 +459,30 @@ async def open_stack(
     stack._supervisor = asyncio.create_task(stack.look_after())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
+
+
+def make_policy_servers(
+    model: Path, config: Config, each: Sequence[Config], agents: int, *, folder: Path, sender: object | None
+) -> list[PolicyServer]:
+    """Make the policy servers of a run, of which `each` has settings of its own. So many `agents` will call them (0:
+    `runner.concurrency`)."""
+    demand = Demand(
+        -(-(agents or config.runner.concurrency) // len(each)),
+        trains_meanwhile=config.trainer.max_staleness > 0,
+        shares_gpu=shares_gpu(config),
+        servers=len(each),
+    )
+    return [
+        make_policy_server(model, settings, log=log_of_server(folder, number, len(each)), sender=sender, demand=demand)
+        for number, settings in enumerate(each)
+    ]
+
+
+def check_versions(servers: Sequence[PolicyServer]) -> None:
+    """Raise `PolicyServerError` for servers with weights of different versions."""
+    if len({server.version for server in servers}) > 1:
+        told = ", ".join(f"{server.url} has version {server.version}" for server in servers)
+        raise PolicyServerError(f"the policy servers have different weights: {told}. Start them anew with one model")
 
 
 def check_ports(gateway: GatewayConfig, *servers: PolicyServerConfig) -> None:
