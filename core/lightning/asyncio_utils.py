@@ -14,9 +14,9 @@ import contextvars
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +95,19 @@ async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[obje
 
 async def together(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
     """Await two coroutines at once. If one fails, the other is stopped before the error is raised."""
-    one, other = asyncio.create_task(first), asyncio.create_task(second)
+    return cast("tuple[A, B]", tuple(await all_of([first, second])))
+
+
+async def all_of(coroutines: Sequence[Coroutine[object, object, T]]) -> list[T]:
+    """Await coroutines at once, a single one in the caller's task. If one fails, the others are stopped before the error is
+    raised."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        return await asyncio.gather(one, other)
+        return await asyncio.gather(*tasks)
     finally:
-        one.cancel()
-        other.cancel()
-        await asyncio.gather(one, other, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def until_told(main: Awaitable[T], *numbers: signal.Signals, gently: asyncio.Event | None = None) -> T:

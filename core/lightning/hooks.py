@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
     from lightning.policy_server.protocol import PolicyServer
+    from lightning.policy_server.servers import ServerSet
     from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
@@ -153,6 +154,16 @@ def register_policy_servers(
     The factory gets the folder of the model, the configuration, how new weights come to the server, and whether the run may
     change the server's weights (else somebody else may). It makes a `lightning.policy_server.protocol.PolicyServer`, not
     started yet. It raises `ConfigError` for settings that cannot be met.
+    """
+
+
+@hookspec
+def register_server_sets(register: Callable[[str, Callable[[], ServerSet]], None]) -> None:
+    """Register how a policy has several policy servers: a function that makes a `lightning.policy_server.servers.ServerSet`.
+
+    It turns the settings of a run into those of each server. The core makes a server from each, and holds, updates and
+    restarts them. Which of them gets the calls of an attempt is the choice of a stage (`CallStage.placed`). At most one plugin
+    may register one. Without one a policy has one server.
     """
 
 

@@ -174,7 +174,7 @@ async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
         weights_folder = WeightsFolder(config.policy_server, model, folder)
         resources.callback(weights_folder.close)
-        stack = Stack(run, config, folder, store, ScriptedPolicy(fake), gateway, runner, weights_folder)
+        stack = Stack(run, config, folder, store, [ScriptedPolicy(fake)], gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)
         tasks = [Task(f"question {number}") for number in range(64)]
         trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))

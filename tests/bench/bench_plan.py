@@ -238,7 +238,7 @@ async def run(folder: Path, setting: Setting, seed: int) -> None:
         resources.push_async_callback(gateway.close)
         weights_folder = WeightsFolder(config.policy_server, folder, folder)
         resources.callback(weights_folder.close)
-        stack = Stack(stored, config, folder, store, ScriptedPolicy(fake), gateway, runner, weights_folder)
+        stack = Stack(stored, config, folder, store, [ScriptedPolicy(fake)], gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)
         trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
         tasks = [Task(f"question {number}") for number in range(64)]

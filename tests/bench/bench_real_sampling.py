@@ -156,7 +156,7 @@ async def ours(model: Path, folder: Path, running: OwnedVLLM | None = None) -> t
             os.environ.pop("OMP_NUM_THREADS", None)  # `make bench` sets it, and it would win
             resources.push_async_callback(server.close)
             await server.start()
-        gateway = await open_gateway(resources, store, server, Config(), "")
+        gateway = await open_gateway(resources, store, [server], Config(), "")
         given, room = tasks(TASKS, 1), asyncio.Semaphore(AT_ONCE)
 
         async def record(number: int, llm: Any) -> None:

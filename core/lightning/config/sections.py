@@ -173,14 +173,18 @@ class EngineConfig(Section):
 class PolicyServerConfig(Section):
     """vLLM: a process started by lightning, or a running server."""
 
-    attach: str = ""
-    """Root URL of a running vLLM to attach to, which the plugin `attach` does; empty starts one."""
+    attach: str | tuple[str, ...] = ""
+    """Root URL of a running vLLM to attach to, which the plugin `attach` does; empty starts one. Several URLs, which need the
+    plugin `replicas`, are servers of one policy."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device profile (arguments and environment) of a server that lightning starts."""
     host: str = "127.0.0.1"
     """Address of a server that lightning starts. Loopback, since agents are to reach the model through the gateway."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of a server that lightning starts; 0 takes a free one."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of a server that lightning starts, by their numbers among the visible ones; empty takes the first ones. Leave out
+    the trainer's (`engine.device`), so that both compute at once."""
     dtype: str = "auto"
     """vLLM's dtype. `auto` takes `engine.dtype` where that is set, else one type is chosen for both: bfloat16 on CUDA,
     bfloat16 for models of 50 M parameters or more on a CPU that is faster in bfloat16, else float32."""

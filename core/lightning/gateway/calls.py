@@ -95,10 +95,10 @@ AdminOf = Callable[[str], Awaitable[str]]
 class Parts:
     """The parts of a gateway that its calls go through; stages and routes get them, too.
 
-    With `shared` other servers over its `store` also answer calls with its keys. Stages and routes push on `closing` whatever
-    must be closed with the gateway. `line` has the stages once all are made. The server that starts the gateway sets
-    `admin_of`, which checks people's tokens, and `resource`, the name of the weights whose versions are the policy's, so that
-    rewards can be compared by version.
+    With `shared` other servers over its `store` also answer calls with its keys. `agents` will run at once (0: unknown). Stages
+    and routes push on `closing` whatever must be closed with the gateway. `line` has the stages once all are made. The server
+    that starts the gateway sets `admin_of`, which checks people's tokens, and `resource`, the name of the weights whose
+    versions are the policy's, so that rewards can be compared by version.
     """
 
     config: GatewayConfig
@@ -109,6 +109,7 @@ class Parts:
     store: Store
     shared: bool
     closing: AsyncExitStack
+    agents: int = 0
     line: Line = field(default_factory=lambda: Line(()))
     admin_of: AdminOf | None = None
     resource: str = ""
@@ -173,7 +174,7 @@ class CallEndpoint:
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request, capture.id))
         plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
-        live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture)
+        live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture, call.claims.server)
         call.sent = Sent(plan, translator, self._recorder.begin(*call.attempt, plan.choices, call.caller), live)
         await self._line.sending(call, plan.body)
         await beside(request.scope, partial(_note_sampling, plan, capture), reads_texts=False)
@@ -337,7 +338,7 @@ class CallEndpoint:
         if call is None or not call.is_planned:
             return
         policy = call.policy
-        if not call.sent.live.sent and (policy.gate.closed or not policy.pool.healthy):
+        if not call.sent.live.sent and (policy.gate.held or not policy.pool.healthy):
             await self._record_failure(call, CallStatus.ERROR, unserved=True)  # the agent gave up before the gateway
         else:
             await self._record_failure(call, CallStatus.ABORTED)

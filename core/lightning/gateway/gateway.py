@@ -68,8 +68,8 @@ class Gateway:
     serve (empty: any run). Keys of other runs are answered by those runs' policy servers, which their trainers name in the
     store. `secret` signs the keys and has at least 16 bytes; all servers over a store use the same one,
     `identity.gateway_secret`. With `shared` other servers answer calls with this gateway's keys, too, so data that they need is
-    kept in the store. With a `seed` calls without a seed get one (`gateway.seed_calls`). Instead of calling `start`, `app` may
-    be mounted elsewhere; then set `url` to its address.
+    kept in the store. With a `seed` calls without a seed get one (`gateway.seed_calls`). `agents` is how many agents
+    will run at once (0: unknown). Instead of calling `start`, `app` may be mounted elsewhere; then set `url` to its address.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Gateway:
         run: str = "",
         shared: bool = False,
         seed: int | None = None,
+        agents: int = 0,
     ) -> None:
         self.url = ""
         self.addresses: Sequence[str] = ()
@@ -96,7 +97,9 @@ class Gateway:
         self._recorder = Recorder(store, config.token_ttl)
         self._identity = identity = Identity(self._signer)
         self._closing = closing = AsyncExitStack()
-        self.parts = Parts(config, identity, self._policies, self._forwarder, self._recorder, store, shared, closing)
+        self.parts = Parts(
+            config, identity, self._policies, self._forwarder, self._recorder, store, shared, closing, agents
+        )
         self.parts.line = line_of(self.parts)
         self._front = build_front(self.parts)
         self.app = self._front.app
@@ -133,15 +136,17 @@ class Gateway:
         run: str = "",
         session: str = "",
         branch: bool = False,
+        server: int | None = None,
     ) -> str:
         """Return a signed API key for one attempt. `sampling` overrides the agent's parameters; `ttl` is in seconds.
 
         `run` is the run whose policy answers; empty for the gateway's own. With a `session`, the id of a run, the key is for
         many conversations, each of which becomes a rollout of that run; refused requests are stored with `rollout`. With
-        `branch` the first calls are answered from the record of the rollout's parent.
+        `branch` the first calls are answered from the record of the rollout's parent. `server` is the number of the policy
+        server that gets the calls while it is well; None leaves the choice to a hash of the rollout's id.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
-        return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
+        return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch, server=server)
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
         """Return the `LLM` for the agent of a leased rollout. `run` is the run whose policy answers, if that is another run
@@ -152,7 +157,10 @@ class Gateway:
         if branch and (why := self.parts.line.why_not("branch")):
             raise GatewayError(f"the rollout {rollout.id} is a branch, and {why}")
         self._recorder.expect(rollout.id, lease.attempt)
-        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)
+        of, server = run or rollout.run, None
+        if self.parts.line.places:
+            server = self.parts.line.placed(rollout, self._policies.of(of).pool.slots)
+        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=of, branch=branch, server=server)
         # All calls of a rollout go to one process, which has its branch, its texts and its tokens in memory.
         place = zlib.crc32(rollout.id.encode()) % len(self.addresses) if self.addresses else 0
         url = self.addresses[place] if self.addresses else self.url
@@ -172,12 +180,13 @@ class Gateway:
         return policy.told and policy.pool.sure and policy.pool.healthy > 0
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        """Let new requests for its own policy wait during the block; requests at vLLM go on. Blocks may overlap.
+    async def hold(self, server: Upstream | None = None) -> AsyncIterator[None]:
+        """Let new requests for this server of its own policy, or with None for any, wait during the block; requests at vLLM go
+        on. Blocks may overlap.
 
         `lightning.gateway.policy.PolicyOwner` holds other gateways that serve the run.
         """
-        with self.own.gate.hold():
+        with self.own.gate.hold(None if server is None else self.own.pool.slot_of(server).number):
             self.own.freeze()
             yield
 

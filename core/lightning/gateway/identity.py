@@ -45,7 +45,8 @@ class Claims:
 
     `run` is the run whose policy is called; empty for the gateway's own policy. `session` is the run in which each conversation
     with this key becomes a rollout; empty for the key of one attempt. With `branch` the first calls are answered from the
-    record of the rollout's parent.
+    record of the rollout's parent. `server` is the number of the policy server that gets the attempt's calls while it is well;
+    None for any.
     """
 
     rollout: str
@@ -55,6 +56,7 @@ class Claims:
     run: str = ""
     session: str = ""
     branch: bool = False
+    server: int | None = None
 
 
 KeyWatcher = Callable[[str, Claims, bool], None]
@@ -93,14 +95,16 @@ class TokenSigner:
         session: str = "",
         *,
         branch: bool = False,
+        server: int | None = None,
     ) -> str:
         """Return a signed token that is valid for `ttl` seconds. It has only letters, digits, `-`, `_` and dots."""
         expires_at = time.time() + ttl
         said = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
         more = {"smp": dict(sampling or {}), "run": run, "ses": session, "br": branch}  # what is empty is left out
-        said |= {name: value for name, value in more.items() if value}
+        said |= {name: value for name, value in more.items() if value} | ({} if server is None else {"srv": server})
         token = jwt.encode(said, self._key, algorithm=ALGORITHM)
-        self._tell(token, Claims(rollout, attempt, expires_at, sampling or AS_ASKED, run, session, branch), issued=True)
+        claims = Claims(rollout, attempt, expires_at, sampling or AS_ASKED, run, session, branch, server)
+        self._tell(token, claims, issued=True)
         return token
 
     def verify(self, token: str) -> Claims:
@@ -145,8 +149,8 @@ class TokenSigner:
             if not is_canonical(token):
                 raise jwt.InvalidTokenError("it is not spelt as it was issued")
             sampling, run, session = said.get("smp") or AS_ASKED, str(said.get("run", "")), str(said.get("ses", ""))
-            branch = said.get("br") is True
-            return Claims(said["sub"], int(said["att"]), float(said["exp"]), sampling, run, session, branch)
+            branch, server = said.get("br") is True, said.get("srv")
+            return Claims(said["sub"], int(said["att"]), float(said["exp"]), sampling, run, session, branch, server)
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             message = f"The API key is not one of this gateway ({error}). {CURE}"
             raise RefusalError(401, "invalid_token", message) from None

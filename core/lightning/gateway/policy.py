@@ -34,39 +34,53 @@ from lightning.store.protocol import Store
 from lightning.types import VersionRun
 
 UPDATING = "The policy's weights are being updated"
+RESTARTING = "The policy server is being restarted"
 UNKNOWN = -1
 """The version of weights that are unknown, because an update broke off."""
 
 
 class Gate:
-    """Lets calls wait while at least one hold is active. `timeout` is the most seconds that a call may wait in all; `waiting`
-    is the number of waiting calls."""
+    """Lets calls wait during holds. A hold is of all calls, or of the calls of the server in one slot, which has a number.
+    `timeout` is the most seconds that a call may wait in all; `waiting` is the number of waiting calls. `slots` returns how
+    many slots there are."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, slots: Callable[[], int] = lambda: 1) -> None:
         self.timeout = timeout
-        self._holds: dict[object, str] = {}
+        self._slots = slots
+        self._holds: dict[object, tuple[str, int | None]] = {}
         self._news = asyncio.Event()
         self.waiting = 0
 
     @property
-    def closed(self) -> bool:
-        """Whether a hold is active."""
+    def held(self) -> bool:
+        """Whether a hold is active, of whatever calls."""
         return bool(self._holds)
 
-    def close(self, holder: object, why: str = UPDATING) -> None:
-        """Close the gate until `holder` opens it again. `why` begins the error of a call that waits too long."""
-        self._holds[holder] = why
+    @property
+    def closed(self) -> bool:
+        """Whether the calls of every server wait."""
+        numbers = {number for _, number in self._holds.values()}
+        return bool(numbers) and (None in numbers or numbers.issuperset(range(self._slots())))
+
+    def closes(self, slot: int | None) -> bool:
+        """Whether the calls of the server in the slot of this number wait; with None, whether those of every server do."""
+        return self.closed if slot is None else any(number in (None, slot) for _, number in self._holds.values())
+
+    def close(self, holder: object, why: str = UPDATING, slot: int | None = None) -> None:
+        """Close the gate, to all calls or to those of one slot's server, until `holder` opens it again. `why` begins the error
+        of a call that waits too long."""
+        self._holds[holder] = why, slot
 
     def open(self, holder: object) -> None:
         """End the hold of `holder`, if it has one."""
-        if self._holds.pop(holder, None) is not None and not self._holds:
+        if self._holds.pop(holder, None) is not None:
             self._news.set()
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Close the gate during the block. Holds may overlap."""
+    def hold(self, slot: int | None = None, why: str = UPDATING) -> Iterator[None]:
+        """Close the gate during the block, to all calls or to those of one slot's server. Holds may overlap."""
         holder = object()
-        self.close(holder)
+        self.close(holder, why, slot)
         try:
             yield
         finally:
@@ -76,20 +90,21 @@ class Gate:
         """Let the calls in `settle` check their condition again."""
         self._news.set()
 
-    async def wait(self, spent: float = 0.0) -> float:
-        """Wait until the gate is open. Return how many seconds the call has waited in all.
+    async def wait(self, spent: float = 0.0, slot: int | None = None) -> float:
+        """Wait until the gate is open to the calls of this slot's server; with None, to those of any server. Return how many
+        seconds the call has waited in all.
 
         `spent` are the seconds that it had waited before. Raises `RefusalError` (503) if it waits too long in all.
         """
-        if not self._holds:
+        if not self.closes(slot):
             return spent
         loop = asyncio.get_running_loop()
         began = loop.time()
         self.waiting += 1
         try:
-            await self._until(lambda: not self._holds, self.timeout - spent)
+            await self._until(lambda: not self.closes(slot), self.timeout - spent)
         except TimeoutError:
-            why = next(iter(self._holds.values()), UPDATING)
+            why, _ = next(iter(self._holds.values()), (UPDATING, None))
             message = (
                 f"{why} and this took longer than {self.timeout:g} s. "
                 "Send the request again; if updates are this slow, raise gateway.hold_timeout."
@@ -99,12 +114,13 @@ class Gate:
             self.waiting -= 1
         return spent + loop.time() - began
 
-    async def settle(self, settled: Callable[[], bool]) -> bool:
-        """Wait until the gate is open or `settled()` is true, at most `timeout` seconds. Return whether one of both is true."""
-        if self._holds and not settled():
+    async def settle(self, settled: Callable[[], bool], slot: int | None = None) -> bool:
+        """Wait until the gate is open to the calls of this slot's server or `settled()` is true, at most `timeout` seconds.
+        Return whether one of both is true."""
+        if self.closes(slot) and not settled():
             with contextlib.suppress(TimeoutError):
-                await self._until(lambda: not self._holds or settled(), self.timeout)
-        return not self._holds or settled()
+                await self._until(lambda: not self.closes(slot) or settled(), self.timeout)
+        return not self.closes(slot) or settled()
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
         async with asyncio.timeout(seconds):
@@ -118,10 +134,12 @@ class LiveCall:
     """A call that vLLM may still be sampling.
 
     `request_id` is its `X-Request-Id`, `choices` the number of its completions (`n` for each prompt), and `base` the version of
-    its server's weights when it was sent. `sent` says that it may have reached a server: `upstream`, which was in `slot` then.
-    `runs` has the versions of each choice that an update has split. `seen` is the number of tokens of each choice that had come
-    before the last hold. An `unsure` call may have tokens of an unknown version; an `unserved` call failed because no server
-    was there or its server went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
+    its server's weights when it was sent. `home` is the number of the slot where its rollout's calls go while the server there
+    is well; None leaves the choice to `Pool.pick`. `sent` says that it may have reached a server: `upstream`, which was in
+    `slot` then. `runs` has the versions of each choice that an update has split. `seen` is the number of tokens of each choice
+    that had come before the last hold. An `unsure` call may have tokens of an unknown version; an `unserved` call failed
+    because no server was there or its server went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the
+    loop's clock).
     """
 
     request_id: str
@@ -129,6 +147,7 @@ class LiveCall:
     n: int
     base: int
     capture: Capture
+    home: int | None = None
     runs: dict[int, list[VersionRun]] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
     sent: bool = False
@@ -197,7 +216,7 @@ class Policy:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool = Pool(upstreams, grace=min(GRACE, hold_timeout), version=version)
-        self.gate = Gate(hold_timeout)
+        self.gate = Gate(hold_timeout, lambda: len(self.pool.slots))
         self.calls: set[LiveCall] = set()
         self.seed, self.check = seed, check
         self.used = 0.0
@@ -242,10 +261,10 @@ class Policy:
                 if tokens is not None or not call.seen.get(index):
                     call.split(index, tokens or 0, update.version)
 
-    def lose(self) -> int:
-        """Mark all calls that a server may be sampling as unsure, because the weights may have changed unnoticed. Return how
-        many calls this is."""
-        lost = [call for call in self.calls if call.sent and not call.unsure]
+    def lose(self, server: Upstream | None = None) -> int:
+        """Mark all calls that this server, or with None any server, may be sampling as unsure, because its weights may have
+        changed unnoticed. Return how many calls this is."""
+        lost = [call for call in self.calls if call.sent and not call.unsure and server in (None, call.upstream)]
         for call in lost:
             call.unsure = True
         self.gate.stir()
@@ -265,12 +284,12 @@ class Policy:
 
 @dataclass(slots=True)
 class Hold:
-    """A hold of all gateways. Set `update` if the weights have changed, with the `server` if those of one server have; set
-    `lost` if the weights are unknown."""
+    """A hold of all gateways. Set `update` if weights have changed, and `lost` if those of every server are unknown. `away` are
+    servers that get no calls from now on, because they did not take the update; the versions of their calls are unknown."""
 
     update: Update | None = None
-    server: Upstream | None = None
     lost: bool = False
+    away: tuple[Upstream, ...] = ()
 
 
 class PolicyOwner:
@@ -293,22 +312,22 @@ class PolicyOwner:
         """Tell other gateways that nobody serves the run any more. An error of the store is only logged."""
 
     @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[Hold]:
-        """During the block no gateway sends calls to the policy servers, and the tokens of each call in flight are counted.
+    async def hold(self, server: Upstream | None = None) -> AsyncIterator[Hold]:
+        """During the block no gateway sends calls to this policy server, or with None to any, and the tokens of each call in
+        flight are counted. An update in the block is of this server, or of all.
 
         If the block raises `PolicyServerError`, the old version goes on. After any other error, or with `Hold.lost`, the
-        weights are unknown and the servers get no calls before the next update. Raises `GatewayError` for an update of a server
-        that the run does not have.
+        weights are unknown and the servers get no calls before the next update. Raises `GatewayError` for a server that the run
+        does not have.
         """
         yield Hold()
 
-    @contextlib.asynccontextmanager
-    async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
-        """During the block new calls wait, while dead servers are started again with the weights they had.
+    async def away(self, server: Upstream) -> None:
+        """Tell that this server is started again: it gets no calls before `back`, and the others go on. Calls wait while every
+        server is away."""
 
-        `servers` returns the servers at the end of the block. If the block fails, the run has no servers.
-        """
-        yield
+    async def back(self, server: Upstream, now: Upstream, version: int) -> None:
+        """Tell that the server that was `away` is `now` this one, with the weights of `version`."""
 
 
 class OtherPolicies(Protocol):

@@ -12,9 +12,14 @@ never depends on what was installed first.
     kept       the call is stored: remember it
     ended      an attempt has ended: change its outcome before it is stored, or void it
 
-and before there is an attempt:
+and before there is an attempt, or at its beginning:
 
     planned    a rollout that branches another one is about to be made: refuse it
+    placed     the key of an attempt is about to be issued: choose which of several policy servers gets its calls
+
+and after it, before `ended`:
+
+    over       an attempt has ended, with whatever outcome: let go of it
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from lightning.types import Fault, Json, Outcome, Rollout, Transition
 
 if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
+    from lightning.gateway.upstream import Slot
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +127,15 @@ class CallStage(named.Stage):
         """Return data for the plugin's stage of the same name around attempts, which gets it in `LLM.extras` for attempts at
         this rollout; None for no data. A runner without that stage does not make an attempt for which there is data."""
 
+    def placed(self, rollout: Rollout, servers: Sequence[Slot]) -> int | None:
+        """Choose the policy server for the calls of the attempt `rollout.attempt`, which is about to begin: return the `number`
+        of one of these `servers`; None leaves the choice to others. While the chosen server is not healthy, the calls go to
+        another."""
+
+    def over(self, rollout: Rollout) -> None:
+        """Let go of the attempt `rollout.attempt`, which has ended. An error is logged and changes nothing. Of an attempt whose
+        outcome is reported elsewhere, or never, the stage is not told."""
+
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Return a function that answers a route below `/v1` in place of the policy; None if the stage does not answer it.
         `model` is the model of the request, None if it is not known yet."""
@@ -131,8 +146,8 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "told"),
-    ordered=(*POINTS, "reading", "ended", "elsewhere"),
+    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "placed", "over", "told"),
+    ordered=(*POINTS, "reading", "ended", "elsewhere", "placed"),
     setting="gateway.stage_order",
     error=GatewayError,
     of="calls",
@@ -154,7 +169,7 @@ class Line(named.StageLine[CallStage]):
         self._standing = {
             point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in (*POINTS, "reading")
         }
-        self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
+        self._ended, self._elsewhere, self.places = self.at("ended"), self.at("elsewhere"), self.at("placed")
 
     def why_not(self, kind: str) -> str:
         """Return why no stage answers the calls of a kind of keys (`CallStage.answers`); empty if a stage does."""
@@ -187,6 +202,16 @@ class Line(named.StageLine[CallStage]):
             if word is not None:
                 said[each.name] = word
         return said
+
+    def placed(self, rollout: Rollout, servers: Sequence[Slot]) -> int | None:
+        """Return the number of the server that the first of the stages with a choice has chosen (`CallStage.placed`); None if
+        none has. Raises `StageError` for a stage that fails."""
+        for each in self.places:
+            with CONTRACT.blaming(each, "placed", f"the rollout {rollout.id}"):
+                number = each.stage.placed(rollout, servers)
+            if number is not None:
+                return number
+        return None
 
     def named(self, name: str) -> CallStage | None:
         """Return the stage with this name; None if there is none."""
@@ -265,6 +290,11 @@ class Line(named.StageLine[CallStage]):
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """Return the outcome of an attempt as the stages change it (`CallStage.ended`). If a stage fails, the attempt has
         failed by the infrastructure's fault. Raises `StoreError`."""
+        for each in self.at("over"):
+            try:
+                each.stage.over(rollout)
+            except Exception:
+                log.exception("the stage %s failed on the end of %s (over)", each.said, rollout.id)
         for each in self._ended:
             try:
                 said = await each.stage.ended(rollout, outcome, calls)

@@ -24,7 +24,7 @@ import hashlib
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -160,6 +160,11 @@ class Slot:
     other: str = ""  # how another server that answers there has shown itself
     vacant: bool = False  # whether its server has died and the next one is not named yet
 
+    def vacate(self) -> None:
+        """Mark the slot as vacant, because its server is started again. A server that answers at its address is ignored until
+        it is named, by `Pool.assign` or `Pool.replace`."""
+        self.vacant, self.healthy, self.asked = True, False, True
+
     def url(self, path: str) -> URL:
         """Return the address of a path on this server."""
         return URL(f"{self.base}{path}", encoded=True)
@@ -168,8 +173,8 @@ class Slot:
 class Pool:
     """The slots of a policy's servers. It checks their health in the background and waits for a healthy one.
 
-    A newly named server has the weights of `version`. `on_other` is called when another server is found in the place of a named
-    one, because it may be answering calls in flight.
+    A newly named server has the weights of `version`. `on_other` is called with a named server in whose place another one is
+    found, because that may be answering calls in flight.
     """
 
     def __init__(
@@ -179,19 +184,22 @@ class Pool:
         self.slots = self._places(upstreams)
         self.grace, self.check_every = grace, check_every
         self._changed, self._assigned = asyncio.Event(), asyncio.Event()
-        self.on_other: Callable[[], object] = lambda: None
+        self.on_other: Callable[[Upstream], object] = lambda server: None
         self._out_since: float | None = None  # since when no request has found a server; None until that is logged
 
-    def assign(self, upstreams: Sequence[Upstream]) -> None:
-        """Set the servers. A server that was there before keeps its version and its health.
+    def assign(self, upstreams: Sequence[Upstream], away: Collection[Upstream] = ()) -> None:
+        """Set the servers, of which those that are `away` are started again. A server that was there before keeps its version
+        and its health.
 
         Raises `GatewayError`, and changes nothing, for a URL that is not a server's.
         """
-        if [slot.upstream for slot in self.slots if not slot.vacant] == list(upstreams):
+        if [(slot.upstream, slot.vacant) for slot in self.slots] == [(item, item in away) for item in upstreams]:
             return
         slots, known = self._places(upstreams), {slot.upstream: slot for slot in self.slots if not slot.vacant}
         for slot in slots:
-            if (old := known.get(slot.upstream)) is not None:
+            if slot.upstream in away:
+                slot.vacate()
+            elif (old := known.get(slot.upstream)) is not None:
                 slot.healthy, slot.misses, slot.asked, slot.other = old.healthy, old.misses, old.asked, old.other
                 slot.version = old.version
         self.slots = slots
@@ -204,24 +212,23 @@ class Pool:
     def updated(self, version: int, server: Upstream | None = None) -> None:
         """Note that this server, or with None each server, has the weights of `version`. Raises `GatewayError` for an unknown
         server."""
-        slots = [slot for slot in self.slots if server in (None, slot.upstream)]
-        if server is not None and not slots:
-            raise self._unknown(server)
+        slots = self.slots if server is None else [self.slot_of(server)]
         self.version = version
         for slot in slots:
             slot.version = version
 
-    async def pick(self, rollout: str, *, tried: Sequence[Slot] = ()) -> Slot:
-        """Return the rollout's server, by rendezvous hashing over the healthy servers that were not `tried` yet.
+    async def pick(self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = ()) -> Slot:
+        """Return the rollout's server, of the healthy servers that were not `tried` yet: that in the slot `home`, else one by
+        rendezvous hashing.
 
         If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError` (503) if none comes up.
         """
-        found = self._choose(rollout, tried)
+        found = self._choose(rollout, tried, home)
         if found is not None:
             return found
         try:
             async with asyncio.timeout(self.grace):
-                while (found := self._choose(rollout, ())) is None:
+                while (found := self._choose(rollout, (), home)) is None:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -233,11 +240,12 @@ class Pool:
             raise RefusalError(503, "no_policy_server", message, [(b"retry-after", b"2")]) from None
         return found
 
-    def _choose(self, rollout: str, tried: Sequence[Slot]) -> Slot | None:
+    def _choose(self, rollout: str, tried: Sequence[Slot], home: int | None = None) -> Slot | None:
         candidates = [slot for slot in self.slots if slot.healthy and slot not in tried]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
-        return max(candidates, key=lambda slot: score(rollout, slot.number))
+        at_home = next((slot for slot in candidates if slot.number == home), None)
+        return at_home or max(candidates, key=lambda slot: score(rollout, slot.number))
 
     def _say_out(self) -> None:
         """Log that there is no healthy server, once until one is healthy again."""
@@ -246,29 +254,20 @@ class Pool:
             names = ", ".join(slot.upstream.url for slot in self.slots) or "none is known"
             log.warning("no policy server was healthy for %g s: %s", self.grace, names)
 
-    def vacate(self) -> None:
-        """Mark the slots whose servers are started again under a new model name as vacant.
+    def replace(self, old: Upstream, new: Upstream, version: int | None = None) -> None:
+        """Put the restarted server `new`, which has the weights of `version` (None: the policy's newest), in the slot of `old`,
+        and send waiting requests to it. Raises `GatewayError` for an unknown server."""
+        slot = self.slot_of(old)
+        slot.upstream, slot.base, slot.misses, slot.vacant = new, base_url(new), 0, False
+        slot.version = self.version if version is None else version
+        self._mark(slot, healthy=True)
 
-        A server that answers at their addresses is ignored until it is named, by `assign` or `replace`.
-        """
+    def slot_of(self, server: Upstream) -> Slot:
+        """Return the slot of a server. Raises `GatewayError` for an unknown server."""
         for slot in self.slots:
-            if not slot.upstream.claim:
-                slot.vacant, slot.healthy, slot.asked = True, False, True
-
-    def replace(self, old: Upstream, new: Upstream) -> None:
-        """Put the restarted server `new`, which has the policy's newest weights, in the slot of `old`, and send waiting
-        requests to it. Raises `GatewayError` for an unknown server."""
-        for slot in self.slots:
-            if slot.upstream == old:
-                slot.upstream, slot.base, slot.misses, slot.vacant = new, base_url(new), 0, False
-                slot.version = self.version
-                self._mark(slot, healthy=True)
-                return
-        raise self._unknown(old)
-
-    def _unknown(self, server: Upstream) -> GatewayError:
-        known = [slot.upstream for slot in self.slots]
-        return GatewayError(f"{server} is not one of the gateway's upstreams: {known}")
+            if slot.upstream == server:
+                return slot
+        raise GatewayError(f"{server} is not one of the gateway's upstreams: {[slot.upstream for slot in self.slots]}")
 
     def unreachable(self, slot: Slot, why: object) -> None:
         """Mark a server that a request could not reach as not healthy, and log `why`."""
@@ -285,7 +284,7 @@ class Pool:
                 slot.upstream.url,
                 why,
             )
-            self.on_other()
+            self.on_other(slot.upstream)
         self._mark(slot, healthy=False, other=why)
 
     @property
@@ -416,14 +415,16 @@ class Forwarder:
                 body["seed"] = await draw_seed(policy.seed)
             asked = loop.time()
             try:
-                slot = await pool.pick(rollout, tried=tried)
+                slot = await pool.pick(rollout, live.home, tried=tried)
             except RefusalError:
                 waited += loop.time() - asked
-                if gate.closed:  # a restart is under way, which may take longer than `grace`
+                # A restart is under way, which may take longer than `grace`.
+                if gate.closed or (gate.held and waited < gate.timeout):
                     continue
                 raise
             policy.check()
-            if gate.closed:  # a hold began while this call waited for a server
+            if gate.closes(slot.number):  # it is being updated, and the rollout stays with it
+                waited = await gate.wait(waited, slot.number)
                 continue
             body["model"] = slot.upstream.model
             payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()
@@ -465,7 +466,7 @@ class Forwarder:
         there are no steps, and the result is True.
         """
         slot = live.slot
-        if slot is None or policy.gate.closed:
+        if slot is None or policy.gate.closes(slot.number):
             return True
         session = self.look_after(policy)
         if live.replaced or await policy.pool.check(slot, session) is Found.OUT:
@@ -475,16 +476,18 @@ class Forwarder:
             async with session.post(slot.url("/collective_rpc"), data=payload, allow_redirects=False):
                 return True
         except (aiohttp.ClientError, OSError):
-            return policy.gate.closed
+            return policy.gate.closes(slot.number)
 
     async def settle(self, policy: Policy, live: LiveCall) -> None:
-        """Wait, after the answer was read, until no update is under way, so that the versions of its tokens are known.
+        """Wait, after the answer was read, until no update of its server is under way, so that the versions of its tokens are
+        known.
 
         Mark the call as unsure if they do not become known in time.
         """
         live.waits_for_bytes = False
         policy.check()
-        if not await policy.gate.settle(lambda: live.unsure):
+        slot = None if live.slot is None else live.slot.number
+        if not await policy.gate.settle(lambda: live.unsure, slot):
             live.unsure = True
 
     async def models(self, policy: Policy, rollout: str) -> bytes:

@@ -85,6 +85,7 @@ SOLE: Mapping[str, str] = {
     "fleets": "knows of gateways elsewhere",
     "ports": "guards ports",
     "sessions": "opens training loops of your own",
+    "server_sets": "knows several policy servers of one policy",
 }
 """Kinds of which at most one plugin registers one, with what that plugin does."""
 

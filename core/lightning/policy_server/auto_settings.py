@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from lightning.installation import version_of
 from lightning.policy_server.model_folder import ModelFacts
 from lightning.policy_server.parsers import parsers_for
+from lightning.policy_server.servers import settings_of_servers
 
 if TYPE_CHECKING:
     from lightning.config.sections import Config, PolicyServerConfig
@@ -104,6 +105,8 @@ class Demand:
     """Whether the trainer computes on the same cores while agents sample."""
     shares_gpu: bool = False
     """Whether vLLM and the trainer use one GPU."""
+    servers: int = 1
+    """How many policy servers share the machine, each of which serves `requests`."""
 
 
 DEFAULT_DEMAND = Demand()
@@ -207,9 +210,12 @@ def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[s
             return None, f"{name}={env[name]} of the environment"
     if facts.parameters < REAL_PARAMETERS:
         return 1, f"fewer than {REAL_PARAMETERS // 10**6} M parameters"
+    cores, why = machine.cores, "all cores"
     if demand.trains_meanwhile:
-        return max(1, machine.cores // 2), f"half of {machine.cores} cores: training goes on meanwhile"
-    return machine.cores, "all cores"
+        cores, why = max(1, cores // 2), f"half of {cores} cores: training goes on meanwhile"
+    if demand.servers > 1:
+        cores, why = max(1, cores // demand.servers), f"{why}, divided among {demand.servers} servers"
+    return cores, why
 
 
 def _kv_bytes(
@@ -224,8 +230,8 @@ def _kv_bytes(
     why = f"{demand.requests} requests of {tokens:,}, at least {LEAST_KV_BYTES // MEBI} MiB"
     if machine.memory is None:
         return wanted, why
-    left = machine.memory - facts.parameters * TRAINING_BYTES - facts.bytes
-    most = max(LEAST_KV_BYTES, int(left * KV_SHARE))
+    left = machine.memory - facts.parameters * TRAINING_BYTES - facts.bytes * demand.servers
+    most = max(LEAST_KV_BYTES, int(left * KV_SHARE / demand.servers))
     return (
         (wanted, why) if wanted <= most else (most, f"half of the memory that weights and training leave; {why} wanted")
     )
@@ -274,9 +280,11 @@ def pick_device(config: PolicyServerConfig) -> Device:
 
 
 def shares_gpu(config: Config) -> bool:
-    """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first GPU, which vLLM takes
-    too."""
+    """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first GPU that a vLLM takes."""
     if config.policy_server.attach or pick_device(config.policy_server) != "cuda":
         return False
     device = config.engine.device
-    return device in ("auto", "cuda", "cuda:0")
+    if device not in ("auto", "cuda", "cuda:0"):
+        return False
+    taken = [settings.policy_server.gpus for settings in settings_of_servers(config)]
+    return any(not gpus or 0 in gpus for gpus in taken)

@@ -29,7 +29,7 @@ from lightning.errors import PolicyServerError
 from lightning.memory_budget import bounded
 from lightning.policy_server.owner_secret import HEADER
 from lightning.policy_server.protocol import Usage
-from lightning.policy_server.vllm_arguments import check_settings
+from lightning.policy_server.vllm_arguments import check_settings, model_facts
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,10 @@ class VLLMControl:
                 self.url,
             )
         check_settings(info, self.url, extensions, updates=updates)
+
+    async def facts(self) -> Mapping[str, object]:
+        """Return what the vLLM says of its model (`vllm_arguments.model_facts`)."""
+        return model_facts(await self.call("GET", "/server_info", params={"config_format": "json"}))
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""

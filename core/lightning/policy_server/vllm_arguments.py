@@ -108,8 +108,15 @@ def server_args(
     return [*args, *config.args]
 
 
-def server_env(base: Mapping[str, str], *, device: Device, threads: int | None = None) -> dict[str, str]:
-    """Return the environment of the server: `base` with our settings, marked as owned by this process."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The environment variable that lists the GPUs of a process, by number or name."""
+
+
+def server_env(
+    base: Mapping[str, str], *, device: Device, threads: int | None = None, gpus: Sequence[int] = ()
+) -> dict[str, str]:
+    """Return the environment of the server: `base` with our settings, marked as owned by this process. `gpus` are numbers among
+    the GPUs that `base` shows; empty shows them all."""
     env = {name: value for name, value in base.items() if name not in _NOT_INHERITED}
     if device == "cpu":
         env |= {"TORCHDYNAMO_DISABLE": "1"}  # otherwise the first request for logprobs compiles for 3 to 9 s
@@ -125,6 +132,9 @@ def server_env(base: Mapping[str, str], *, device: Device, threads: int | None =
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     else:
         env |= _CUDA
+        shown = [name for name in base.get(VISIBLE, "").split(",") if name]
+        if gpus:
+            env[VISIBLE] = ",".join(shown[gpu] if gpu < len(shown) else str(gpu) for gpu in gpus)
     return env | _QUIET | {OWNED: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 
 
@@ -159,6 +169,18 @@ def check_settings(info: Mapping[str, object], url: str, extensions: Sequence[st
             f"the vLLM at {url} cannot be trained on: {'; '.join(problems)}. Start it again so (an owned one: take what "
             "changes this out of policy_server.args)"
         )
+
+
+def model_facts(info: Mapping[str, object]) -> dict[str, object]:
+    """Return what a vLLM's settings say of its model, by words for people; without those that it does not say. The model's
+    folder or repository has its last name only, since its place differs between machines."""
+    model = _part(info, "vllm_config", "model_config")
+    found: dict[str, object] = {"model": str(model.get("model", "")).rstrip("/").rpartition("/")[2] or None}
+    found |= {word: model.get(name) for word, name in _FACTS.items()}
+    return {word: fact for word, fact in found.items() if fact is not None}
+
+
+_FACTS = {"dtype": "dtype", "context": "max_model_len", "quantization": "quantization"}
 
 
 def _of_records(info: Mapping[str, object], extensions: Sequence[str]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from typing import cast
 
 from lightning.asyncio_utils import to_its_end
 from lightning.config.sections import Config, PolicyServerConfig
-from lightning.errors import DataError, PluginError, PolicyServerError
+from lightning.errors import ConfigError, DataError, PluginError, PolicyServerError
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, pick_device, this_machine, why_slow
 from lightning.policy_server.control import CONTROL_SECONDS, NoAnswerError, NotOursError, VLLMControl
@@ -184,6 +184,14 @@ class VLLMServer(ABC):
         except PolicyServerError as error:
             logger.debug("%s does not say what its requests have needed: %s", self.model, error)
             return None
+
+    async def facts(self) -> Mapping[str, object]:
+        """Return what vLLM says of its model that is the same for all servers of one policy; empty if it says nothing."""
+        try:
+            return await self._running().facts()
+        except PolicyServerError as error:
+            logger.warning("%s cannot be compared with the policy's other servers: %s", self.url, error)
+            return {}
 
     async def sleep(self) -> None:
         """Free the GPU's memory until `wake`; requests wait."""
@@ -401,7 +409,9 @@ class OwnedVLLM(VLLMServer):
                 self._folder, self._config, chosen, device=device, names=names, port=self._port, transfer=self._transfer
             )
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
-            env = {**server_env(os.environ, device=device, threads=chosen.threads), SECRET: secret}
+            env = server_env(os.environ, device=device, threads=chosen.threads, gpus=self._config.gpus) | {
+                SECRET: secret
+            }
             self._process = ServerProcess(args, env, self._log)
             self._control = VLLMControl(f"http://{host}:{self._port}", secret)
             try:
@@ -484,6 +494,10 @@ def make_policy_server(
     """
     settings = config.policy_server
     check_policy_server(settings)
+    if not isinstance(settings.attach, str):
+        raise ConfigError(
+            "policy_server.attach names several servers, and here there is one policy server: name one, as text"
+        )
     make = cast(
         "Callable[[Config, object | None], WeightTransfer]", plugins().get("weight_transfers", settings.weight_transfer)
     )
@@ -503,9 +517,12 @@ def check_policy_server(config: PolicyServerConfig) -> None:
         partial(plugins().get, "weight_transfers"),
         partial(plugins().by_scheme, "policy_servers"),
     )
-    named = {"weight_transfer": find_transfer, "attach": find_server}
-    for setting, find in named.items():
-        value: str = getattr(config, setting)
+    urls = (config.attach,) if isinstance(config.attach, str) else config.attach
+    named = [
+        ("weight_transfer", config.weight_transfer, find_transfer),
+        *(("attach", url, find_server) for url in urls),
+    ]
+    for setting, value, find in named:
         try:
             if value or setting != "attach":
                 find(value)

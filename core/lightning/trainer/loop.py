@@ -109,7 +109,7 @@ class Loop:
         self.writer = CheckpointWriter(
             self.checkpoints, self.engine.save, self.stack.config.trainer.checkpoint_every or default
         )
-        self.remarks, self.usage = Remarks(), UsageMeter(self.stack.policy)
+        self.remarks, self.usage = Remarks(), UsageMeter(self.stack.servers)
         self.held_out = HeldOut(self.stack.folder, compared_since(self.epochs))
 
     @property
@@ -394,7 +394,8 @@ class Loop:
         if saved is not None:
             await asyncio.to_thread(self.engine.load, self.checkpoints.path(saved))
         if not records:
-            if saved is not None or self.stack.config.policy_server.attach or self.stack.policy.version != 0:
+            old = any(server.version != 0 for server in self.stack.servers)
+            if saved is not None or self.stack.config.policy_server.attach or old:
                 await self.publish()  # an attached server serves whatever it was given last
             return
         for of, other in other_stages(records[-1].context, self.lines).items():

@@ -40,29 +40,49 @@ CURE = (
 )
 
 
+class _Counters:
+    """The counters of one policy server, as they were read last."""
+
+    def __init__(self, server: PolicyServer) -> None:
+        self._server = server
+        self._before = Usage()
+        self._known = ("", "")
+        """The alias and the claim of the server that counted before: another one has started its counts anew."""
+
+    async def since(self) -> Usage | None:
+        """Return what the server's requests have needed since the last call; None if unknown."""
+        now = await self._server.usage()
+        if now is None:
+            return None
+        (alias, claim), before = self._known, self._before
+        server = self._server.alias, self._server.claim
+        again = server[0] != alias or any(count < earlier for count, earlier in zip(now, before, strict=True))
+        self._before, self._known = now, server
+        if not again and server[1] != claim:
+            return None  # claimed anew: whether it was also started anew, and since when it counts, is not known
+        return now if again else Usage(*(count - earlier for count, earlier in zip(now, before, strict=True)))
+
+
 class UsageMeter:
-    """Reads the policy server's counters once a step. Evaluation calls count toward the next step; requests from before we
+    """Reads the policy servers' counters once a step. Evaluation calls count toward the next step; requests from before we
     attached count toward the first step."""
 
-    def __init__(self, policy: PolicyServer) -> None:
-        self._policy = policy
-        self._before = Usage()
-        self._server = ("", "")
-        """The alias and the claim of the server that counted before: another one has started its counts anew."""
+    def __init__(self, servers: Sequence[PolicyServer]) -> None:
+        self._servers, self._counters = servers, [_Counters(server) for server in servers]
         self._said = Once()
 
     async def step(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the metrics since the last call: `prefix_hit_share` (the share of prompt tokens found in the cache) and
-        `preemptions`. Warn, once each, of preemptions and of a cache that finds nothing."""
-        now = await self._policy.usage()
-        if now is None:
-            return {}
-        server, (alias, claim), before = (self._policy.alias, self._policy.claim), self._server, self._before
-        again = server[0] != alias or any(count < earlier for count, earlier in zip(now, before, strict=True))
-        since = now if again else Usage(*(count - earlier for count, earlier in zip(now, before, strict=True)))
-        self._before, self._server = now, server
-        if not again and server[1] != claim:
-            return {}  # claimed anew: whether it was also started anew, and since when it counts, is not known
+        `preemptions` of all servers, and, where there are several, requests, cache hits and version of each.
+
+        Warn, once each, of preemptions and of a cache that finds nothing.
+        """
+        found = [await counters.since() for counters in self._counters]
+        known = [usage for usage in found if usage is not None]
+        single = self._of_each(found) if len(found) > 1 else {}
+        if len(known) < len(found):
+            return single
+        since = Usage(*map(sum, zip(*known, strict=True)))
         if since.preemptions and self._said.first("preempted"):
             logger.warning(
                 "vLLM preempted %d requests because its KV cache was full, and computes them again: %s",
@@ -77,12 +97,24 @@ class UsageMeter:
                 since.prompt_tokens / since.requests,
                 CURE,
             )
-        asked = {"prefix_hit_share": since.cached_tokens / since.prompt_tokens} if since.prompt_tokens else {}
-        return {**asked, "preemptions": float(since.preemptions)}
+        return {**_hit_share(since), "preemptions": float(since.preemptions), **single}
+
+    def _of_each(self, found: Sequence[Usage | None]) -> dict[str, float]:
+        told: dict[str, float] = {}
+        for number, (server, usage) in enumerate(zip(self._servers, found, strict=True)):
+            counts = {} if usage is None else {"requests": float(usage.requests), **_hit_share(usage)}
+            told |= {f"server_{number}/{name}": count for name, count in counts.items()}
+            told[f"server_{number}/version"] = float(server.version)
+        return told
 
     def _nothing_found(self, since: Usage, groups: Sequence[Group]) -> bool:
         alike = any(len(group.trajectories) > 1 for group in groups)
         return alike and not since.cached_tokens and since.prompt_tokens >= LONG_PROMPT * since.requests > 0
+
+
+def _hit_share(usage: Usage) -> dict[str, float]:
+    """Return the share of prompt tokens that were found in the cache; empty without prompts."""
+    return {"prefix_hit_share": usage.cached_tokens / usage.prompt_tokens} if usage.prompt_tokens else {}
 
 
 def step_metrics(

@@ -126,7 +126,7 @@ class Trainer:
         engine: str = "torch",
         runner: str = "process",
         store: str | None = None,
-        policy_server: str | None = None,
+        policy_server: str | Sequence[str] | None = None,
         out: str | Path | None = None,
         resume: bool | None = None,
         from_run: str | None = None,

@@ -79,6 +79,11 @@ class Verdict:
     problem: str
 
 
+def _worst(verdict: Verdict) -> tuple[bool, float]:
+    """Order verdicts: one with a problem is worse than one without, then a larger mean gap is."""
+    return bool(verdict.problem), verdict.mean
+
+
 class Prober:
     """Chooses the tokens of a probe, asks the trainer for their logprobs, and judges the policy server's."""
 
@@ -231,7 +236,7 @@ class Publisher:
         found = await self._bring(file, version)
         self._hashing = asyncio.create_task(asyncio.to_thread(hash_weights, file))  # while agents sample
         for old in folder.glob("version-*.safetensors"):
-            if old != file:
+            if old != file and self._stack.complete:  # a server that is started again may read it now
                 await asyncio.to_thread(old.unlink)
         return found
 
@@ -265,13 +270,14 @@ class Publisher:
         for attempt in range(2):
             probe = await asyncio.to_thread(self.prober.probe, attempt)
             began = time.monotonic()
-            update = await self._stack.update(file, version, probe)
+            updates = await self._stack.update(file, version, probe)
             self.held = time.monotonic() - began
-            if probe is None or not update.served:
+            probed = [update.served for update in updates if update.served] if probe else []
+            verdicts = [self.prober.judge(probe, served, attempt) for served in probed] if probe else []
+            found = sorted((verdict for verdict in verdicts if verdict), key=_worst)
+            if not found:
                 return {}
-            verdict = self.prober.judge(probe, update.served, attempt)
-            if verdict is None:
-                return {}
+            verdict = found[-1]
             if not verdict.problem:
                 return {"probe_gap": verdict.largest, "probe_gap_mean": verdict.mean}
             told = f"after the update to version {version} the policy server's logprobs differ from the trainer's by "

@@ -112,7 +112,7 @@ class AttachedVLLM(VLLMServer):
     ) -> None:
         super().__init__(model.resolve(), 0, transfer or FromDisk())
         self._config, self._claims = config, claims
-        self._root = config.attach.rstrip("/").removesuffix("/v1")
+        self._root = cast("str", config.attach).rstrip("/").removesuffix("/v1")
         self._waking: asyncio.Task[None] | None = None
 
     async def start(self, *over: str) -> None:

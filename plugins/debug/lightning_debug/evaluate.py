@@ -214,7 +214,7 @@ class Evaluator:
         self._served = variant.model.folder
         if variant.run not in self._stacks:
             stack = await self._opened(variant)
-            self._stacks[variant.run] = stack, stack.upstreams()[0]
+            self._stacks[variant.run] = stack, stack.upstreams()
         self._moved(variant.run)
         return self._stacks[variant.run][0]
 
@@ -224,11 +224,12 @@ class Evaluator:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _moved(self, run: str) -> None:
-        """Tell the gateway of a run the address of vLLM if it was restarted, unless the gateway follows restarts itself."""
+        """Tell the gateway of a run the address of each vLLM that was restarted, unless the gateway follows restarts itself."""
         stack, before = self._stacks[run]
-        (now,) = stack.upstreams()
-        if now != before and stack is not self._supervised:
-            stack.gateway.own.pool.replace(before, now)
+        now = stack.upstreams()
+        for was, new in zip(before, now, strict=True):
+            if new != was and stack is not self._supervised:
+                stack.gateway.own.pool.replace(was, new)
         self._stacks[run] = stack, now
 
     @property
@@ -248,9 +249,9 @@ class Evaluator:
         await prompts.keep(self.store, run.id)
         folder = self.setup.folder
         if first := self._supervised:
-            gateway = await open_gateway(self._serving, store, first.policy, config, run.id)
+            gateway = await open_gateway(self._serving, store, first.servers, config, run.id)
             stack = Stack(
-                run, config, folder, self.store, first.policy, gateway, first.runner, first.weights_folder, prompts
+                run, config, folder, self.store, first.servers, gateway, first.runner, first.weights_folder, prompts
             )
         else:
             self.reporter.phase(f"starting the policy server with {variant.model.name}")

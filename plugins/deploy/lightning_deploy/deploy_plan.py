@@ -31,6 +31,7 @@ from lightning_planner.memory import Memory, memory
 from lightning_planner.shape import Shape, read_shape
 from lightning_prompts.config import OptimizerModelConfig
 from lightning_record.config import RecordConfig
+from lightning_replicas.config import OWN_GPU_SHARE, ReplicasConfig
 from lightning_sandbox.config import SandboxConfig
 from lightning_verl.config import VerlConfig
 
@@ -72,15 +73,22 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
     machines."""
     if gpu not in GPUS:
         raise ConfigError(f"{gpu!r} is no GPU that deployments know: use one of {', '.join(GPUS)}")
-    gpus = _gpus(config, engine)
+    training = _training_gpus(config, engine)
+    gpus = training + _serving_gpus(config)
+    if gpus > MOST_GPUS:
+        raise ConfigError(
+            f"{training} GPUs for training and {gpus - training} for policy_server.replicas: deployments are made for one "
+            f"machine of up to {MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, or start vLLMs "
+            "elsewhere (policy_server.attach)"
+        )
     try:
         shape = read_shape(model)
     except ConfigError as error:
         return MachineNeeds(
             gpu, gpus, LEAST_MEMORY, 8, LEAST_DISK, (), (f"memory was not estimated, so check that it fits: {error}",)
         )
-    uses = _uses(shape, config, gpu, gpus)
-    _check_fits(shape, config, gpu, gpus, uses)
+    uses = _uses(shape, config, gpu, training)
+    _check_fits(shape, config, gpu, training, uses)
     weights = 4 * shape.parameters
     # Weights pass through memory on their way to vLLM, and the optimizer's two moments on their way to a checkpoint.
     machine = LEAST_MEMORY + math.ceil(3 * weights / GIB)
@@ -90,7 +98,15 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
     )
 
 
-def _gpus(config: Config, engine: str) -> int:
+def _serving_gpus(config: Config) -> int:
+    """Return the number of GPUs on which vLLM alone runs; 0 where it has those of the training."""
+    replicas = ReplicasConfig.of(config)
+    if config.policy_server.attach or (replicas.replicas == 1 and replicas.gpus_each is None):
+        return 0
+    return replicas.replicas * (replicas.gpus_each or 1)
+
+
+def _training_gpus(config: Config, engine: str) -> int:
     if engine != "verl":
         return 1
     verl = VerlConfig.of(config)
@@ -103,8 +119,13 @@ def _gpus(config: Config, engine: str) -> int:
     return max(1, workers)
 
 
-def _uses(shape: Shape, config: Config, gpu: str, gpus: int) -> list[Memory]:
-    return memory(shape, Cluster(find_gpu(gpu), gpus), config.engine, config.policy_server.gpu_memory_utilization)
+def _uses(shape: Shape, config: Config, gpu: str, training: int) -> list[Memory]:
+    """Return the memory of the GPUs that train, and of those of one of several vLLMs."""
+    server = config.policy_server
+    each = (ReplicasConfig.of(config).gpus_each or 1) if _serving_gpus(config) else 0
+    own = each and "gpu_memory_utilization" not in server.model_fields_set
+    share = OWN_GPU_SHARE if own else server.gpu_memory_utilization
+    return memory(shape, Cluster(find_gpu(gpu), training + each, each), config.engine, share)
 
 
 def _check_fits(shape: Shape, config: Config, gpu: str, gpus: int, uses: list[Memory]) -> None:

@@ -23,6 +23,7 @@ from lightning.policy_server.auto_settings import (
     this_machine,
 )
 from lightning.policy_server.model_folder import folder_tensors, read_facts
+from lightning.policy_server.servers import settings_of_servers
 from lightning.trainer.needs import Need, adapter_weights, size
 from lightning.trainer.run_stages import API, RunStage, Start
 
@@ -87,10 +88,13 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
     parts, served = [f"training {size(trained)} and its activations"], 0
     machine = this_machine()
     if not config.policy_server.attach:
-        chosen = choose(config.policy_server, facts, "cpu", machine, demand=Demand(requests))
+        count = len(settings_of_servers(config))
+        demand = Demand(-(-requests // count), servers=count)
+        chosen = choose(config.policy_server, facts, "cpu", machine, demand=demand)
         weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
-        parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache")
-        served = weights + cache
+        each = "" if count == 1 else f", in each of {count} processes"
+        parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache{each}")
+        served = count * (weights + cache)
     return Need(
         "memory",
         trained + served,

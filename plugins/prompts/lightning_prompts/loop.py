@@ -69,9 +69,9 @@ async def tune(
     `began` is the `time.monotonic` at which the run's start began. Raises `PolicyServerError` for an attached server that was
     left in the middle of an update, `ConfigError` if the budget ends before the algorithm has a prompt.
     """
-    if stack.policy.version < 0:  # no update will come that ends its waiting
+    for lost in (server.url for server in stack.servers if server.version < 0):  # no update comes that ends its waiting
         raise PolicyServerError(
-            f"the policy server at {stack.policy.url} was left in the middle of an update and serves nothing: start it anew,"
+            f"the policy server at {lost} was left in the middle of an update and serves nothing: start it anew,"
             " or resume the training that was updating it"
         )
     component = component_of(algorithm)
@@ -192,9 +192,10 @@ class PromptBench:
         self._stack, self._algorithm = stack, algorithm
         self.seed, self.start, self.train, self.val = stack.config.trainer.seed, start, train, val
         self._reporter, self._trackers, self._made = reporter, trackers, made
-        policy = OptimizerModel(stack.policy.model, f"{stack.policy.url}/v1", api_key_env="")
+        server = stack.servers[0]
+        policy = OptimizerModel(server.model, f"{server.url}/v1", api_key_env="")
         self._client = ChatClient(algorithm.optimizer_model or optimizer_in(stack.config) or policy)
-        self._transcripts = Transcripts(stack.store, stack.policy)
+        self._transcripts = Transcripts(stack.store, server)
         self._told = dict(told)
         self._again = True
         self._seconds: dict[str, float] = {}

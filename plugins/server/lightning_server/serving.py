@@ -29,6 +29,7 @@ from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
+from lightning.policy_server.servers import settings_of_servers
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
@@ -157,6 +158,12 @@ async def serve(
             "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
         )
     check_policy_server(config.policy_server)
+    config, *more = settings_of_servers(config)
+    if more:
+        raise ConfigError(
+            f"lightning serve serves a model by one vLLM, and the settings name {1 + len(more)} (policy_server.replicas, "
+            "policy_server.attach): leave out all but one, or give vLLM --data-parallel-size in policy_server.args"
+        )
     if why := check_gateway(config.gateway).why_not("session"):
         raise PluginError(
             "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
@@ -178,7 +185,7 @@ async def serve(
         await policy.start()
         if follows is not None and policy.version != version:  # an attached vLLM still has its last weights
             await policy.update(model, version)
-        gateway = await make_gateway(store, policy, config, run.id)
+        gateway = await make_gateway(store, [policy], config, run.id)
         resources.push_async_callback(gateway.close)
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
         gateway.parts.admin_of = admins(authenticator)

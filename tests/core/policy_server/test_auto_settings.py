@@ -147,6 +147,17 @@ def test_training_meanwhile_gets_half_of_the_cores() -> None:
     assert chosen(machine=replace(FAST, cores=1), demand=Demand(trains_meanwhile=True)).threads == 1
 
 
+def test_servers_of_one_machine_divide_its_cores_and_memory() -> None:
+    assert [chosen(demand=Demand(servers=count)).threads for count in (1, 2, 3, 99)] == [8, 4, 2, 1]
+    both = chosen(demand=Demand(trains_meanwhile=True, servers=2))
+    assert both.threads == 2
+    assert any("divided among 2 servers" in reason for reason in both.reasons)
+    small = replace(FAST, memory=9 * GIBI)
+    one, four = (chosen(machine=small, demand=Demand(999, servers=count)).kv_cache_bytes for count in (1, 4))
+    assert LEAST_KV_BYTES < 4 * four < one  # type: ignore[operator]  # each has weights of its own, too
+    assert four > LEAST_KV_BYTES  # type: ignore[operator]
+
+
 def test_the_cache_grows_with_the_requests_and_ends_with_the_memory() -> None:
     assert chosen(demand=Demand(64)).kv_cache_bytes == 2 * chosen().kv_cache_bytes  # type: ignore[operator]
     small = chosen(machine=replace(FAST, memory=5 * GIBI))

@@ -13,7 +13,14 @@ from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.auto_settings import Chosen, pick_device, shares_gpu
 from lightning.policy_server.launch import FORKED
-from lightning.policy_server.vllm_arguments import check_args, check_host, require_vllm, server_args, server_env
+from lightning.policy_server.vllm_arguments import (
+    VISIBLE,
+    check_args,
+    check_host,
+    require_vllm,
+    server_args,
+    server_env,
+)
 
 CHOSEN = Chosen("float32", 300.0, block_size=32, threads=2, kv_cache_bytes=4096, tool_call_parser="hermes")
 
@@ -134,3 +141,9 @@ def test_device() -> None:
     assert pick_device(PolicyServerConfig(device="cuda")) == "cuda"
     assert pick_device(PolicyServerConfig(device="cpu")) == "cpu"
     assert pick_device(PolicyServerConfig()) in ("cpu", "cuda")
+
+
+def test_the_gpus_of_a_server_are_named_as_this_process_sees_them() -> None:
+    assert server_env({}, device="cuda", gpus=(1, 2))[VISIBLE] == "1,2"
+    assert server_env({VISIBLE: "4,GPU-f00,6"}, device="cuda", gpus=(1, 2))[VISIBLE] == "GPU-f00,6"
+    assert server_env({VISIBLE: "4,5"}, device="cuda")[VISIBLE] == "4,5"

@@ -302,7 +302,7 @@ async def open_bench(
         resources.push_async_callback(gateway.close)
         weights_folder = WeightsFolder(config.policy_server, folder, folder)
         resources.callback(weights_folder.close)
-        stack = Stack(run, config, folder, store, policy, gateway, runner, weights_folder)
+        stack = Stack(run, config, folder, store, [policy], gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)
         resources.push_async_callback(stack.owner.close)
         engine.open(folder, optimizer_of(config), seed=0)

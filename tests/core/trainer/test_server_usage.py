@@ -17,7 +17,7 @@ PAIR = [Group("g", cast("Any", ("one", "other")))]
 class Server:
     """Says what it is told to, under names that change with each start."""
 
-    claim = ""
+    claim, version = "", 0
 
     def __init__(self, *answers: Usage | None, aliases: Sequence[str] = ()) -> None:
         self.answers, self.aliases = list(answers), list(aliases)
@@ -31,7 +31,7 @@ class Server:
 
 
 def meter(*answers: Usage | None) -> UsageMeter:
-    return UsageMeter(cast("PolicyServer", Server(*answers)))
+    return UsageMeter([cast("PolicyServer", Server(*answers))])
 
 
 async def test_each_step_has_what_came_since_the_last() -> None:
@@ -44,7 +44,7 @@ async def test_each_step_has_what_came_since_the_last() -> None:
 
 async def test_a_server_that_was_started_again_is_known_also_where_it_has_counted_more() -> None:
     counted = Usage(2, 100, 50), Usage(6, 300, 90, 3), Usage(8, 400, 90, 3)
-    found = UsageMeter(cast("PolicyServer", Server(*counted, aliases=["policy-a", "policy-b", "policy-b"])))
+    found = UsageMeter([cast("PolicyServer", Server(*counted, aliases=["policy-a", "policy-b", "policy-b"]))])
     assert await found.step(PAIR) == {"prefix_hit_share": 0.5, "preemptions": 0.0}
     assert await found.step(PAIR) == {"prefix_hit_share": 0.3, "preemptions": 3.0}, (
         "all of it was counted since the start"
@@ -54,7 +54,7 @@ async def test_a_server_that_was_started_again_is_known_also_where_it_has_counte
 
 async def test_a_server_that_was_claimed_anew_may_have_gone_on_so_one_step_is_unknown() -> None:
     server = Server(Usage(2, 100, 50), Usage(900, 9000, 90, 30), Usage(902, 9100, 140, 30))
-    found = UsageMeter(cast("PolicyServer", server))
+    found = UsageMeter([cast("PolicyServer", server)])
     assert await found.step(PAIR) == {"prefix_hit_share": 0.5, "preemptions": 0.0}
     server.claim = "another"
     assert await found.step(PAIR) == {}
@@ -103,3 +103,27 @@ async def test_a_run_records_it_with_each_step(bench: Any, tmp_path: Path) -> No
         first, *_, last = [record.metrics for record in await made.store.steps("run")]
     assert (first["prefix_hit_share"], first["preemptions"]) == (0.6, 0.0)
     assert "prefix_hit_share" not in last, "nothing came since, so that no share is known"
+
+
+async def test_several_servers_have_counts_of_their_own_besides_those_of_all() -> None:
+    servers = [Server(Usage(2, 100, 50), Usage(4, 200, 150)), Server(Usage(1, 300, 50, 1), None)]
+    for number, server in enumerate(servers):
+        server.version = number
+    found = UsageMeter(cast("list[PolicyServer]", servers))
+    assert await found.step([]) == {
+        "prefix_hit_share": 0.25,
+        "preemptions": 1.0,
+        "server_0/requests": 2.0,
+        "server_0/prefix_hit_share": 0.5,
+        "server_0/version": 0.0,
+        "server_1/requests": 1.0,
+        "server_1/prefix_hit_share": pytest.approx(1 / 6),
+        "server_1/version": 1.0,
+    }
+    later = await found.step([])
+    assert later == {
+        "server_0/requests": 2.0,
+        "server_0/prefix_hit_share": 1.0,
+        "server_0/version": 0.0,
+        "server_1/version": 1.0,
+    }, "the sum is unknown where one is"

@@ -12,14 +12,17 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
 from lightning.trainer.context import Epoch, keep_epochs, mark_over
 from lightning.types import Run
+from lightning_console.pages import run as run_page
+from lightning_console.pages.words import NONE
 from lightning_console.places import Places, key_of
+from lightning_console.queries.curves import Curves
 from lightning_console.queries.runs import chosen_settings, list_runs, settings_and_tasks
 from lightning_console.router import Address, show
 from lightning_db.keeper import keeper_of
@@ -348,6 +351,18 @@ async def test_a_run_is_followed_while_it_goes_on() -> None:
     await mark_over(store, "live", True)
     assert not (await show(places, "run/live")).live
     assert (await table(places, "runs"))[0]["state"]["text"] == "finished"
+
+
+def test_the_policy_servers_of_a_run_that_has_several() -> None:
+    last = {"loss": 0.1, "server_0/version": 4.0, "server_0/requests": 12.0, "server_1/version": 3.0}
+    last |= {"server_1/requests": 2.0, "server_1/prefix_hit_share": 0.75}
+
+    def told(metrics: dict[str, float]) -> list[list[str]]:
+        curves = Curves(*cast("Any", ({}, (1,), (metrics,), (), (), (), (), {}, {})))
+        return [[cell.text for cell in row] for table in run_page._servers(curves) for row in table.rows]
+
+    assert told(last) == [["0", "4", "12", NONE], ["1", "3", "2", "75 %"]]
+    assert told({"loss": 0.1}) == []
 
 
 async def test_settings_that_changed_are_marks_of_the_curves(copied: Path) -> None:

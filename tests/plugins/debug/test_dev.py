@@ -129,7 +129,7 @@ async def test_a_dry_run_tells_of_tools_that_the_model_is_not_shown_and_of_calls
         return 1.0
 
     async with bench(tmp_path, with_tools) as made:
-        made.loop.stack.policy.fake.shows_tools = False
+        made.loop.stack.servers[0].fake.shows_tools = False
         report = await dry_run(made.loop.stack, [Task("one")], [], made.loop.schedule.at(1), Reporter(enabled=False))
     (problem,) = report.problems
     assert problem.startswith("2 calls: the model's chat template does not show the tools")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.queries.runs import ODD, RunLine, about_of, chosen_settings, line_of, points_of, said_of
 from lightning_console.router import Address
 
+OF_SERVER: Final = re.compile(r"server_(\d+)/version")
+"""The name of a metric that each of several policy servers has."""
 OTHERS: Final = 200
 """Most runs of a store that a run is compared with: the newest."""
 MOST_LINKS: Final = 24
@@ -182,6 +185,7 @@ async def page(places: Places, address: Address) -> Page:
     blocks += _charts(found, curves)
     blocks += [*picker(address, curves), *charts_of(found, curves, address)]
     if curves.steps:
+        blocks += _servers(curves)
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
         waiting = waiting or profiled is None
@@ -255,6 +259,24 @@ def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
         facts = [*_trained_facts(found, line, curves), *facts]
     note = f"begun {when(found.run.created_at)}; project {found.run.project}; {found.url}"
     return Facts(facts, title="Figures", note=note)
+
+
+def _servers(curves: Curves) -> list[Table]:
+    """Return the table of the policy servers in the last step; nothing for a run with one server."""
+    last = curves.values[-1]
+    numbers = sorted(int(found[1]) for name in last if (found := OF_SERVER.fullmatch(name)))
+    if not numbers:
+        return []
+
+    def row(server: int) -> list[Cell]:
+        version, calls, hits = (
+            last.get(f"server_{server}/{name}") for name in ("version", "requests", "prefix_hit_share")
+        )
+        return [Cell(str(server)), Cell(count(version)), Cell(count(calls)), Cell(share(hits))]
+
+    columns = [Column("server"), Column("version"), Column("calls"), Column("prefix cache")]
+    note = "calls of the last step; the share of prompt tokens that the server found in its prefix cache"
+    return [Table(columns, [row(server) for server in numbers], title="Policy servers", note=note)]
 
 
 def _settings(curves: Curves) -> Table:

@@ -17,7 +17,7 @@ from functools import partial
 from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
 from lightning.errors import GatewayError, StoreError
-from lightning.gateway.policy import UNKNOWN, UPDATING, Policy
+from lightning.gateway.policy import RESTARTING, UNKNOWN, UPDATING, Policy
 from lightning.gateway.upstream import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import RunWatch, Store
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 RETRY = 0.2
 """Seconds until the store is asked again after an error."""
 OUT_OF_TOUCH = "This server has lost touch with the database, which says which weights are current,"
-RESTARTING = "The policy server is being restarted"
 
 
 class Member:
@@ -67,6 +66,8 @@ class Member:
         self.policy.gate.close(self, OUT_OF_TOUCH)
         self._number, self._seat = 0, Seat("")
         self._valid_until = 0.0
+        self._closed: set[int] = set()
+        """The places of the servers whose calls wait."""
         self.seated = False
         """Whether the gateway has a seat, as far as it knows."""
         self._timer: asyncio.TimerHandle | None = None
@@ -213,10 +214,10 @@ class Member:
             self._seat = replace(self._seat, keys=())
             self._serve(notice)
             return
-        if not self._orphaned:
-            self.policy.gate.close(self, UPDATING if notice.stance is Stance.HELD else RESTARTING)
-        if notice.stance is Stance.PAUSED:
-            self.policy.pool.vacate()
+        if not self._orphaned and notice.stance is Stance.HELD and notice.holds is None:
+            self.policy.gate.close(self, UPDATING)
+        elif not self._orphaned:
+            self._serve(notice)
         if notice.stance is Stance.HELD and self._seat.ack != notice.epoch:
             self.policy.freeze()
             self._seat = replace(self._seat, ack=notice.epoch, keys=tuple(self.policy.keys()))
@@ -245,28 +246,25 @@ class Member:
         return True
 
     def _update(self, notice: Notice) -> None:
-        """Split the calls in flight at the servers whose weights have changed: later tokens are of the new version."""
-        update, had = (
-            Update(notice.version, notice.counts),
-            {slot.upstream: slot.version for slot in self.policy.pool.slots},
-        )
-        changed = [server for server, version in notice.version_of.items() if had.get(server) != version]
+        """Split the calls in flight at the servers whose weights have changed: later tokens are of the new version. Of those at
+        a server that is away the versions are unknown, because it may not have taken the weights."""
         if notice.version == UNKNOWN:
             self.policy.lose()
-        if len(changed) in (0, len(notice.servers)):
-            self.policy.update(update)
-            return
-        for server in set(changed) & had.keys():
-            self.policy.update(update, server)
+        for server in notice.started_again:
+            self.policy.lose(server)
+        changed = None if notice.changed is None else notice.servers[notice.changed]
+        if changed in (None, *(slot.upstream for slot in self.policy.pool.slots)):
+            self.policy.update(Update(notice.version, notice.counts), changed)
 
     def _serve(self, notice: Notice | None) -> None:
-        """Open the gate: calls go to the notice's servers. With None, or where a server is not allowed, there are none."""
+        """Open the gate: calls go to the notice's servers, except to those that are away or held. With None, or where a server
+        is not allowed, there are none."""
         versions = notice.version_of if notice is not None and notice.version != UNKNOWN else {}
         servers = tuple(versions)
         try:
             for server in servers:
                 self._allowed.check(server.url)
-            self.policy.pool.assign(servers)
+            self.policy.pool.assign(servers, notice.started_again if notice is not None else ())
             for slot in self.policy.pool.slots:
                 slot.version = versions.get(slot.upstream, slot.version)  # a vacant place has none
         except GatewayError as error:
@@ -274,7 +272,19 @@ class Member:
                 log.error("calls of run %s find no policy server here: %s", self._run, error)  # noqa: TRY400 — is no fault
             self._refused = servers
             self.policy.pool.assign(())
+        self._close_places(notice)
         self.policy.gate.open(self)
+
+    def _close_places(self, notice: Notice | None) -> None:
+        """Close the gate to the calls of the servers that are away or held according to the notice, and to no others."""
+        why = {} if notice is None else dict.fromkeys(notice.away, RESTARTING)
+        if notice is not None and notice.holds is not None:
+            why[notice.holds] = UPDATING
+        for place in self._closed - why.keys():
+            self.policy.gate.open((self, place))
+        for place, reason in why.items():
+            self.policy.gate.close((self, place), reason, place)
+        self._closed = set(why)
 
     async def _listen(self, notice: Notice) -> None:
         """While calls are held, watch the owner's heartbeat, because only the owner knows which weights the servers have. After

@@ -58,6 +58,7 @@ class Owner(PolicyOwner):
         self._seen: dict[int, _Seen] = {}
         self._gone: set[int] = set()
         self._changing = asyncio.Lock()
+        self._beating: asyncio.Task[None] | None = None
         self._observer: asyncio.Task[None] | None = None
 
     @property
@@ -74,8 +75,8 @@ class Owner(PolicyOwner):
             self._notice,
             epoch=epoch,
             versions=(),
+            away=(),
             updated=epoch - (not servers),  # `serve` says the version for the first time, which is news at this epoch
-            stance=Stance.OPEN,
             version=max(version, UNKNOWN),
             servers=tuple(servers),
         )
@@ -85,8 +86,8 @@ class Owner(PolicyOwner):
         """Announce the servers and their version, after `open` without servers and before the first hold."""
         async with self._changing:
             await self._check_owner()
-            notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers), versions=())
-            self._notice = replace(notice, updated=notice.epoch)
+            notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers), versions=(), away=())
+            self._notice = replace(notice, updated=notice.epoch, changed=None)
             await self._announce()
 
     async def close(self) -> None:
@@ -94,87 +95,105 @@ class Owner(PolicyOwner):
         if self._observer is not None:
             await end(self._observer)
             self._observer = None
+        await self._rest()
         try:
             await self._check_owner()
-            self._notice = replace(self._notice, stance=Stance.OPEN, servers=(), versions=(), counts={})
+            self._notice = replace(self._notice, servers=(), versions=(), away=(), counts={})
             await self._announce()
         except StoreError as error:
             log.info("the gateways of run %s were not told that its policy server stops: %s", self._run, error)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[Hold]:
-        """For the length of the block no gateway sends calls, and the calls in flight are known. The block sets what changed on
-        the `Hold`, which is announced afterwards. After a `PolicyServerError` the old version goes on; after any other error it
-        is not known."""
+    async def hold(self, server: Upstream | None = None) -> AsyncIterator[Hold]:
+        """For the length of the block no gateway sends calls to this server, or with None to any, and the calls in flight are
+        known. The block sets what changed on the `Hold`, which is announced afterwards. After a `PolicyServerError` the old
+        version goes on; after any other error it is not known."""
         async with self._changing:
-            hold = Hold()
-            async with self._closed(Stance.HELD) as closed:
+            hold, place = Hold(), None if server is None else self._place(server)
+            async with self._closed(place) as closed:
                 keys: list[str] = []
                 try:
                     keys = await self._gather()
                     try:
                         yield hold
-                        if hold.server not in (None, *closed.notice.servers):
-                            hold.update = None
-                            raise GatewayError(f"{hold.server} is none of the policy servers of run {self._run}")
                     except PolicyServerError:
                         raise
                     except BaseException:
                         hold.lost = hold.update is None
                         raise
                 finally:
-                    closed.notice = self._outcome(replace(closed.notice, taken=tuple(self._seen)), hold, keys)
+                    closed.notice = self._outcome(replace(closed.notice, taken=tuple(self._seen)), place, hold, keys)
             self._observe()
 
-    @asynccontextmanager
-    async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
-        """For the length of the block new calls wait, while dead servers are started again with their weights. `servers` then
-        returns the new servers; none are announced when the block fails."""
-        async with self._changing, self._closed(Stance.PAUSED) as closed:
-            before = closed.notice
-            closed.notice = replace(before, servers=(), versions=())
-            yield
-            there = tuple(servers())
-            known = [before.version_of.get(server, before.version) for server in there]
-            closed.notice = replace(before, servers=there, versions=tuple(known))
+    async def away(self, server: Upstream) -> None:
+        """Announce that this server is started again: it gets no calls before `back`, and calls wait while all servers are."""
+        async with self._changing:
+            await self._check_owner()
+            self._notice = self._without(self._notice, [server])
+            await self._announce()
 
-    def _outcome(self, notice: Notice, hold: Hold, keys: Sequence[str]) -> Notice:
+    async def back(self, server: Upstream, now: Upstream, version: int) -> None:
+        """Announce that the server that was `away` is `now` this one, with the weights of `version`."""
+        async with self._changing:
+            await self._check_owner()
+            notice, place = self._notice, self._place(server)
+            servers, versions = list(notice.servers), list(notice.version_of.values())
+            servers[place], versions[place] = now, version
+            away = tuple(number for number in notice.away if number != place)
+            self._notice = replace(notice, servers=tuple(servers), versions=tuple(versions), away=away)
+            await self._announce()
+
+    def _without(self, notice: Notice, servers: Sequence[Upstream]) -> Notice:
+        """Return the notice with these servers away, too."""
+        return replace(notice, away=tuple(sorted({*notice.away, *map(self._place, servers)})))
+
+    def _place(self, server: Upstream) -> int:
+        if server not in self._notice.servers:
+            raise GatewayError(f"{server} is none of the policy servers of run {self._run}")
+        return self._notice.servers.index(server)
+
+    def _outcome(self, notice: Notice, place: int | None, hold: Hold, keys: Sequence[str]) -> Notice:
+        notice = self._without(notice, hold.away)
         if hold.lost:
-            return replace(notice, version=UNKNOWN, versions=(), updated=notice.epoch, counts={})
+            return replace(notice, version=UNKNOWN, versions=(), updated=notice.epoch, changed=None, counts={})
         if (update := hold.update) is None:
             return notice
         counts = {key: update.in_flight[key] for key in keys if key in update.in_flight}
-        versions = [
-            update.version if hold.server in (None, server) else had for server, had in notice.version_of.items()
-        ]
-        return replace(notice, version=update.version, versions=tuple(versions), updated=notice.epoch, counts=counts)
+        versions = tuple(
+            had if place not in (None, number) or number in notice.away else update.version
+            for number, had in enumerate(notice.version_of.values())
+        )
+        return replace(
+            notice, version=update.version, versions=versions, updated=notice.epoch, changed=place, counts=counts
+        )
 
     # the notice -------------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def _closed(self, stance: Stance) -> AsyncIterator[_After]:
-        """For the length of the block gateways hold their calls; then announce the notice that the block left in `_After`."""
+    async def _closed(self, place: int | None) -> AsyncIterator[_After]:
+        """For the length of the block gateways hold the calls of the server in this place (None: of all); then announce the
+        notice that the block left in `_After`."""
         await self._check_owner()
-        after = _After(self._notice)
-        if stance is Stance.HELD:
-            after.notice = replace(after.notice, epoch=after.notice.epoch + 1)
-        self._notice = replace(after.notice, stance=stance)
-        beating = asyncio.create_task(self._beat())
+        after = _After(replace(self._notice, epoch=self._notice.epoch + 1))
+        self._notice = replace(after.notice, holds=place)
         try:
-            await self._announce()
+            await self._announce(held=True)
             yield after
         finally:
-            self._notice = after.notice
-            await to_its_end(self._reopen(beating))  # even if cancelled, or `close` would announce at the same time
+            self._notice = replace(after.notice, holds=None)
+            await to_its_end(self._announce())  # even if cancelled, or `close` would announce at the same time
 
-    async def _reopen(self, beating: asyncio.Task[None]) -> None:
-        await end(beating)
-        await self._announce()
-
-    async def _announce(self) -> None:
+    async def _announce(self, *, held: bool = False) -> None:
+        """Write the notice, in the stance that it says; while calls wait, heartbeats are written, too."""
         while self._first in self._gone:
             self._gone.discard(self._first)
             self._first += 1
-        self._notice = replace(self._notice, first=self._first)
+        none = bool(self._notice.servers) and len(self._notice.away) == len(self._notice.servers)
+        stance = Stance.HELD if held else Stance.PAUSED if none else Stance.OPEN
+        self._notice = replace(self._notice, stance=stance, first=self._first)
+        if stance is Stance.OPEN:
+            await self._rest()
+        elif self._beating is None:
+            self._beating = asyncio.create_task(self._beat())
         await self._store.put_state("", notice_key(self._run), to_json(self._notice))
 
     async def _check_owner(self) -> None:
@@ -183,6 +202,12 @@ class Owner(PolicyOwner):
             raise ConflictError(
                 f"another trainer has taken over run {self._run!r} in this store: end one of the two, and resume the other"
             )
+
+    async def _rest(self) -> None:
+        """End the heartbeats."""
+        if self._beating is not None:
+            await end(self._beating)
+            self._beating = None
 
     async def _beat(self) -> None:
         """Write the owner's heartbeat once a second."""

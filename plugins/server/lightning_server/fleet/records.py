@@ -49,8 +49,8 @@ def now() -> float:
 
 
 class Stance(StrEnum):
-    """What gateways do with new calls. `OPEN`: send them. `HELD`: keep them waiting, and acknowledge that. `PAUSED`: only keep
-    them waiting."""
+    """What gateways do with new calls. `OPEN`: send them. `HELD`: keep them waiting, or those of the server that the notice
+    names, and acknowledge that. `PAUSED`: only keep them waiting, because every server is away."""
 
     OPEN = "open"
     HELD = "held"
@@ -65,6 +65,10 @@ class Notice:
     `versions` are those of the `servers`, in their order (empty: all have the newest). `counts` has the response tokens that
     each call in flight had at the update. `taken` are the seats that had acknowledged the last ended hold. Seats below `first`
     are gone. `seed` seeds calls, None where they are not seeded.
+
+    Servers keep their places while they are started again: `away` are the places of those that are. `holds` is the place of the
+    server whose calls a `HELD` notice holds, `changed` that of the server which took the newest weights in epoch `updated`;
+    None is every server.
     """
 
     owner: str
@@ -78,6 +82,9 @@ class Notice:
     first: int = 0
     seed: int | None = None
     versions: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
+    holds: int | None = None
+    changed: int | None = None
 
     @property
     def ended(self) -> int:
@@ -88,6 +95,11 @@ class Notice:
     def version_of(self) -> dict[Upstream, int]:
         """The version of the weights that each server has."""
         return dict(zip(self.servers, self.versions or (self.version,) * len(self.servers), strict=True))
+
+    @property
+    def started_again(self) -> tuple[Upstream, ...]:
+        """The servers that are started again, as they were before."""
+        return tuple(self.servers[place] for place in self.away)
 
 
 @dataclass(frozen=True, slots=True)

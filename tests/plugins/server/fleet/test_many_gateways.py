@@ -138,17 +138,17 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
     llms: dict[int, tuple[LLM, int]] = {}
     while len(llms) < 2:  # a rollout that stays with each server
         llm = await fleet.llm(gateway)
-        slot = policy.pool._choose(fleet.made[-1].id, ())
-        llms.setdefault(slot.number, (llm, len(fleet.made) - 1))
+        number = gateway._signer.verify(llm.api_key).server  # chosen by the plugin `replicas`
+        llms.setdefault(number, (llm, len(fleet.made) - 1))
     for fake in fakes:
         fake.default = TEN
     asking = [asyncio.create_task(fleet.ask(llms[number][0])) for number in (0, 1)]
     await fleet.until(lambda: all(max([0, *fake.in_flight().values()]) >= 3 for fake in fakes))
-    async with fleet.owner.hold() as hold:
+    async with fleet.owner.hold(served[0]) as hold:
         for fake in fakes:
             fake.pause()
         await asyncio.sleep(0.02)
-        hold.update, hold.server = Update(1, fleet.fake.in_flight()), served[0]
+        hold.update = Update(1, fleet.fake.in_flight())
         for fake in fakes:
             fake.resume()
     for answer in asyncio.as_completed(asking):
@@ -160,8 +160,8 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
     assert [slot.version for slot in fleet.servers[1]._policies.of("run").pool.slots] == [1, 0]
     unbegun = asyncio.create_task(fleet.ask(llms[0][0]))  # at the first server while the second is updated
     await fleet.until(lambda: fleet.fake.in_flight())
-    async with fleet.owner.hold() as hold:
-        hold.update, hold.server = Update(2, second.in_flight()), served[1]
+    async with fleet.owner.hold(served[1]) as hold:
+        hold.update = Update(2, second.in_flight())
     assert (await unbegun).status_code == 200
     for number in (0, 1):
         assert (await fleet.ask(llms[number][0])).status_code == 200
@@ -169,8 +169,54 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
     at_first, at_second = ([[run.version for run in call.versions] for call in calls] for calls in found)
     assert (at_first, at_second) == ([[0, 1], [1], [1], [1]], [[0], [0], [2]])
     with pytest.raises(GatewayError, match="is none of the policy servers of run run"):
-        async with fleet.owner.hold() as hold:
-            hold.update, hold.server = Update(3), Upstream("http://127.0.0.1:1", "m")
+        async with fleet.owner.hold(Upstream("http://127.0.0.1:1", "m")) as hold:
+            hold.update = Update(3)
+
+
+async def test_one_server_of_two_is_held_or_away_and_the_other_goes_on(fleet):
+    """At a gateway elsewhere: calls of the held server wait, those of one that is away go to the other."""
+    second = await fleet.resources.enter_async_context(FakeVLLM())
+    served = [Upstream(fleet.fake.url, fleet.fake.model), Upstream(second.url, second.model)]
+    await fleet.owner.serve(served, 0)
+    gateway = fleet.servers[0]
+    policy = gateway._policies.of("run")
+    await fleet.until(lambda: len(policy.pool.slots) == 2)
+    llms = {}
+    while len(llms) < 2:
+        llm = await fleet.llm(gateway)
+        llms[gateway._signer.verify(llm.api_key).server] = llm
+    async with fleet.owner.hold(served[1]) as hold:
+        waits = asyncio.create_task(fleet.ask(llms[1]))
+        await fleet.until(lambda: policy.gate.closes(1) and policy.gate.waiting)
+        assert (await fleet.ask(llms[0])).status_code == 200
+        assert not waits.done()
+        assert not second.requests
+        hold.update = Update(1)
+    assert (await waits).status_code == 200
+    await fleet.until(lambda: not policy.gate.held)
+    await fleet.owner.away(served[1])
+    await fleet.until(lambda: policy.pool.slots[1].vacant)
+    assert not policy.gate.closed
+    assert (await fleet.ask(llms[1])).status_code == 200
+    assert (len(fleet.fake.requests), len(second.requests)) == (2, 1)
+    async with fleet.owner.hold() as hold:  # an update of all does not reach the server that is away
+        hold.update = Update(2)
+    again = Upstream(second.url, "another")
+    second.aliases = ("another",)
+    await fleet.owner.back(served[1], again, 2)
+    await fleet.until(lambda: policy.pool.slots[1].upstream == again and not policy.gate.held)
+    assert [slot.version for slot in policy.pool.slots] == [2, 2]
+    assert (await fleet.ask(llms[1])).status_code == 200
+    assert len(second.requests) == 2
+    other = fleet.servers[1]
+    joined = other._policies.of("run")
+    async with fleet.owner.hold(again) as hold:  # a gateway that comes during a hold sends calls to the other server
+        await fleet.until(lambda: len(joined.pool.slots) == 2 and joined.gate.closes(1))
+        assert not joined.gate.closed
+        hold.away = (again,)
+    await fleet.until(lambda: joined.pool.slots[1].vacant)
+    await fleet.owner.away(served[0])
+    await fleet.until(lambda: joined.gate.closed)
 
 
 async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):
@@ -179,8 +225,9 @@ async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):
     assert (await fleet.ask(llm)).status_code == 200
     policy = fleet.servers[0]._policies.of("run")
     served = [Upstream(fleet.fake.url, fleet.fake.model)]
-    async with fleet.owner.moving(list):
-        await fleet.until(lambda: policy.pool.slots[0].vacant)
+    await fleet.owner.away(served[0])
+    await fleet.until(lambda: policy.pool.slots[0].vacant)
+    await fleet.owner.serve((), 0)
     await fleet.until(lambda: not policy.gate.closed)  # it has heard that there is none
     await fleet.owner.serve(served, 0)
     assert (await fleet.ask(llm)).status_code == 200
@@ -206,10 +253,12 @@ async def test_a_server_follows_the_policy_server_to_another_address(fleet):
     await fleet.ask(llm)
     async with FakeVLLM() as other:
         moved = [Upstream(other.url, other.model)]
-        async with fleet.owner.moving(lambda: moved):
-            await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.closed)
-            asking = asyncio.create_task(fleet.ask(llm))
-            await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.waiting)
+        before = Upstream(fleet.fake.url, fleet.fake.model)
+        await fleet.owner.away(before)
+        await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.closed)
+        asking = asyncio.create_task(fleet.ask(llm))
+        await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.waiting)
+        await fleet.owner.back(before, *moved, 0)
         assert (await asking).status_code == 200
         assert (len(fleet.fake.requests), len(other.requests)) == (1, 1)
 

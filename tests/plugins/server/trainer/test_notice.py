@@ -71,8 +71,10 @@ async def test_a_restarted_policy_server_is_told_with_its_new_address(
         monkeypatch.setattr(
             type(house.policy), "alias", property(lambda self: "new" if self.restarted_with >= 0 else "tiny")
         )
-        async with stack.owner.moving(stack.upstreams):
-            assert (await notice(house)).stance is Stance.PAUSED
-            await house.policy.restart(None, 0)
+        (old,) = stack.upstreams()
+        await stack.owner.away(old)
+        assert (await notice(house)).stance is Stance.PAUSED
+        await house.policy.restart(None, 0)
+        await stack.owner.back(old, *stack.upstreams(), 0)
         said = await notice(house)
         assert (said.stance, said.version, [server.model for server in said.servers]) == (Stance.OPEN, 0, ["new"])
