@@ -1,5 +1,7 @@
 """A fresh process for each rollout beside processes that are used again: the same rollouts, wall time and CPU of both.
 
+The start of the fork server and the first rollouts, which it learns from, are left out of both.
+
 The agents are the demonstrations' (AutoGen's `AssistantAgent` and plain Python), the model is a server of canned answers on
 loopback, so that nearly all of the time is the agents' own. With a real model a rollout takes seconds besides.
 
@@ -10,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import resource
 import statistics
 import sys
 import time
 
+import psutil
 from lightning.config import RunnerConfig
 from lightning.plugins import plugins
 from lightning.runner.process import ProcessRunner
@@ -24,11 +26,13 @@ from lightning.types import Lease, Rollout
 DEMOS = ("tiny", "math", "calculator")
 KINDS = {"reused": 1000, "fresh": 1}
 WARMING = 3.0
-"""Seconds in which the processes that are begun ahead come up."""
+"""Seconds in which the fork server learns what the first rollout needed."""
+ENDING = 0.5
+"""Seconds in which the last processes end and are counted."""
 
 
 async def measure(demo: str, per_process: int, rollouts: int) -> tuple[float, float]:
-    """Wall seconds and CPU seconds of the agents' processes, for each rollout; the first ones of each process are left out."""
+    """Wall seconds, and CPU seconds of the agents' processes and their fork server, for each rollout."""
     chosen = plugins().demo(demo)()
     tasks = chosen.tasks(rollouts + 16, 0)
     runner = ProcessRunner(chosen.agent, RunnerConfig(concurrency=8, rollouts_per_process=per_process, timeout=120))
@@ -42,17 +46,23 @@ async def measure(demo: str, per_process: int, rollouts: int) -> tuple[float, fl
         await asyncio.gather(*map(one, range(8)))
         await asyncio.sleep(WARMING)
         await asyncio.gather(*map(one, range(8, 16)))
-        began, before = time.perf_counter(), _cpu()
+        await asyncio.sleep(ENDING)
+        began, before = time.perf_counter(), _cpu(runner)
         await asyncio.gather(*map(one, range(16, 16 + rollouts)))
         wall = time.perf_counter() - began
+        await asyncio.sleep(ENDING)
+        used = _cpu(runner) - before
         await runner.close()
-        await asyncio.sleep(0.5)
-        return wall / rollouts, (_cpu() - before) / rollouts
+        return wall / rollouts, used / rollouts
 
 
-def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _cpu(runner: ProcessRunner) -> float:
+    """CPU seconds of the fork server, of its living children, and of those that have ended."""
+    assert runner._server is not None
+    assert runner._server._process is not None
+    server = psutil.Process(runner._server._process.pid)
+    used = [each.cpu_times() for each in (server, *server.children())]
+    return float(sum(one.user + one.system + one.children_user + one.children_system for one in used))
 
 
 def main() -> None:

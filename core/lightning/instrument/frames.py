@@ -74,6 +74,11 @@ def _origin(filename: str) -> _Origin:
     return _Origin.USER
 
 
+def know_origin(filename: str) -> None:
+    """Find out and keep whether the functions of a file are the user's."""
+    _origin(filename)
+
+
 def _plain(qualified: str) -> str:
     """Return the name to use for a qualified name: `Writer.draft` as it is, `make.<locals>.agent` as `agent`, and "" for
     `<lambda>`, `<genexpr>` and `<module>`."""

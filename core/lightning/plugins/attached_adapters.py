@@ -91,7 +91,8 @@ class Adapters:
         for implementation in self._manager.hook.lightning_install.get_hookimpls():
             if implementation.plugin is plugin:
                 self._attach_one(installation, name, implementation)
-        self.find_identifiers()
+        if name in installation.failed:
+            self.find_identifiers()
 
     def _attach_one(self, installation: Installation, name: str, implementation: pluggy.HookImpl) -> None:
         try:

@@ -34,7 +34,7 @@ from lightning.processes import die_with_parent, kill_group
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent, unpack_stages
 from lightning.runner.stages import NO_STAGES, AttemptLine
-from lightning.runner.warmth import Contexts, Stores, build_model
+from lightning.runner.warmth import Contexts, Stores, build_model, fill_caches
 from lightning.runner.worker import flush, without_children
 
 MOST_NAMES = 8
@@ -123,8 +123,8 @@ def _import_all(names: Sequence[str]) -> list[str]:
 
 
 def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
-    """Build the certificate stores and pydantic models that the first rollout built. If that fails for one, each rollout builds
-    it and gets the error."""
+    """Build the certificate stores and pydantic models that the first rollout built, and fill caches. If that fails for one,
+    each rollout builds it and gets the error."""
     platform.platform()  # clients send it in headers, and its first call starts a program
     for module, name in needs["models"]:
         if module in sys.modules:  # else its module must not be imported here
@@ -133,6 +133,7 @@ def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
     for asked in needs["contexts"]:
         with contextlib.suppress(OSError):  # `ssl.SSLError` is one
             contexts.make(Stores(**asked["stores"]), asked["count"])
+    fill_caches()
 
 
 def _started_since(before: Sequence[threading.Thread]) -> str:

@@ -1,11 +1,13 @@
-"""Certificate stores and pydantic models that the first rollout had to build, built in advance for later processes.
+"""Certificate stores, pydantic models and caches that the first rollout had to build, built in advance for later processes.
 
 The invariant: a rollout gets what it would have built, and nothing that another rollout has touched. The first rollout reports
-what it needed; the fork server builds that without using it, and each process that it forks has its own copy.
+what it needed; the fork server builds that without using it, and each process that it forks has its own copy. The caches are
+filled from fixed text, never from a rollout's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import ssl
@@ -15,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from lightning.instrument.frames import know_origin
 
 MOST_CONTEXTS: Final = 8
 """Most contexts of the same certificate files that are made in advance."""
@@ -100,6 +104,42 @@ def build_model(module: str, name: str) -> None:
     """Build the pydantic model `name` of a module. Raises what its building raises."""
     model = getattr(importlib.import_module(module), name)
     model.model_rebuild()
+
+
+def fill_caches() -> None:
+    """Fill the caches that any call of a model fills: the origins of the imported modules, and the type hints and validators of
+    a chat completion in the `openai` client, if that is imported. Nothing is sent, and no client is made."""
+    for module in list(sys.modules.values()):
+        if isinstance(file := getattr(module, "__file__", None), str):
+            know_origin(file)
+    if "openai" in sys.modules:
+        with contextlib.suppress(
+            ImportError, AttributeError
+        ):  # another release: each rollout fills them, as without this
+            _fill_openai()
+
+
+def _fill_openai() -> None:
+    from openai._models import construct_type
+    from openai._utils import maybe_transform
+    from openai.types.chat import ChatCompletion
+    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+
+    function: dict[str, object] = {"name": "f", "arguments": "{}"}
+    reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    messages = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": ""},
+        reply,
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+    request = {"model": "m", "messages": messages, "tools": tools, "max_tokens": 1}
+    maybe_transform(request, CompletionCreateParamsNonStreaming)
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": reply}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+    construct_type(value=answer, type_=ChatCompletion)
 
 
 def _models() -> Iterator[Any]:

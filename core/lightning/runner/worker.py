@@ -168,7 +168,8 @@ def serve(
 ) -> None:
     """Answer requests, each under its name, until the parent closes the socket. After the first one, write to the descriptor
     `needs` which modules were imported and what was built since the fork, as a line of JSON."""
-    before, places = set(sys.modules), list(sys.path)
+    before = set() if needs is None else set(sys.modules)  # to refer to a thousand names copies the pages they are in
+    places = list(sys.path)
     seed_process(None)  # until a rollout has a seed of its own: what the agent's modules draw when they are imported
     contexts.install()
     with without_children():

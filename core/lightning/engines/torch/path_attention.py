@@ -462,7 +462,10 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class _Parts(torch.autograd.Function):
-    """Attention of a pack, computed part by part: its chains, its crossings and its path."""
+    """Attention of a pack, computed part by part: its chains, its crossings and its path.
+
+    The backward pass is at least float32: there torch's kernel for a CPU takes up to eight times as long in bfloat16.
+    """
 
     @staticmethod
     def forward(
@@ -491,6 +494,8 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
         query, key, value, out, lse = ctx.saved_tensors
+        kind, exact = query.dtype, torch.promote_types(query.dtype, torch.float32)
+        query, key, value, out, grad = (tensor.to(exact) for tensor in (query, key, value, out, grad))
 
         def part(queries: slice, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> tuple[torch.Tensor, ...]:
             own = (tensor[:, :, queries] for tensor in (grad, query))
@@ -508,11 +513,12 @@ class _Parts(torch.autograd.Function):
                 total[:, :, where] += more
         if ctx.path is not None:
             keys = slice(0, ctx.pack.depth)
-            found = part(slice(None), ctx.path.keys[:, :, keys], ctx.path.values[:, :, keys], False)
+            keys_before, values_before = ctx.path.keys[:, :, keys].to(exact), ctx.path.values[:, :, keys].to(exact)
+            found = part(slice(None), keys_before, values_before, False)
             by_query += found[0]
             ctx.path.key_gradients[:, :, keys] += found[1]
             ctx.path.value_gradients[:, :, keys] += found[2]
-        return by_query, by_key, by_value, None, None, None
+        return by_query.to(kind), by_key.to(kind), by_value.to(kind), None, None, None
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
