@@ -363,6 +363,7 @@ class Page:
             "name": self.name,
             "trail": [asdict(link) for link in self.trail],
             "live": self.live,
+            "partial": self.partial,
             "waits": self.waits,
             "previous": self.previous,
             "next": self.next,

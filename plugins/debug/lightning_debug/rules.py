@@ -266,6 +266,10 @@ LENGTHS: Final[tuple[tuple[str, str, Callable[[Attempted], int]], ...]] = (
 """Lengths that a reward should not follow: the rollout that has more of it, its name, and its value (in tokens or calls)."""
 
 
+FOLLOWS_LENGTH: Final = "reward follows length"
+"""The cause of the finding about a reward that follows length."""
+
+
 def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
     """Find a reward that follows length: of two rollouts of one task, the longer one nearly always earns more.
 
@@ -292,10 +296,10 @@ def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
         share, agree, pairs, longer, name, by_chance = max(found, key=itemgetter(0))
         equal = f" with equal {', '.join(parts)}" if parts else ""
         yield Diagnosis(
-            "reward follows length",
-            f"of {pairs} pairs of rollouts of one task{equal} that earned differently, the {longer} earned more in {agree} "
-            f"({share:.0%}; from {most:.0%} on this is an alarm, and shuffled rewards give as many in "
-            f"{SHUFFLES * by_chance:.0f} of {SHUFFLES} cases): the reward follows {name}. Is that meant? "
+            FOLLOWS_LENGTH,
+            f"the reward follows {name}: of {pairs} pairs of rollouts of one task{equal} that earned differently, the {longer} "
+            f"earned more in {agree} ({share:.0%}). From {most:.0%} on this is an alarm; shuffled rewards give as many in "
+            f"{SHUFFLES * by_chance:.0f} of {SHUFFLES} cases. Is that meant? "
             "`lightning reward try GRADER RUN` shows what another reward would pay",
         )
 

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from lightning.batch import Sample, TokenSpan, Trajectory
 from lightning.store.memory import MemoryStore
-from lightning.types import Rollout, Run, StepRecord, Task, Transition
+from lightning.types import Rollout, Run, Status, StepRecord, Task, Transition
 from lightning_console.answers import answer
 from lightning_console.export import links_of
-from lightning_console.pages.pushed import pushed_of
+from lightning_console.pages.pushed import PushedCall, Siblings, _strongest, pushed_of
+from lightning_console.places import Located
 from lightning_console.queries import steps
+from lightning_console.queries.steps import CallCredit
 from lightning_console.router import show
 from lightning_record import exchanges
 
@@ -53,9 +55,10 @@ async def test_the_calls_that_were_pushed_most_stand_with_their_answers(store: M
     assert "GRPO gives every token of a call the same push: calls are listed, not tokens" in said
     assert "Tokens pushed most" not in found
     hardest, up_most = found["In short"]["notices"]
-    assert hardest["text"] == "Pushed down hardest: 1/0/2, call 1 by solver, 'word12 word13' (50 % of all pushes)"
+    assert hardest["text"] == "Pushed down hardest: 1/0/2, call 1 by solver, 'word12 word13'"
     assert hardest["detail"].startswith(
-        "Its rollout earned 0.000, the 2 others of its group 0.750 on average. 1 of its 3"
+        "Its rollout alone earned 0.000, the 2 others 0.750 on average. 1 of 3 rollouts made this call. "
+        "Task (expected 0): question 0 "
     )
     assert up_most["text"].startswith("Pushed up hardest: 1/0/0, call 1 by solver, 'word10 word11'")
     (cell, *_) = found["Pushed up most"]["rows"][0]
@@ -70,6 +73,22 @@ async def test_answers_that_begin_alike_are_not_the_same_call(
     hardest, _ = (await shown(places_of(store), "pushed/run/1"))["In short"]["notices"]
     assert "'word…'" in hardest["text"]
     assert hardest["detail"].endswith("1 of its 3 rollouts made this call")
+
+
+def test_the_reason_why_a_call_was_pushed_hardest_is_said_at_once() -> None:
+    rollout = Rollout("run/5/3/7", "run", Task("91 + 18 + 87?", expected="196"), "run/5/3", 5, reward=0.0)
+    beside = Siblings(8, 8, 7, 1.0, alone=True, calls=2, longest=True, part=2, own="It is 109", best="109 + 87")
+    one = PushedCall(rollout, 1, 0, CallCredit(-2.5, 0.1, 15), "reader", 1, "91 + 18", siblings=beside)
+    found = Located("run", Run("run", "run", {}), MemoryStore(), "memory://")
+    said = _strongest(found, replace(one, rollout=replace(rollout, status=Status.SUCCEEDED)), "down", by_rollout=True)
+    assert said.text == (
+        "Pushed down hardest: 5/3/7, call 1 by reader, '91 + 18'. The mistake is in call 2: 'It is 109'; the best of its "
+        "group said '109 + 87'"
+    )
+    assert said.detail == (
+        "All calls of 5/3/7 were pushed down alike, since it alone earned 0.000, the 7 others 1.000 on average. Call 1 is "
+        "first because it is the longest (15 tokens). Task (expected 196): 91 + 18 + 87?"
+    )
 
 
 async def test_it_is_linked_from_run_and_step_and_told_to_programs(store: MemoryStore) -> None:

@@ -161,6 +161,12 @@ def test_a_step_that_earned_nothing_names_the_kind_of_rollouts_that_came_with_it
         in said(alike)
     )
     assert "most often calculate: ValueError: display overflow (65 times). The tool may not be able" in said(alike)
+    assert "failed', if" not in said(alike)
+    known = said(replace(alike, tool_arguments="expression has a number above 120"))
+    assert (
+        "(65 times), if expression has a number above 120. The tool may not be able to do these tasks; whether" in known
+    )
+    assert "Whether the tasks were harder or easier is not known" not in known, "one statement on hard tasks is enough"
     assert "No few groups" not in said(alike)
     assert "No kind of failure explains it" in said(replace(change, equal=0.0))
     solved = compare_steps(1, groups(1, 0.5, 0.7), 2, groups(2, 1.0, 1.0, first=3))
@@ -217,6 +223,10 @@ async def test_failed_rollouts_count_as_0_and_are_said_beside_the_reward(store: 
     await step(store, 2, [[1.0, None], [None, 0.0]])
     found = await shown(places_of(store), "step/run/2")
     (failed,) = texts(found["What else changed"])
+    assert failed["the others earned in steps 1 and 2"] == "0.625"
+    assert (
+        found["Why the reward moved"]["notices"][0]["links"][-1]["text"] == "calls and tokens that step 2 pushed most"
+    )
     assert (failed["share in step 1"], failed["share in step 2"]) == ("0.0 %", "50 %")
     assert failed["moved the reward by"] == "-0.312", "half of them earn 0 where the others earned 0.625"
     (lead, *_) = found["Why the reward moved"]["notices"]
@@ -225,6 +235,22 @@ async def test_failed_rollouts_count_as_0_and_are_said_beside_the_reward(store: 
     only_failed = await shown(places_of(store), "step/run/3")
     assert "All rollouts of step 3 earned 0.000" in only_failed["Why the reward moved"]["notices"][1]["text"]
     assert "to step 3 (0.000)" in only_failed["Why the reward moved"]["notices"][0]["text"]
+
+
+def test_a_rise_from_a_step_that_earned_nothing_is_no_gain_of_the_same_weights() -> None:
+    change = compare_steps(4, groups(4, *[0.0] * 8), 5, groups(5, *[0.5] * 8, first=8))
+    failed = Beside(FAILED_TOOL, 0.86, 0.0, 0.0, 0.25)
+    located = Located("r", Run("r", "r"), MemoryStore(), "memory://")
+    made, behind = change_blocks(located, replace(change, equal_before=0.0, beside=(failed,)), same_since=3)
+    lead, cause, *_ = made.notices
+    assert (lead.tone, lead.text.partition(":")[0]) == ("", "The model did not change since step 3")
+    assert cause.text == (
+        "All rollouts of step 4 earned 0.000. The most probable cause: rollouts with a failed tool run, 86 % of all (0.0 % "
+        "in step 5)"
+    )
+    assert [block.title for block in behind] == ["Groups that moved the reward"], (
+        "the mean of the two steps says nothing"
+    )
 
 
 async def test_what_the_infrastructure_lost_is_left_out_and_said(store: MemoryStore) -> None:

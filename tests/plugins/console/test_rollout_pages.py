@@ -21,7 +21,7 @@ from lightning.store.url import sqlite_url
 from lightning.testing import ToolCall, rollout
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_ids
-from lightning_console.blocks import Page
+from lightning_console.blocks import Page, Table
 from lightning_console.pages.rollout import _consent
 from lightning_console.pages.words import differing, task_text
 from lightning_console.places import SERVER, Places
@@ -96,6 +96,17 @@ async def test_siblings_are_one_tree_of_calls(places: Places) -> None:
     page: Page = blocks["page"]
     assert (page.previous, page.next) == ("", to("group", "run", "run/1/1"))
     assert not page.live
+
+
+async def test_a_rollout_is_opened_by_its_name_and_says_what_was_expected_and_answered(places: Places) -> None:
+    blocks = await shown(places, to("rollout", "run", id="1/0/0"))
+    assert blocks["page"].address == to("rollout", "run", "run/1/0/0")
+    facts = {fact["name"]: fact["value"] for fact in blocks["Facts"]["facts"]}
+    assert (facts["expected"], facts["answered"]) == ("0", "word20 word30")
+    step = await show(places, to("step", "run", "1"))
+    (groups,) = [block for block in step.blocks if isinstance(block, Table) and block.title == "Groups"]
+    assert [row[0].text for row in groups.rows] == ["1/0", "1/1"]
+    assert "has no rollout 'run/9/9/9'" in await text_of(places, to("rollout", "run", id="9/9/9"))
 
 
 async def test_a_split_shows_how_the_best_and_the_worst_went_on(places: Places) -> None:

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,14 +20,19 @@ from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
 from lightning.trainer.context import Epoch, keep_epochs, mark_over
 from lightning.types import Run
+from lightning_console.pages import rewards
 from lightning_console.pages import run as run_page
-from lightning_console.pages.words import NONE
+from lightning_console.pages.runs import _alarms
+from lightning_console.pages.words import NONE, part_text
 from lightning_console.places import Places, key_of
 from lightning_console.queries.curves import Curves
 from lightning_console.queries.runs import chosen_settings, list_runs, settings_and_tasks
 from lightning_console.router import Address, show
 from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
+from lightning_debug.advise import Advice, Alarm
+from lightning_debug.diagnosis import Diagnosis
+from lightning_debug.rules import FOLLOWS_LENGTH
 
 from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder, plot
 from tests.plugins.debug.made_runs import Maker, Plot, State
@@ -271,6 +277,10 @@ async def test_a_run_begins_with_what_is_wrong_and_its_points_lead_to_steps(plac
     assert (await fact(places, "run/one", "held-out"))["to"] == "versions?of=one%400%2Cone%404"
     assert (await fact(places, "run/one", "steps"))["value"] == str(STEPS)
     text = await shown(places, "run/one")
+    assert "search texts, cut-off answers, calls that could not run" in text
+    assert "open rollout (such as 2/4/7), then Enter" in text
+    assert f"pushed/one/{STEPS}" in text
+    assert "pushed/one/1" in text, "each step's strongest pushes are one click away"
     assert "Where time goes" in text
     for command in ("advise", "profile", "audit", "replay"):
         assert f"lightning {command} " in text
@@ -302,7 +312,14 @@ async def test_alarms_lead_to_their_evidence() -> None:
     assert pages == {"step", "rollout"}
     (row,) = await table(places, "runs")
     assert row["alarms"]["tone"] == "bad"
+    assert re.match(r"\d+ now", row["alarms"]["text"])
     assert "collapsed" in row["alarms"]["text"]
+    (line,) = (await list_runs(places)).lines
+    over = _alarms(replace(line, alarms=(replace(line.alarms[0], still=False),)))
+    assert (over.tone, over.text.partition(":")[0]) == ("", "1 earlier"), "an alarm that is over is listed, too"
+    assert _alarms(replace(line, alarms=(), looked=False)).text == "being read …", (
+        "no alarm is known, which is not none"
+    )
     assert row["held-out"]["text"] == "no held-out tasks"
     assert "no held-out tasks" in (await fact(places, "run/bad", "held-out"))["detail"]
     assert (await chart(places, "run/bad", "Held-out tasks"))["empty"] == "this run has no held-out tasks"
@@ -549,7 +566,9 @@ async def test_a_part_against_which_others_work_explains_more_than_all(copied: P
     await places.close()
 
 
-async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_its_parts(copied: Path) -> None:
+async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_its_parts(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sqlite3.connect(copied / "one" / "lightning.db") as database:
         database.execute("UPDATE rollouts SET rewards = json_object('right', n % 2) WHERE reward IS NOT NULL")
         long = "(SELECT sum(length(tokens)) FROM transitions AS call WHERE call.rollout = rollouts.n)"
@@ -566,6 +585,16 @@ async def test_the_reward_lab_names_a_length_that_the_reward_follows_more_than_i
     said = await shown(places, "rewards/one")
     assert "The reward follows the length of the answers (tokens) most: rank correlation +" in said
     assert "The highest reward is " in said
+    alarm = Alarm(Diagnosis(FOLLOWS_LENGTH, "the reward follows length: of 91 pairs. From 80%"), None, still=True)
+
+    async def advised(*_: object) -> Advice:
+        return Advice("one", 4, (alarm,), (), (), 1, "")
+
+    monkeypatch.setattr(rewards, "advice_of", advised)
+    said = await shown(places, "rewards/one")
+    assert "the reward follows length: of 91 pairs. Others: " in said, "the figures of the alarm stand here, too"
+    assert part_text("correct", 0.0) == "answer wrong (correct 0.000)"
+    assert part_text("brief", 0.0) == "brief 0.000"
     await places.close()
 
 

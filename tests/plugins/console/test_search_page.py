@@ -108,10 +108,18 @@ async def test_rollouts_are_found_by_reward_step_and_failure_with_and_without_a_
     assert not rows(await found(store, "bad", split="val"))
     await one(store, "long", [([USER], {"content": "and so on", "finish_reason": "length"}, None)])
     (cut,) = rows(await found(store, "long", cut="yes"))
-    assert (cut["rollout"], cut["found in"], cut["text before"]) == ("1/0/0", "answer of call 1", "and so on")
+    assert (cut["rollout"], cut["found in"], cut["answer"]) == ("1/0/0", "answer of call 1", "and so on")
+    ended = (await shown(places_of(store), to("rollout", "long", "long/1/0/0")))["Facts"]["facts"][1]
+    assert (ended["value"], ended["detail"]) == (
+        "answer cut off at the limit of tokens",
+        "call 1; no error of the agent",
+    )
     broken = '<tool_call> {"name": "look", "arguments": {"q": beads"}} </tool_call>'
     await one(store, "odd", [([USER], {"content": broken}, None)])
-    assert rows(await found(store, "odd", odd="yes"))[0]["text before"] == broken
+    assert rows(await found(store, "odd", odd="yes"))[0]["answer"] == broken
+    parts = (await found(store, q="zero"))["In short"]["notices"][0]["links"]
+    assert [part["text"].split(" in ")[1] for part in parts] == ["training step 1", "training step 2"]
+    assert parts[1]["to"] == to("search", "run", q="zero", split="train", step=2)
     said = (await found(store, q="zero", step=2))["In short"]["notices"][0]["text"]
     assert (
         said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -95,6 +96,16 @@ async def test_a_small_gain_on_every_task_is_not_called_chance(store: MemoryStor
     said = json.dumps((await shown(store, of("run@0", "run@4")))["Notices"])
     assert "On these tasks B is better, and chance alone hardly explains it" in said
     assert "in 31 of 1000 cases" in said, "two of the 64 ways to flip six signs"
+    verdict, new = (await shown(store, of("run@0", "run@4")))["Notices"]["notices"]
+    assert (verdict["tone"], new["tone"]) == ("good", "muted")
+    assert new["text"].startswith("On new tasks of this kind it is not sure")
+    assert "solved" not in json.dumps(await shown(store, of("run@0", "run@4"))).casefold(), (
+        "no task is, which says nothing"
+    )
+    tile = next(each for each in (await shown(store, "run/run"))["Figures"]["facts"] if each["name"] == "held-out")[
+        "detail"
+    ]
+    assert re.fullmatch(r"beyond chance on these tasks \(.*\); on new tasks not sure \(-0.* to \+0.*\)", tile)
     assert "On new tasks of this kind it is not sure which is better: -0." in said, (
         "the other statement is about new tasks"
     )

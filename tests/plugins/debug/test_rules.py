@@ -219,7 +219,8 @@ def test_a_reward_that_follows_length_is_named(monkeypatch: pytest.MonkeyPatch) 
     longer = [said(length + 1, length / 8, group) for group in range(3) for length in range(8)]
     (found,) = diagnose(longer)
     assert found.text.startswith(
-        "of 84 pairs of rollouts of one task that earned differently, the longer one earned more in 84"
+        "the reward follows the length of what is said: of 84 pairs of rollouts of one task that earned differently, "
+        "the longer one earned more in 84 (100%). "
     )
     monkeypatch.delattr("lightning_debug.rules._as_ordered")  # nothing is shuffled where the pairs themselves say no
     brief = [said(9 - length, length / 8, group) for group in range(3) for length in range(8)]
@@ -243,8 +244,9 @@ def test_a_part_that_explains_the_reward_is_no_length_and_the_strongest_length_i
     ]
     (found,) = diagnose(paid)
     assert "pairs of rollouts of one task with equal correct that earned differently" in found.text
-    assert "the one with more calls earned more in 168 (100%; from 80% on this is an alarm" in found.text
-    assert "in 1 of 1000 cases): the reward follows the number of calls" in found.text
+    assert "the one with more calls earned more in 168 (100%). From 80% on this is an alarm" in found.text
+    assert "in 1 of 1000 cases. " in found.text
+    assert found.text.startswith("the reward follows the number of calls: of ")
     right = [said(1 + calls, float(calls > 3), float(calls > 3), group) for group in range(4) for calls in range(8)]
     assert diagnose(right) == [], "what is right takes more calls: its correctness explains the reward"
     used = [said(1 + calls, 0.2 * (calls > 3), 0.0, group) for group in range(8) for calls in range(8)]

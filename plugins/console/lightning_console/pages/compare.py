@@ -258,7 +258,7 @@ async def _task_by_task(places: Places, address: Address, runs: list[Compared]) 
         return [*blocks, sides, Notices([why], title="Task by task")], []
     made = await comparison_blocks(found, address, f"A is {names.get(a, a)}, B is {names.get(b, b)}")
     controls = replace(sides, controls=[*made.filter.controls, *sides.controls])
-    return [made.verdict, *blocks, controls, made.solved], made.details
+    return [made.verdict, *blocks, controls, *made.solved], made.details
 
 
 def _settings(runs: list[Compared]) -> Table:

@@ -30,6 +30,7 @@ from lightning_console.pages.words import (
     number,
     share,
     step_links,
+    task_text,
     to,
     tone_of,
     trail,
@@ -53,13 +54,17 @@ LONGEST: Final = 160
 @dataclass(frozen=True, slots=True)
 class Siblings:
     """A call beside the `rollouts` of its group: `alike` of them made the same calls up to it, and `better` of these earned
-    more. `others` is the mean reward of all the others. `part` is the number of the call at which it parts from the best of
-    those alike (0: nowhere), with what it said there (`own`) and what the best one said (`best`)."""
+    more. `others` is the mean reward of all the others; `alone` says that none of them earned the same. `part` is the number of
+    the call at which it parts from the best of those alike (0: nowhere), with what it said there (`own`) and what the best one
+    said (`best`). `calls` counts the trained calls of its rollout, of which it is the `longest` or not."""
 
     rollouts: int
     alike: int
     better: int
     others: float | None
+    alone: bool
+    calls: int
+    longest: bool
     part: int = 0
     own: str = ""
     best: str = ""
@@ -212,7 +217,18 @@ async def _siblings(
     others = [each for each in group if each.id != one.rollout.id]
     alike = [each for each in others if said[each.id][:until] == mine[:until]]
     better = [each for each in alike if (earned(each) or 0.0) > (earned(one.rollout) or 0.0)]
-    made = Siblings(len(group), len(alike) + 1, len(better), mean_of([earned(each) for each in others]))
+    rewards = [earned(each) for each in others]
+    trained = proof.members[one.rollout.id].calls
+    longest = all(each.tokens < one.credit.tokens for seq, each in trained.items() if seq != one.seq)
+    made = Siblings(
+        len(group),
+        len(alike) + 1,
+        len(better),
+        mean_of(rewards),
+        earned(one.rollout) not in rewards,
+        len(trained),
+        longest,
+    )
     if not better:
         return made
     best = said[max(better, key=lambda each: earned(each) or 0.0).id]
@@ -256,7 +272,7 @@ def _blocks(found: Located, pushed: Pushed | None) -> Iterator[Block]:
         yield Notices([Notice("the calls of this step are read …", "muted")])
         return
     strongest = [*((each, "down") for each in pushed.down[:1]), *((each, "up") for each in pushed.up[:1])]
-    yield from in_short([_strongest(found, each, way, pushed.total) for each, way in strongest])
+    yield from in_short([_strongest(found, each, way, pushed.by_rollout) for each, way in strongest])
     notices = [] if pushed.proof.proved else [_doubt(pushed.proof)]
     if pushed.calls and pushed.total:
         notices += _alike(pushed)
@@ -280,32 +296,36 @@ def _blocks(found: Located, pushed: Pushed | None) -> Iterator[Block]:
         yield _tokens(found, pushed)
 
 
-def _strongest(found: Located, call: PushedCall, way: str, total: float) -> Notice:
+def _strongest(found: Located, call: PushedCall, way: str, by_rollout: bool) -> Notice:
     """Say which call was pushed hardest in a direction, and whether the call itself or another of its rollout explains it."""
     by = f" by {call.agent}" if call.agent else ""
-    text = (
-        f"Pushed {way} hardest: {_name(found, call)}{by}, {call.answer!r} ({share(_part([call], total))} of all pushes)"
-    )
+    text = f"Pushed {way} hardest: {_name(found, call)}{by}, {call.answer!r}"
     link = [
         Link(_name(found, call), _opens(found, call)),
         Link("its group", to("group", found.key, call.rollout.group)),
     ]
-    beside = call.siblings
+    beside, task = call.siblings, call.rollout.task
     if beside is None:
         return Notice(text, links=link)
+    if way == "down" and beside.better and beside.part:
+        text += f". The mistake is in call {beside.part}: {beside.own!r}; the best of its group said {beside.best!r}"
+    expected = "" if task.expected is None else f" (expected {one_line(task_text(task.expected), 60)})"
     detail = (
-        f"Its rollout earned {number(call.rollout.reward)}, the {counted(beside.rollouts - 1, 'other')} of its group "
+        f"{_reason(found, call, beside, way, by_rollout)}. Task{expected}: {one_line(task_text(task.input), LONGEST)}"
     )
-    detail += f"{number(beside.others)} on average. "
-    if way == "down" and beside.better:
-        detail += f"The call is not to blame: {counted(beside.better, 'other')} made it, too, and earned more"
-        if beside.part:
-            detail += (
-                f". They part at call {beside.part}: this rollout said {beside.own!r}, the best of them {beside.best!r}"
-            )
-    else:
-        detail += f"{beside.alike} of its {beside.rollouts} rollouts made this call"
     return Notice(text, detail=detail, links=link)
+
+
+def _reason(found: Located, call: PushedCall, beside: Siblings, way: str, by_rollout: bool) -> str:
+    """Say why a call was pushed hardest: how its rollout fared in its group, and why the call stands before its siblings."""
+    own = number(earned(call.rollout))
+    earns = f"alone earned {own}" if beside.alone else f"earned {own}"
+    earns += f", the {beside.rollouts - 1} others {number(beside.others)} on average"
+    if not by_rollout or beside.calls < 2:
+        return f"Its rollout {earns}. {beside.alike} of {beside.rollouts} rollouts made this call"
+    first = f". Call {call.number} is first because it is the longest ({counted(call.credit.tokens, 'token')})"
+    name = inside(found, call.rollout.id)
+    return f"All calls of {name} were pushed {way} alike, since it {earns}{first if beside.longest else ''}"
 
 
 def _part(calls: Sequence[PushedCall], total: float) -> float | None:

@@ -21,22 +21,29 @@ GROWN: Final = 0.25
 """... if its share has grown by this much since the step before."""
 SHOWN: Final = 10
 """Groups that are listed."""
+UNABLE: Final = "The tool may not be able to do these tasks"
 SMALL: Final = 0.0005
 """Rewards that differ by less are the same on a page."""
 
 
 def change_blocks(
-    found: Located, change: RewardChange | str | None, untaught: Sequence[Notice] = ()
+    found: Located,
+    change: RewardChange | str | None,
+    untaught: Sequence[Notice] = (),
+    same_since: int | None = None,
 ) -> tuple[Notices, list[Block]]:
     """Return the sentences that explain a step's reward, and the tables behind them. A text says why there is no explanation;
-    None means that it is still being computed. `untaught` says that the step trained nothing."""
+    None means that it is still being computed. `untaught` says that the step trained nothing, `same_since` after which step the
+    weights have been the same ones (0: from the start), if both steps were sampled with the same weights."""
     if change is None:
         waits = Notice("the rewards of this step and the one before are compared …", "muted")
         return Notices([waits, *untaught], title=TITLE), []
     if isinstance(change, str):
         nothing = Notice("There is nothing to compare", "muted", detail=change)
         return Notices([nothing, *untaught], title=TITLE), []
-    notices = [_lead(found, change), *_cause(found, change), *untaught, _tasks(change)]
+    cause = _cause(found, change)
+    notices = [_lead(found, change, same_since), *cause, *untaught]
+    notices += [] if any(UNABLE in each.detail for each in cause) else [_tasks(change)]
     if change.open:
         going = (
             f"{counted(change.open, f'rollout of step {change.step} has', f'rollouts of step {change.step} have')} not "
@@ -54,7 +61,7 @@ def change_blocks(
                 "warn",
             )
         )
-    if abs(change.rest) >= SMALL and change.equal is None:
+    if abs(change.rest) >= SMALL and change.equal is None and change.equal_before is None:
         notices.append(_groups_notice(change))
     if change.unread:
         text = "Whether cut off answers or failed tools explain it is not known"
@@ -71,6 +78,8 @@ def _cause(found: Located, change: RewardChange) -> list[Notice]:
         each for each in explains if change.equal is not None or abs(each.accounts or 0.0) >= abs(change.difference) / 2
     ]
     equal = "" if change.equal is None else f"All rollouts of step {change.step} earned {number(change.equal)}. "
+    if not likely and change.equal_before is not None:
+        return _ended_cause(change)
     if not likely and change.difference >= 0:
         return [Notice(equal.rstrip(". "))] if equal else []
     if not likely:
@@ -83,12 +92,31 @@ def _cause(found: Located, change: RewardChange) -> list[Notice]:
     error, times = change.tool_error
     if cause.name != FAILED_TOOL or not error:
         return [Notice(text, "warn")]
-    cannot = ". The tool may not be able to do these tasks" if equal else ""
+    fails = "" if not change.tool_arguments else f", if {change.tool_arguments}"
+    cannot = f". {UNABLE}" if equal else ""
+    if cannot and not change.same:
+        harder = "whether they are harder otherwise is not known"
+        cannot += f"; {harder if change.difficulty is None else _explains(change, change.difficulty)}"
     links = [Link("their tool runs", to("tools", found.key, split="train", step=change.step))]
-    return [Notice(text, "warn", f"most often {error} ({counted(times, 'time')}){cannot}", links)]
+    return [Notice(text, "warn", f"most often {error} ({counted(times, 'time')}){fails}{cannot}", links)]
 
 
-def _lead(found: Located, change: RewardChange) -> Notice:
+def _ended_cause(change: RewardChange) -> list[Notice]:
+    """Name the kind of rollouts that most of the step before were, where all of these earned the same and the step has far
+    fewer."""
+    gone = [each for each in change.beside if each.before >= MOSTLY and each.before - each.now >= GROWN]
+    if not gone:
+        return []
+    most = max(gone, key=lambda each: each.before - each.now)
+    return [
+        Notice(
+            f"All rollouts of step {change.earlier} earned {number(change.equal_before)}. The most probable cause: "
+            f"{most.name}, {share(most.before)} of all ({share(most.now)} in step {change.step})"
+        )
+    ]
+
+
+def _lead(found: Located, change: RewardChange, same_since: int | None) -> Notice:
     """Say by how much the reward moved, and first of all whether that can be told from chance."""
     links = [Link(f"step {change.earlier}", to("step", found.key, change.earlier))]
     means = f"from step {change.earlier} ({number(change.before)}) to step {change.step} ({number(change.now)})"
@@ -101,10 +129,12 @@ def _lead(found: Located, change: RewardChange) -> Notice:
         return Notice(f"This may be chance: the reward {text}", "muted", detail=few, links=links)
     if change.p > CHANCE:
         return Notice(f"{_by_chance(change)}: the reward {text}", "muted", _deals(change), links, folded=True)
-    tone: Tone = "warn" if fell else "good"
+    tone: Tone = "warn" if fell else "good" if same_since is None else ""
+    since = f"since step {same_since}" if same_since else "since the start"
+    lead = "The reward" if same_since is None else f"The model did not change {since}: the reward"
     often = f"about {100 * change.p:.0f} of" if change.p >= 0.01 else "less than one of"
     beware = f"{_deals(change)}. Among 100 steps, {often} them would move so much by chance alone"
-    return Notice(f"The reward {text}, and chance alone hardly explains it", tone, beware, links, folded=True)
+    return Notice(f"{lead} {text}, and chance alone hardly explains it", tone, beware, links, folded=True)
 
 
 def _by_chance(change: RewardChange) -> str:
@@ -220,7 +250,10 @@ def _same_way(change: RewardChange) -> tuple[list[float], list[float]]:
 
 
 def _beside(change: RewardChange) -> list[Block]:
-    """Return the table of failures, answers that were cut off and failed tools; none if there were none."""
+    """Return the table of failures, answers that were cut off and failed tools; none if there were none, or if all rollouts of
+    one of the steps earned the same: then no kind of them earned less than the others."""
+    if change.equal is not None or change.equal_before is not None:
+        return []
     rows = [
         [
             Cell(each.name),
@@ -232,12 +265,13 @@ def _beside(change: RewardChange) -> list[Block]:
         ]
         for each in change.beside
     ]
+    both = f"steps {change.earlier} and {change.step}"
     columns = [
         Column("what"),
         Column(f"share in step {change.earlier}", "number"),
         Column(f"share in step {change.step}", "number"),
-        Column("they earned", "number", "mean of both steps"),
-        Column("the others earned", "number", "mean of both steps"),
+        Column(f"they earned in {both}", "number", "the mean of the two steps' means"),
+        Column(f"the others earned in {both}", "number", "the mean of the two steps' means"),
         Column("moved the reward by", "number", "change of the share, times the difference of what they earned"),
     ]
     note = "these overlap with each other and with the difficulty of the tasks: do not add them up"

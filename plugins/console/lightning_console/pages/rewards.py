@@ -17,7 +17,9 @@ from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Run, Status, by_key
+from lightning_debug.advise import Advice
 from lightning_debug.regrade import BESIDES, STRONG, Regraded, explained_by, rank_correlation
+from lightning_debug.rules import FOLLOWS_LENGTH
 from lightning_debug.transcript import transcript_of
 from lightning_record.exchanges import parents_of
 
@@ -46,11 +48,13 @@ from lightning_console.pages.words import (
     inside,
     located,
     number,
+    part_text,
     share,
     to,
     trail,
 )
 from lightning_console.places import Located, Places, folder_of
+from lightning_console.queries.advice import advice_of
 from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.router import Address
 
@@ -287,13 +291,14 @@ async def page(places: Places, address: Address) -> Page:
     rewards = await read_rewards(found.store, found.run)
     trials = trials_of(found)
     blocks: list[Block] = []
+    alarm = await _length_alarm(places, found) if rewards.measures else ""
     if rewards.measures:
         chosen = next(
             (each for each in rewards.measures if each.name == address.option("measure")), rewards.measures[0]
         )
         choices = [(each.name, each.name) for each in rewards.measures]
         blocks = [
-            *_answers(found, rewards),
+            *_answers(found, rewards, alarm or ""),
             _facts(rewards),
             Controls(str(address), [Control("measure", "distribution of", chosen.name, choices)]),
             _over_steps(found, rewards, chosen),
@@ -307,21 +312,37 @@ async def page(places: Places, address: Address) -> Page:
         )
         blocks = [Notices([Notice("no training rollout of this run has a reward", "muted", detail=what)])]
     blocks += _trials(found, trials)
-    return Page(str(address), "Reward", blocks, trail(found))
+    waits = alarm is None
+    return Page(str(address), "Reward", blocks, trail(found), live=waits, partial=waits)
 
 
-def _answers(found: Located, rewards: Rewards) -> list[Block]:
-    """Say which quantity the reward follows most, and which rollout earned the highest reward, with its parts."""
+async def _length_alarm(places: Places, found: Located) -> str | None:
+    """Return the first sentence of the alarm of a reward that follows length, which has its figures; empty if there is none,
+    None if that is not known yet."""
+    advice = await advice_of(places, found, places.patience)
+    if advice is None:
+        return None
+    alarms = advice.alarms if isinstance(advice, Advice) else ()
+    text = next((each.found.text for each in alarms if each.found.cause == FOLLOWS_LENGTH), "")
+    return text.partition(". ")[0]
+
+
+def _answers(found: Located, rewards: Rewards, alarm: str) -> list[Block]:
+    """Say which quantity the reward follows most, with the `alarm` about its length, and which rollout earned the highest
+    reward, with its parts."""
     known = sorted((each for each in rewards.correlations if each.value is not None), key=_strength, reverse=True)
     notices = []
     if known and _strength(known[0]) >= STRONG:
         first, *others = known
         text = f"The reward follows {_quantity(first)} most: rank correlation {first.value:+.2f}"
         rest = ", ".join(f"{_quantity(each)} {each.value:+.2f}" for each in others)
-        asks = "" if first.part else "Does the task ask for this? "
-        notices.append(Notice(text, "" if first.part else "warn", f"{asks}Others: {rest}" if rest else asks.strip()))
+        others_ = [f"Others: {rest}"] if rest else []
+        asks = [alarm] if alarm else [] if first.part else ["Does the task ask for this?"]
+        notices.append(Notice(text, "warn" if alarm or not first.part else "", ". ".join([*asks, *others_])))
+    elif alarm:
+        notices.append(Notice(alarm, "warn"))
     if (best := rewards.highest) is not None:
-        parts = ", ".join(f"{name} {number(value)}" for name, value in best.rewards.items() if name != "reward")
+        parts = ", ".join(part_text(name, value) for name, value in best.rewards.items() if name != "reward")
         text = f"The highest reward is {number(best.reward)}, of the rollout {inside(found, best.id)}"
         links = [
             Link("this rollout", to("rollout", found.key, best.id)),

@@ -78,8 +78,11 @@ LONGEST_ERROR: Final = 4_000
 
 
 async def page(places: Places, address: Address) -> Page:
-    """Make the page `rollout/RUN/ROLLOUT?call=&attempt=&prompt=`."""
+    """Make the page `rollout/RUN/ROLLOUT?call=&attempt=&prompt=`. A person may type `rollout/RUN?id=2/4/7`, without the run."""
     found = await located(places, address)
+    if given := address.option("id").strip():
+        whole = given if given.startswith(f"{found.run.id}/") else f"{found.run.id}/{given}"
+        address = Address("rollout", (address.about[0], whole), address.having(id=None).options)
     if len(address.about) < 2:
         raise DataError("the address of a rollout is rollout/RUN/ROLLOUT")
     view = await rollout_view(
@@ -126,6 +129,9 @@ def _facts(found: Located, view: RolloutView) -> Facts:
     facts = [_reward_fact(view), _ending_fact(view)] if current else [Fact("attempt", str(rollout.attempt))]
     if rollout.task.expected is not None:
         facts.append(Fact("expected", one_line(task_text(rollout.task.expected), 60), "given to the grader"))
+        last = next((line for line in reversed(view.lines) if line.made and line.text), None)
+        if last is not None:
+            facts.append(Fact("answered", one_line(last.text, 60), f"the last answer, in call {last.call}"))
     facts += origin_facts(view)
     if current:
         facts.append(Fact("seconds", seconds(rollout.seconds) if rollout.status.ended else NONE))
@@ -166,11 +172,18 @@ def _reward_fact(view: RolloutView) -> Fact:
 
 
 def _ending_fact(view: RolloutView) -> Fact:
-    """Return how the rollout ended, and how many of its tool runs failed."""
+    """Return how the rollout ended, whether an answer of it was cut off, and how many of its tool runs failed."""
     text, tone = ending_of(view.rollout)
+    cut_off = [str(each.number) for each in view.calls if each.transition.finish_reason == "length"]
     with_id = {event.name for event in view.ended.tool_events if not event.call_id}
     runs = [each for each in view.ended.tool_events if not each.call_id or each.name not in with_id]
     failed = [event.name for event in runs if event.status in ("error", "blocked")]
+    if cut_off and not tone:
+        calls = f"{'call' if len(cut_off) == 1 else 'calls'} {', '.join(cut_off[:3])}{' …' if len(cut_off) > 3 else ''}"
+        tools = f"; {len(failed)} of {len(runs)} tool runs failed" if failed else ""
+        return Fact(
+            "how it ended", "answer cut off at the limit of tokens", f"{calls}{tools}; {text} of the agent", "warn"
+        )
     if not failed or tone:
         return Fact("how it ended", text, f"{len(failed)} of {len(runs)} tool runs failed" if failed else "", tone)
     value = "a tool run failed" if len(failed) == 1 else f"{len(failed)} tool runs failed"

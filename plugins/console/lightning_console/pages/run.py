@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from lightning.errors import LightningError, UnavailableError
-from lightning.store.protocol import PRUNED, Store
+from lightning.errors import UnavailableError
+from lightning.store.protocol import PRUNED
 from lightning.trainer.context import is_over
 from lightning.trainer.gains import gain_of as held_out_gain_of
 from lightning.trainer.gains import margin
 from lightning.trainer.summary import POLICY_FAULT
-from lightning.types import Json, Run
-from lightning_debug.advise import Advice, Alarm, Past, Tuning, advise, config_of, is_comparable, past_of
+from lightning_debug.advise import Advice, Alarm, Tuning
 from lightning_debug.bottlenecks import STEP, Help, find_helps
 from lightning_debug.profile import ROLLOUT_PARTS, Profile, read_profile
 from lightning_debug.run_commands import override
 from lightning_debug.run_commands import written as setting_written
 
-from lightning_console.blocks import Block, Cell, Chart, Column, Fact, Facts, Link, Notice, Notices, Page, Series, Table
+from lightning_console.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Column,
+    Control,
+    Controls,
+    Fact,
+    Facts,
+    Link,
+    Notice,
+    Notices,
+    Page,
+    Series,
+    Table,
+)
 from lightning_console.pages.metrics import charts_of, picker
 from lightning_console.pages.tools import more_links
+from lightning_console.pages.versions import compare_versions
 from lightning_console.pages.words import (
     NONE,
     change,
@@ -42,16 +57,15 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places, folder_of
+from lightning_console.queries.advice import advice_of
 from lightning_console.queries.branches import parent_of
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, read_curves, total
 from lightning_console.queries.memo import Memo, apart, stamp_of
-from lightning_console.queries.runs import ODD, RunLine, about_of, chosen_settings, line_of, points_of, said_of
+from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, points_of, said_of
 from lightning_console.router import Address
 
 OF_SERVER: Final = re.compile(r"server_(\d+)/version")
 """The name of a metric that each of several policy servers has."""
-OTHERS: Final = 200
-"""Most runs of a store that a run is compared with: the newest."""
 MOST_LINKS: Final = 24
 """Most links to steps on the page of a run."""
 SMALL: Final = 3000
@@ -69,56 +83,8 @@ class Profiled:
     asked: bool = True
 
 
-_advice: Memo[Advice | str] = Memo()
 _profiles: Memo[Profiled] = Memo()
-_past: Memo[Past | None] = Memo(kept=10 * OTHERS)
-
-
-async def advice_of(places: Places, found: Located) -> Advice | str | None:
-    """Return alarms and advice for a run, or a text that says why there are none; None if they are not ready within the
-    patience of the places. Raises `StoreError`."""
-    stores = await places.stores()
-
-    async def make() -> Advice | str:
-        past = await _past_runs(stores, found, places.project)
-        try:
-            return await advise(found.store, found.run.id, past)
-        except ODD as error:
-            return said_of(error)
-
-    stamp = await stamp_of(found.store, found.run.id)
-    return await _advice.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
-
-
-async def _past_runs(stores: Mapping[str, Store], mine: Located, project: str | None) -> list[Past]:
-    """Return the other runs of the same model and tasks in these stores and the project, for the comparison of settings."""
-    config, about = await config_of(mine.store, mine.run), await about_of(mine.store, mine.run)
-    found = []
-    for url, store in stores.items():
-        try:
-            others = await store.list_runs(project, limit=OTHERS, brief=True)
-        except LightningError:  # the list of runs names a store that cannot be read
-            continue
-        for other in others:
-            if url == mine.url and other.id == mine.run.id:
-                continue
-            try:
-                theirs = await about_of(store, other)
-                if (theirs.model, theirs.tasks, theirs.held_out) == (about.model, about.tasks, about.held_out):
-                    past = await _past_run(store, other, config)
-                    found += [past] if past else []
-            except ODD:  # the list of runs says what is wrong with it
-                continue
-    return found
-
-
-async def _past_run(store: Store, run: Run, config: Mapping[str, Json]) -> Past | None:
-    async def make() -> Past | None:
-        whole = await store.get_run(run.id)
-        return await past_of(store, whole) if whole and is_comparable(config, whole.config) else None
-
-    about = (run.id, str(config.get("model")), hash(str(config.get("tasks"))))
-    return await _past.get(store, about, await stamp_of(store, run.id), make)
+_gains: Memo[tuple[tuple[float, float] | None]] = Memo()
 
 
 async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bool) -> Profiled | None:
@@ -136,6 +102,26 @@ async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bo
 
     stamp = await stamp_of(found.store, found.run.id)
     return await _profiles.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
+
+
+async def _gain_on_new(places: Places, found: Located, line: RunLine) -> tuple[bool, tuple[float, float] | None]:
+    """Return the 95 % interval of the gain from the first held-out evaluation to the last on new tasks, None if there is none;
+    and whether that was found within the patience of the places."""
+    first, last = line.before, line.after
+    if first is None or last is None:
+        return True, None
+    one, other = f"{found.key}@{first.step}", f"{found.key}@{last.step}"
+
+    async def make() -> tuple[tuple[float, float] | None]:
+        try:
+            return ((await compare_versions(places, one, other)).interval,)
+        except ODD:
+            return (None,)
+
+    made = await _gains.soon(
+        found.store, (one, other), await stamp_of(found.store, found.run.id), make, places.patience
+    )
+    return made is not None, made[0] if made else None
 
 
 LENGTH: Final = "length"
@@ -178,10 +164,14 @@ async def page(places: Places, address: Address) -> Page:
     blocks: list[Block] = [await _state(found, line, curves)]
     waiting = False
     if curves.steps:
-        advised = await advice_of(places, found)
+        advised = await advice_of(places, found, places.patience)
         blocks += advice_blocks(found, advised)
         waiting = advised is None
-    blocks += [_facts(found, line, curves), *_step_links(found, curves), more_links(found)]
+    known, new = await _gain_on_new(places, found, line)
+    opened = Control("id", "open rollout (such as 2/4/7), then Enter", "")
+    blocks += [_facts(found, line, curves, new), *_step_links(found, curves), more_links(found)]
+    blocks += [Controls(to("rollout", found.key), [opened])] if line.rollouts else []
+    waiting = waiting or not known
     blocks += _charts(found, curves)
     blocks += [*picker(address, curves), *charts_of(found, curves, address)]
     if curves.steps:
@@ -245,7 +235,7 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
     return Notices(notices)
 
 
-def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
+def _facts(found: Located, line: RunLine, curves: Curves, new: tuple[float, float] | None) -> Facts:
     model = Fact("model", line.about.model or NONE, f"{line.about.algorithm or 'no algorithm'}, seed {line.about.seed}")
     rollouts = Fact(
         "rollouts",
@@ -254,7 +244,7 @@ def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
         "warn" if (line.failed_share or 0.0) > 0.1 else "",
         hint=f"{share(line.failed_share)} of the last step failed" if curves.steps else "",
     )
-    facts = [_held_out_fact(found, line), rollouts, model]
+    facts = [_held_out_fact(found, line, new), rollouts, model]
     if curves.steps:
         facts = [*_trained_facts(found, line, curves), *facts]
     note = f"begun {when(found.run.created_at)}; project {found.run.project}; {found.url}"
@@ -325,7 +315,14 @@ def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:
     ]
 
 
-def _held_out_fact(found: Located, line: RunLine) -> Fact:
+def _said_of_new(new: tuple[float, float] | None) -> str:
+    if new is None:
+        return "not known"
+    low, high = new
+    return f"{'not sure' if low <= 0.0 <= high else 'too'} ({low:+.3f} to {high:+.3f})"
+
+
+def _held_out_fact(found: Located, line: RunLine, new: tuple[float, float] | None) -> Fact:
     first, last = line.before, line.after
     if first is None:
         why = "not evaluated yet" if line.about.held_out else "this run has no held-out tasks"
@@ -336,12 +333,20 @@ def _held_out_fact(found: Located, line: RunLine) -> Fact:
         )
     gain = held_out_gain_of((first, last), with_failures=True)
     sure = "interval unknown" if gain is None or gain.interval is None else "{:+.3f} to {:+.3f}".format(*gain.interval)
+    if gain is None or gain.interval is None:
+        told = sure
+    elif not gain.is_certain:
+        told = f"this may be chance ({sure})"
+    else:
+        told = f"beyond chance on these tasks ({sure}); on new tasks {_said_of_new(new)}"
+    failed = f"; {last.failed} of {last.rollouts} failed" if last.failed else ""
     return Fact(
         "held-out",
         change(first.score, last.score),
-        f"the gain on these tasks: {sure} (95 %); after {counted(last.step, 'step')} {last.failed} of {last.rollouts} failed",
+        f"{told}{failed}",
         "good" if gain is not None and gain.is_certain and gain.change > 0 else "",
-        hint="failed rollouts count as 0; a click compares the first with the last, task by task",
+        hint=f"with intervals of 95 %; after {counted(last.step, 'step')}; failed rollouts count as 0; a click compares the "
+        "first with the last, task by task",
         to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
     )
 
@@ -352,11 +357,16 @@ def _step_links(found: Located, curves: Curves) -> list[Block]:
     steps = curves.steps
     if not steps:
         return []
-    shown = sorted({steps[round(at * (len(steps) - 1) / (MOST_LINKS - 1))] for at in range(MOST_LINKS)})
+    shown = _spread(steps)
     links = [Link(f"step {step}", to("step", found.key, step)) for step in shown]
     text = "Each step's groups and rollouts:" if len(shown) == len(steps) else f"Some of the {count(len(steps))} steps:"
     reward = Notice("Reward", links=[Link("what it follows, and which rollout earned most", to("rewards", found.key))])
     return [Notices([*_moves(found, curves), reward, Notice(text, links=links)], title="Steps and rewards")]
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
+    """Return at most `MOST_LINKS` of the steps, evenly, with the first and the last."""
+    return sorted({steps[round(at * (len(steps) - 1) / (MOST_LINKS - 1))] for at in range(MOST_LINKS)})
 
 
 def _charts(found: Located, curves: Curves) -> list[Block]:
@@ -413,7 +423,7 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
 
 
 def _moves(found: Located, curves: Curves) -> list[Notice]:
-    """Return links to the steps at which the reward fell and rose most, and to what the last step pushed most."""
+    """Return links to the steps at which the reward fell and rose most, and to what each step pushed most."""
     values = zip(curves.steps, curves.named("reward_with_failures"), strict=True)
     known = [(step, value) for step, value in values if value is not None]
     moves = [(now - before, step) for (_, before), (step, now) in pairwise(known)]
@@ -425,9 +435,8 @@ def _moves(found: Located, curves: Curves) -> list[Notice]:
         links.append(Link(text, to("step", found.key, highest[1])))
     notices = [Notice("The steps at which the reward moved most", links=links)] if links else []
     if curves.steps:
-        last = curves.steps[-1]
-        link = Link(f"calls and tokens that step {last} pushed most", to("pushed", found.key, last))
-        notices.append(Notice("What was taught", links=[link]))
+        links = [Link(f"step {step}", to("pushed", found.key, step)) for step in _spread(curves.steps)]
+        notices.append(Notice("Calls and tokens that a step pushed most:", links=links))
         notices.append(
             Notice("Every metric", links=[Link("all metrics, and charts of them", to("metrics", found.key))])
         )

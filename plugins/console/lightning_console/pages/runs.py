@@ -37,6 +37,7 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Places
+from lightning_console.queries.advice import look_at
 from lightning_console.queries.runs import STATES, Name, RunLine, RunList, list_runs
 from lightning_console.router import Address
 
@@ -45,7 +46,7 @@ ROWS: Final = 100
 COLUMNS: Final = (
     ("run", "text", "run", "its id; a click opens it"),
     ("state", "text", "state", "running only where something says so; a finished run has recorded its end"),
-    ("alarms", "text", "alarms", "what the rules say after the last step, from the run's metrics alone"),
+    ("alarms", "text", "alarms", "those at the top of the run's page; earlier: no more after the last step"),
     ("reward", "number", "reward", "mean of the last step, failed rollouts as 0"),
     ("course", "text", "", "the reward of each step, failed rollouts as 0"),
     ("held-out", "number", "held-out", "the first evaluation and the last, failed rollouts as 0"),
@@ -69,15 +70,21 @@ async def page(places: Places, address: Address) -> Page:
     """Make the page `runs?q=&state=&sort=&cursor=&runs=KEY,KEY`. `sort` is one of `queries.runs.ORDERS`, `-` before it for
     descending order; `q` filters by words; `runs` are the keys of the marked runs."""
     sort = address.option("sort", "-started")
-    found = await list_runs(
-        places,
-        text=address.option("q"),
-        state=address.option("state"),
-        sort=sort.removeprefix("-"),
-        descending=sort.startswith("-"),
-        first=max(0, address.number("cursor", 0)),
-        limit=ROWS,
-    )
+
+    async def listed() -> RunList:
+        return await list_runs(
+            places,
+            text=address.option("q"),
+            state=address.option("state"),
+            sort=sort.removeprefix("-"),
+            descending=sort.startswith("-"),
+            first=max(0, address.number("cursor", 0)),
+            limit=ROWS,
+        )
+
+    found = await listed()
+    if (looked := await look_at(places, found.lines)) is not False:
+        found = await listed()
     marked = [key for key in address.option("runs").split(",") if key]
     blocks: list[Block] = [*_unreadable(found), _controls(address, found)]
     blocks += _marked(marked, address)
@@ -85,8 +92,9 @@ async def page(places: Places, address: Address) -> Page:
     if found.total:
         blocks.insert(len(blocks) - 1, _facts(found))
     before, after = _neighbours(address, found)
-    live = found.reading or bool(found.states.get("running"))
-    return Page(str(address), "Runs", blocks, live=live, previous=before, next=after)
+    waits = looked is None
+    live = found.reading or waits or bool(found.states.get("running"))
+    return Page(str(address), "Runs", blocks, live=live, previous=before, next=after, partial=waits)
 
 
 def _unreadable(found: RunList) -> list[Block]:
@@ -203,15 +211,19 @@ def _alarms(line: RunLine) -> Cell:
     here = to("run", line.key)
     if line.unread:
         return Cell(f"cannot be read: {written(line.unread, 100)}", here, "bad", line.unread)
+    now = [each for each in line.alarms if each.still]
+    earlier = len(line.alarms) - len(now)
     if not line.alarms:
-        none = NONE if line.state.name == "unread" else "none" if line.steps else "no step yet"
+        none = "no step yet" if not line.steps else "none" if line.looked else "being read …"
+        none = NONE if line.state.name == "unread" else none
         return Cell(none, tone="muted")
-    serious = [each for each in line.alarms if each.serious]
-    told = serious or line.alarms
-    said = ", ".join(each.cause.partition("/")[0] for each in told[:3])
-    if len(told) > 3:
-        said += f" and {len(told) - 3} more"
-    return Cell(said, here, "bad" if serious else "warn", "\n".join(each.text for each in line.alarms))
+    counts = [f"{count(len(now))} now"] if now else []
+    counts += [f"{count(earlier)} earlier"] if earlier else []
+    names = [each.found.cause.partition("/")[0] for each in now or line.alarms]
+    said = f"{', '.join(counts)}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    serious = any(each.found.serious for each in now)
+    told = "\n".join(f"{each.found.text} ({each.when})" for each in line.alarms)
+    return Cell(said, here, "bad" if serious else "warn" if now else "", told)
 
 
 def _neighbours(address: Address, found: RunList) -> tuple[str, str]:

@@ -69,10 +69,10 @@ async def page(places: Places, address: Address) -> Page:
     else:
         results = await asyncio.to_thread(search, scan, query, first, EACH)
         blocks += [
-            *_whereabouts(results, scan),
+            *_whereabouts(address, results, scan),
             *_said(results, scan),
             *_facts(results),
-            _table(found, address, results),
+            _table(found, address, query, results),
         ]
         following = str(address.having(cursor=first + EACH)) if first + EACH < results.matched else ""
     return Page(
@@ -173,8 +173,9 @@ def _said(results: Results, scan: Scan) -> list[Block]:
     return [Notices(notices)] if notices else []
 
 
-def _whereabouts(results: Results, scan: Scan) -> list[Block]:
-    """Say in one sentence in which parts of the run the matches are, and what they earned beside the others there."""
+def _whereabouts(address: Address, results: Results, scan: Scan) -> list[Block]:
+    """Say in one sentence in which parts of the run the matches are, and what they earned beside the others there. Each part
+    has a link that shows its matches alone."""
     there = results.whereabouts
     if not results.matched:
         return []
@@ -186,7 +187,11 @@ def _whereabouts(results: Results, scan: Scan) -> list[Block]:
     if there.earned is not None:
         beside = "" if there.others is None else f", the other rollouts of the same parts {number(there.others)}"
         text += f". They earned {number(there.earned)} on average{beside}"
-    return in_short([Notice(text)])
+    links = [
+        Link(part, str(address.having(split=split, step=step, cursor=None)))
+        for part, (split, step, _) in zip(parts[:MOST_PARTS], there.parts, strict=False)
+    ]
+    return in_short([Notice(text, links=links if len(parts) > 1 else ())])
 
 
 def _facts(results: Results) -> list[Block]:
@@ -201,16 +206,17 @@ def _facts(results: Results) -> list[Block]:
     return [Facts(facts)]
 
 
-def _table(found: Located, address: Address, results: Results) -> Table:
+def _table(found: Located, address: Address, query: Query, results: Results) -> Table:
     rows = [row for match in results.matches for row in _rows(found, match)]
+    around = [Column("text before"), Column("found"), Column("text behind")]
+    if not query.text:
+        around, rows = [Column("answer" if query.cut_off or query.odd else "text")], [row[:5] for row in rows]
     columns = [
         Column("rollout"),
         Column("step", "number"),
         Column("reward", "number"),
         Column("found in"),
-        Column("text before"),
-        Column("found"),
-        Column("text behind"),
+        *around,
     ]
     last = results.first + len(results.matches)
     title = f"Rollouts {results.first + 1} to {last} of {count(results.matched)}" if results.matches else "Rollouts"
@@ -242,7 +248,7 @@ def _rows(found: Located, match: Match) -> list[list[Cell]]:
                 to("rollout", found.key, rollout.id, **_call(hit.call)),
             ),
             Cell(hit.before),
-            Cell(hit.found, tone="warn" if hit.found else ""),
+            Cell(hit.found),
             Cell(hit.after),
         ]
         for place, hit in enumerate(match.hits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning.errors import ConfigError, DataError, UnavailableError
@@ -54,9 +54,11 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import Curves, read_curves
-from lightning_console.queries.reward_change import reward_change_of
+from lightning_console.queries.reward_change import RewardChange, reward_change_of
 from lightning_console.queries.runs import ODD, line_of, said_of
+from lightning_console.queries.scan import scan_of
 from lightning_console.queries.steps import REMOVED, StepProof, prove_step
+from lightning_console.queries.tool_stats import failing_arguments, tool_lines, uses_of
 from lightning_console.router import Address
 
 GROUPS: Final = 50
@@ -197,16 +199,18 @@ async def page(places: Places, address: Address) -> Page:
         raise
     except ODD as error:
         change = said_of(error)
-    why, behind = change_blocks(found, change, _trained_nothing(step, curves))
+    if isinstance(change, RewardChange) and change.tool_error[0] and change.equal is not None:
+        change = replace(change, tool_arguments=await _failing_arguments(found, step, places.patience))
+    idle = await _idle_since(found, step)
+    why, behind = change_blocks(found, change, _trained_nothing(step, curves), idle)
     return Page(
         str(address),
         f"Step {step.number}",
         [
             *_notices(step),
-            why,
+            _with_taught(found, step, why),
             _facts(step),
             *behind,
-            *_taught(found, step),
             _groups(found, step, address, first),
             Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
             _scatter(found, step, axis),
@@ -232,6 +236,26 @@ def _notices(step: Step) -> list[Block]:
     elif step.unknown and step.record is not None:
         notices.append(Notice("advantages are not known", "warn", detail=step.unknown))
     return [Notices(notices)] if notices else []
+
+
+async def _failing_arguments(found: Located, step: Step, patience: float | None) -> str:
+    """Return the property of the arguments with which the tool that failed most in a step failed; empty if none is known."""
+    scan = await scan_of(found, step=step.number, patience=patience)
+    mine = {each.id for each in step.proof.rollouts}
+    lines = tool_lines(uses_of([each for each in list(scan.rollouts.values()) if each.id in mine]))
+    telling = failing_arguments(lines[0].used).telling if lines else ()
+    return telling[0].text if telling else ""
+
+
+async def _idle_since(found: Located, step: Step) -> int | None:
+    """Return the last step before this one that changed the weights, if the step before changed none and rollouts are never
+    older than the weights; 0 if no step did. None otherwise."""
+    if step.record is None or step.proof.epoch is None or step.proof.epoch.max_staleness:
+        return None
+    before = [each for each in await found.store.steps(found.run.id, brief=True) if each.step < step.number]
+    if not before or not is_idle(before[-1].metrics):
+        return None
+    return next((each.step for each in reversed(before) if not is_idle(each.metrics)), 0)
 
 
 def _trained_nothing(step: Step, curves: Curves | None) -> list[Notice]:
@@ -286,17 +310,19 @@ def _facts(step: Step) -> Facts:
     )
 
 
-def _taught(found: Located, step: Step) -> list[Block]:
-    """Return the link to what the step pushed most; none for a step that is not committed."""
-    if step.record is None:
-        return []
-    link = Link("calls and tokens that it pushed most", to("pushed", found.key, step.number))
-    return [Notices([Notice("What this step taught", links=[link])])]
+def _with_taught(found: Located, step: Step, why: Notices) -> Notices:
+    """Return the sentences on the reward, the first with a link to what the step pushed most if it trained something."""
+    if step.record is None or is_idle(step.record.metrics):
+        return why
+    link = Link(f"calls and tokens that step {step.number} pushed most", to("pushed", found.key, step.number))
+    first, *rest = why.notices
+    return replace(why, notices=[replace(first, links=[*first.links, link]), *rest])
 
 
 def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
     ordered = sorted(step.groups, key=lambda group: (bool(group.untaught), -(group.spread or 0.0)))
     columns = [
+        Column("group"),
         Column("task"),
         Column("rewards", hint="of its rollouts, in order; × failed, … not ended; behind | those of branches"),
         Column("mean", "number"),
@@ -320,6 +346,7 @@ def _row(found: Located, step: Step, group: TaskGroup) -> list[Cell]:
         told.insert(len(told) - branches, "|")
     failed = sum(each.status is Status.FAILED for each in group.members)
     return [
+        Cell(inside(found, group.id), here),
         Cell(written(task.input, 100) or task.id, here, hint=written(task.input, 2000)),
         Cell(" ".join(told[:24]) + (" …" if len(told) > 24 else ""), here),
         Cell(number(mean_of(group.rewards))),

@@ -122,7 +122,7 @@ def more_links(found: Located, **of: str | int) -> Notices:
     of |= {"split": "train"} if "step" in of else {}
     links = [Link("tools: which failed, and with which arguments", to("tools", found.key, **of))]
     if "rollout" not in of:
-        links.append(Link("search in prompts, answers, tools and errors", to("search", found.key, **of)))
+        links.append(Link("search texts, cut-off answers, calls that could not run", to("search", found.key, **of)))
     return Notices([Notice("Tool runs and texts of these rollouts:", links=links)], title="Tools and texts")
 
 
@@ -165,9 +165,9 @@ def _blocks(found: Located, address: Address, rollouts: Sequence[Scanned]) -> li
     beside = reward_beside(rollouts, {rollout.id for rollout, run in used if run.failed})
     blocks: list[Block] = [
         *in_short(_answers(found, address, lines, arguments, rollouts)),
-        *_words(lines, rollouts),
         _facts(address, rollouts, lines, arguments, beside),
         _table(address, lines, arguments),
+        *_words(lines, rollouts),
     ]
     if tool:
         blocks += [_errors(lines), _arguments(lines, arguments)]
@@ -236,15 +236,21 @@ def _worst(address: Address, line: ToolLine, said: Arguments) -> Notice:
         f"The tool {line.tool} failed most, run by the agent {line.agent}: {count(line.failed)} of its {count(line.known)} "
         f"runs ({share(line.share)}{sure})"
     )
-    often, error = line.errors[0]
-    detail = f"{counted(often, 'time')} with {written(error, 80)!r}"
+    (often, error), *others = line.errors
+    detail = ""
     if said.telling:
         first = said.telling[0]
-        ran = "all" if first.failed == first.runs else f"{first.failed} of"
-        detail += (
-            f". In {count(first.times)} of them, {written(first.text, 80)}; {ran} {first.runs} different runs with such an "
-            "argument failed"
+        ran = (
+            "every such run"
+            if first.failed == first.runs
+            else f"{first.failed} of {first.runs} different runs like this"
         )
+        detail = f"{count(first.times)} of {count(line.failed)}: {written(first.text, 80)}; {ran} failed. "
+    detail += f"The error: {written(error, 80)!r} ({count(often)} of {count(line.failed)})"
+    if line.failed - often == 1:
+        other = next(run for _, run in line.used if run.failed and run.error == others[0][1])
+        given = f" with {written(as_text(other.arguments), 80)}" if other.arguments is not None else ""
+        detail += f"; the other{given}: {written(other.error, 80)!r}"
     return Notice(
         text,
         "bad",

@@ -254,19 +254,19 @@ async def page(places: Places, address: Address) -> Page:
         raise DataError(f"two versions are compared, and the address names {len(names)}: versions?of=RUN@STEP,RUN@STEP")
     found = await compare_versions(places, names[0], names[1], bounds_of(address), worst=SHOWN)
     made = await comparison_blocks(found, address)
-    blocks = [made.verdict, made.filter, made.solved, *made.details, _regression_table(found)]
+    blocks = [made.verdict, made.filter, *made.solved, *made.details, _regression_table(found)]
     trail = (*ABOVE, Link("Versions", "versions"))
     return Page(str(address), f"{found.a.name} beside {found.b.name}", blocks, trail)
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonBlocks:
-    """A comparison as blocks: its `verdict`, the tasks that one side alone solves (`solved`), and all figures and tasks
-    (`details`)."""
+    """A comparison as blocks: its `verdict`, the tasks that one side alone solves (`solved`, none if there are none), and all
+    figures and tasks (`details`)."""
 
     verdict: Notices
     filter: Controls
-    solved: Table
+    solved: Sequence[Table]
     details: Sequence[Block]
 
 
@@ -283,9 +283,9 @@ async def comparison_blocks(found: VersionComparison, address: Address, sides: s
     text = Control("task", "tasks with this text, then Enter", address.option("task"))
     solved = _solved_by(found.tasks, least)
     return ComparisonBlocks(
-        Notices([_sides(found, solved, sides, least), _verdict(found), *_words(found)]),
+        Notices([*_sides(found, solved, sides), *_verdict(found), *_words(found)]),
         Controls(str(address.having(cursor=None)), [text]),
-        await _solved(found, address, _solved_by(shown, least), solved, least),
+        [await _solved(found, address, _solved_by(shown, least), solved, least)] if solved.a or solved.b else [],
         [_facts(found), _tasks(found, shown, folded=not wanted)],
     )
 
@@ -393,39 +393,43 @@ def _solved_by(tasks: Sequence[PairedTask], success: float) -> SolvedBy:
     return SolvedBy(*alone, len(kinds.get((True, True), [])), len(kinds.get((False, False), [])))
 
 
-def _sides(found: VersionComparison, solved: SolvedBy, sides: str, success: float) -> Notice:
-    """Say how many tasks each side alone solves; `sides` says what A and B are, on the page that compares runs."""
-    text = f"No task counts as solved: none has a mean reward of {success:g}"
+def _sides(found: VersionComparison, solved: SolvedBy, sides: str) -> list[Notice]:
+    """Say how many tasks each side alone solves, if a task is solved; `sides` says what A and B are, on the page that compares
+    runs."""
+    where = to("versions", of=f"{found.a.name},{found.b.name}")
+    links = [Link("where B is worst, and the first call that differs", where)] if sides else []
     if solved.a or solved.b or solved.both:
         alone = f"A alone solves {counted(len(solved.a), 'task')}, B alone {len(solved.b)}"
         text = f"{alone}; both {solved.both}, neither {solved.neither}"
-    where = to("versions", of=f"{found.a.name},{found.b.name}")
-    links = [Link("where B is worst, and the first call that differs", where)] if sides else []
-    return Notice(text, detail=sides, links=links)
+        return [Notice(text, detail=sides, links=links)]
+    return [Notice(sides, links=links)] if sides else []
 
 
-def _verdict(found: VersionComparison) -> Notice:
-    """Say in one sentence which side is better on these tasks and whether that is chance, and then how new tasks would fare."""
+def _verdict(found: VersionComparison) -> list[Notice]:
+    """Say in one sentence which side is better on these tasks and whether that is chance, and in another how new tasks would
+    fare."""
     p = 1.0 if found.anytime else p_flipped([each.difference for each in found.tasks])
     given, change = found.interval, found.difference or 0.0
     sure = given is not None and not given[0] <= 0.0 <= given[1]
     moved = f"{change:+.3f} on average: {counted(found.wins, 'task')} better, {found.losses} worse, {found.ties} equal"
+    how = ""
     if p > CHANCE and not sure:
         text = f"A and B are not told apart from chance. B − A is {moved}"
-        how = "More tasks, or more rollouts of each, tell smaller differences. "
+        how = "More tasks, or more rollouts of each, tell smaller differences"
     else:
         better = "B" if change > 0 else "A"
         text = f"On these tasks {better} is better, and chance alone hardly explains it. B − A is {moved}"
-        how = ""
         if not found.anytime:
             times = f"{1000 * p:.0f} of 1000 cases"
-            how = f"If each task's difference were up or down at random, the mean would be as far off in {times}. "
+            how = f"If each task's difference were up or down at random, the mean would be as far off in {times}"
+    tone: Tone = "" if p > CHANCE and not sure else "good" if change > 0 else "warn"
+    said = [Notice(text, tone, how, folded=True)]
     if given is not None:
         new = "B − A is from" if sure else "it is not sure which is better:"
-        text += f". On new tasks of this kind {new} {given[0]:+.3f} to {given[1]:+.3f} (95 %)"
-        how += "The interval for new tasks leaves room for rare tasks of another kind: more tasks make it narrower."
-    tone: Tone = "" if p > CHANCE and not sure else "good" if change > 0 else "warn"
-    return Notice(text, tone, how.strip(), folded=True)
+        text = f"On new tasks of this kind {new} {given[0]:+.3f} to {given[1]:+.3f} (95 %)"
+        why = "The interval leaves room for rare tasks of another kind: more tasks make it narrower"
+        said.append(Notice(text, "" if sure else "muted", why, folded=True))
+    return said
 
 
 def _side_fact(name: str, side: Side) -> Fact:

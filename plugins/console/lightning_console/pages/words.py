@@ -99,6 +99,13 @@ def plus_or_minus(half: float | None) -> str:
     return "interval unknown" if half is None else f"±{number(half)}"
 
 
+def part_text(name: str, value: float) -> str:
+    """Say a named part of a reward; of the part `correct`, whether the answer was right or wrong."""
+    said = f"{name} {number(value)}"
+    right = {0.0: "answer wrong", 1.0: "answer right"}.get(value, "") if name == "correct" else ""
+    return f"{right} ({said})" if right else said
+
+
 def mean_of(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]

@@ -98,8 +98,9 @@ class RewardChange:
     (`difficulty`) of the rest of it, and if both steps were given the `same` tasks of the differences task by task. `least` is
     the smallest p-value that so few groups can have. `seen` counts the tasks of both steps that were seen elsewhere, `open` the
     rollouts of the later step that have not ended, `lost` those of both that were lost to the infrastructure and are left out.
-    `equal` is the reward of all rollouts of the later step; None if they differ. `tool_error` is the commonest error of its
-    tools, with the tool and how often it came. `unread` says why calls are not known; empty if they are."""
+    `equal` is the reward of all rollouts of the later step, `equal_before` that of the earlier one; None if they differ.
+    `tool_error` is the commonest error of its tools, with the tool and how often it came, `tool_arguments` the property of the
+    arguments with which they failed (empty if not known). `unread` says why calls are not known; empty if they are."""
 
     step: int
     earlier: int
@@ -116,7 +117,9 @@ class RewardChange:
     open: int = 0
     lost: int = 0
     equal: float | None = None
+    equal_before: float | None = None
     tool_error: tuple[str, int] = ("", 0)
+    tool_arguments: str = ""
     unread: str = ""
 
     @property
@@ -166,7 +169,6 @@ async def _explained(
     change = compare_steps(earlier, others, step, groups, *seen)
     beside, unread = _beside(before, now)
     going = sum(not each.status.ended for each in now.rollouts)
-    rewards_now = {reward for each in now.rollouts if each.parent is None and (reward := earned(each)) is not None}
     errors = Counter(error for member in now.members.values() for error in member.tool_errors)
     return replace(
         change,
@@ -174,9 +176,16 @@ async def _explained(
         unread=unread,
         open=going,
         lost=sum(each.fault is Fault.INFRASTRUCTURE for proof in (before, now) for each in proof.rollouts),
-        equal=rewards_now.pop() if len(rewards_now) == 1 else None,
+        equal=_equal(now),
+        equal_before=_equal(before),
         tool_error=next(iter(errors.most_common(1)), ("", 0)),
     )
+
+
+def _equal(proof: StepProof) -> float | None:
+    """Return the reward of all rollouts of a step; None if they differ."""
+    found = {reward for each in proof.rollouts if each.parent is None and (reward := earned(each)) is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def group_rewards(rollouts: Sequence[Rollout]) -> list[GroupReward]:

@@ -30,7 +30,7 @@ from lightning.trainer.plan import TRAIN, is_lost, newest_generation, of_generat
 from lightning.trainer.summary import Evaluation, grouped
 from lightning.types import Json, Run, Status
 from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, urgency
-from lightning_debug.diagnosis import Diagnosis, failed_share
+from lightning_debug.diagnosis import failed_share
 from lightning_debug.rules import diagnose
 from lightning_server.protocol import SESSION_OF
 
@@ -155,8 +155,8 @@ class About:
 class RunLine:
     """One run of a list. `last` is the number of its last step. `rewards` are those of its steps, failed rollouts as 0, thinned
     to a small curve; `reward` and `reward_with_failures` are the last step's. `before` and `after` are the first and the last
-    held-out evaluation. `alarms` are the rules' findings after the last step. `unread` says why the run could not be read
-    whole; empty if it could."""
+    held-out evaluation. `alarms` are those of the run's page if its rollouts were `looked` at, else what the rules find in its
+    metrics after the last step. `unread` says why the run could not be read whole; empty if it could."""
 
     key: str
     id: str
@@ -175,7 +175,8 @@ class RunLine:
     failed_share: float | None = None
     before: Evaluation | None = None
     after: Evaluation | None = None
-    alarms: tuple[Diagnosis, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
+    looked: bool = False
     pruned: bool = False
     unread: str = ""
 
@@ -192,6 +193,17 @@ class _Known:
 
 _known: WeakKeyDictionary[Store, dict[str, _Known]] = WeakKeyDictionary()
 _about: WeakKeyDictionary[Store, dict[tuple[str, float], About]] = WeakKeyDictionary()
+_alarms: WeakKeyDictionary[Store, dict[tuple[str, float], tuple[Alarm, ...]]] = WeakKeyDictionary()
+
+
+def keep_alarms(store: Store, run: Run, alarms: Sequence[Alarm]) -> None:
+    """Keep the alarms of a run, found in its metrics and its rollouts, for its line in the list of runs."""
+    _alarms.setdefault(store, {})[run.id, run.created_at] = tuple(alarms)
+
+
+def _with_alarms(store: Store, line: RunLine) -> RunLine:
+    known = _alarms.get(store, {}).get((line.id, line.created_at))
+    return line if known is None else replace(line, alarms=known, looked=True)
 
 
 def known_line(store: Store, run: Run, url: str) -> RunLine:
@@ -297,9 +309,7 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
         failed_share=failed_share(last),
         before=held_out[0] if held_out else None,
         after=held_out[-1] if len(held_out) > 1 else None,
-        alarms=tuple(
-            sorted((each for each in found if not each.minor), key=lambda each: urgency(Alarm(each, None, True)))
-        ),
+        alarms=tuple(sorted((Alarm(each, None, still=True) for each in found if not each.minor), key=urgency)),
     )
 
 
@@ -436,7 +446,11 @@ ORDERS: Final[Mapping[str, Callable[[RunLine], object]]] = {
     "reward": lambda line: line.reward_with_failures,
     "held-out": lambda line: None if line.before is None else (line.after or line.before).score,
     "gain": lambda line: None if line.after is None or line.before is None else line.after.score - line.before.score,
-    "alarms": lambda line: (sum(alarm.serious for alarm in line.alarms), len(line.alarms)),
+    "alarms": lambda line: (
+        sum(each.found.serious and each.still for each in line.alarms),
+        sum(each.still for each in line.alarms),
+        len(line.alarms),
+    ),
 }
 """The sort keys of a list of runs, by name. A run whose key is None comes last."""
 
@@ -477,7 +491,8 @@ async def list_runs(
         if look.why:
             unreadable[url] = look.why
         else:
-            lines += look.lines if look.lines is not None else [known_line(store, run, url) for run in look.runs]
+            known = look.lines if look.lines is not None else [known_line(store, run, url) for run in look.runs]
+            lines += [_with_alarms(store, line) for line in known]
             left_out += [url] if len(look.runs) == LOOK else []
     names = Counter(line.id for line in lines)
     lines = [replace(line, key=key_of(line.id, line.store if names[line.id] > 1 else "")) for line in lines]

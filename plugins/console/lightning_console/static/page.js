@@ -57,7 +57,7 @@ window.lightning = window.lightning || {components: {}};
   }
 
   function drawHead(state, page) {
-    const json = JSON.stringify([page.title, page.name, page.trail, page.live, page.waits, page.previous, page.next, page.address]);
+    const json = JSON.stringify([page.title, page.name, page.trail, page.live, page.partial, page.waits, page.previous, page.next, page.address]);
     if (state.headJson === json) return;
     state.headJson = json;
     const {make, link, hint} = lightning;
@@ -74,6 +74,7 @@ window.lightning = window.lightning || {components: {}};
         make("div", {class: "turns"}, turn(page.previous, "Previous", "["), turn(page.next, "Next", "]"),
           hint(make("button", {type: "button", class: "keys", "data-key": "keys", "aria-label": "keys of this page", click: () => state.help.showModal()}, "?"), "Keys of this page"))),
       make("div", {class: "titled"}, state.title, page.waits ? make("span", {class: "waits"}, "the console tries again by itself") :
+        page.partial ? make("span", {class: "waits"}, "reading …") :
         page.live ? hint(make("span", {class: "live"}, "live"), "The page may still change, and follows the run.") : null), name || "");
   }
 
