@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from lightning.errors import ConfigError
 
@@ -238,6 +238,11 @@ class Transition:
         """The policy version that sampled the first response token."""
         return self.versions[0].version
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle and copy the bytes of the arrays, because views cannot be pickled."""
+        arrays = {name: getattr(self, name).tobytes() for name in ("prompt_ids", "response_ids", "logprobs")}
+        return _of_bytes, ({each.name: getattr(self, each.name) for each in fields(self)} | arrays,)
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -295,6 +300,14 @@ def token_ids(values: Iterable[int] | bytes = ()) -> TokenIds:
 def logprobs(values: Iterable[float] | bytes = ()) -> LogProbs:
     """Return floats, or the bytes of an array of them, as the project's log-probability array."""
     return cast("LogProbs", memoryview(array("f", values)).toreadonly())
+
+
+def _of_bytes(values: dict[str, Any]) -> Transition:
+    """Return the transition that `Transition.__reduce__` took apart."""
+    prompt, response = token_ids(values["prompt_ids"]), token_ids(values["response_ids"])
+    return Transition(
+        **values | {"prompt_ids": prompt, "response_ids": response, "logprobs": logprobs(values["logprobs"])}
+    )
 
 
 def shared_prefix(one: bytes, other: bytes, item: int = 1) -> int:

@@ -11,8 +11,8 @@ from lightning.errors import ConfigError, LightningError, PolicyServerError
 from lightning.policy_server.auto_settings import Machine, shares_gpu
 from lightning.policy_server.servers import check_servers, settings_of_servers
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer import needs
 from lightning_deploy import deploy_plan
+from lightning_planner import needs
 from lightning_planner.needs import memory_need
 from lightning_replicas import server_set
 from lightning_replicas.server_set import Replicas
