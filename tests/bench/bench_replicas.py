@@ -43,6 +43,9 @@ from tests.servers.replica import Replica
 
 CALLS, GROUP, BLOCK = 6, 8, 32
 CONCURRENCY = 32
+BALANCED, ROLLOUTS, IN_GROUPS = 192, 320, 160
+"""Rollouts of `balance`, of each half of `versions`, and of `prefixes`."""
+UPDATES, KILLS = 100, 50
 
 
 @dataclass
@@ -140,7 +143,7 @@ async def balance(seed: int) -> dict[str, Any]:
     for name, delays in (("equal", [0.08] * 4), ("one is slow", [0.08, 0.08, 0.08, 0.24])):
         async with AsyncExitStack() as resources:
             made = await world(resources, delays, seed)
-            await made.work(192)
+            await made.work(BALANCED)
             calls = [server.requests for server in made.servers]
             mean = sum(calls) / len(calls)
             told[name] = {"calls": calls, "largest difference": max(abs(count / mean - 1) for count in calls)}
@@ -152,13 +155,13 @@ async def versions(seed: int) -> dict[str, Any]:
     for name, staleness in (("held", 0), ("one after another", 1)):
         async with AsyncExitStack() as resources:
             made = await world(resources, [0.01] * 4, seed, trainer__max_staleness=staleness)
-            working = asyncio.create_task(made.work(320))
-            for version in range(1, 101):
+            working = asyncio.create_task(made.work(ROLLOUTS))
+            for version in range(1, UPDATES + 1):
                 await made.update(version)
                 await asyncio.sleep(0.03)
             busy = not working.done()
             await working
-            told[name] = {"updates": 100, "under load to the end": busy, **await made.verdict()}
+            told[name] = {"updates": UPDATES, "under load to the end": busy, **await made.verdict()}
     return told
 
 
@@ -169,12 +172,12 @@ async def kills(seed: int) -> dict[str, Any]:
 
         async def work() -> None:
             begun = 0
-            while killed < 50:
+            while killed < KILLS:
                 await made.work(64, begun)
                 begun += 64
 
         working = asyncio.create_task(work())
-        while killed < 50 and not working.done():
+        while killed < KILLS and not working.done():
             if made.stack.complete:
                 await rng.choice(made.servers).kill()
                 killed += 1
@@ -204,7 +207,7 @@ async def prefixes(seed: int) -> dict[str, Any]:
     for count in (1, 4):
         async with AsyncExitStack() as resources:
             made = await world(resources, [0.0] * count, seed)
-            await made.work(160)
+            await made.work(IN_GROUPS)
             each = [
                 hits([tuple(json.dumps(call.body["messages"]).split()) for call in server.fake.requests])
                 for server in made.servers

@@ -238,6 +238,11 @@ class Transition:
         """The policy version that sampled the first response token."""
         return self.versions[0].version
 
+    def __repr__(self) -> str:
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        said = (f"{name}={value.tolist() if isinstance(value, memoryview) else value!r}" for name, value in values)
+        return f"Transition({', '.join(said)})"
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle and copy the bytes of the arrays, because views cannot be pickled."""
         arrays = {name: getattr(self, name).tobytes() for name in ("prompt_ids", "response_ids", "logprobs")}

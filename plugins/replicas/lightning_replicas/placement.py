@@ -91,9 +91,6 @@ class Placement(CallStage):
             run.end(rollout.id)
 
 
-def placement(parts: Parts) -> Placement | None:
-    """Make the stage for a gateway; None for one whose own policy has a single server."""
-    own = parts.policies.own
-    if own is not None and len(own.pool.slots) < 2:
-        return None
+def placement(parts: Parts) -> Placement:
+    """Make the stage for a gateway. It stands in all gateways of a run alike, also where the policy has a single server."""
     return Placement(parts.agents, parts.config.token_ttl)

@@ -92,7 +92,10 @@ def register_call_stages(register):
 )
 def test_doctor_says_which_stage_of_calls_cannot_stand(lightning, install, monkeypatch, source: str, said: str) -> None:
     report = json.loads(lightning("doctor", "--json").out)
-    assert check(report, "stages of calls")["detail"] == "branches, conversations, history, traces, advice, texts"
+    assert (
+        check(report, "stages of calls")["detail"]
+        == "branches, conversations, history, traces, advice, replicas, texts"
+    )
     install("strange", {"stranger": "strange_stage"}, {"strange_stage": source})
     monkeypatch.setattr(named, "plugins", Plugins)
     ran = lightning("doctor", "--json")
