@@ -118,6 +118,15 @@ def lightning_policy_fault(error: BaseException) -> str | None:
 
 
 @hookspec
+def lightning_warm() -> None:
+    """Fill the caches that any model call of the framework's client fills, so that not each agent's process fills its own.
+
+    Called in the process from which agents' processes are forked, once it has imported what the first rollout had imported.
+    Import nothing else, take fixed text, send nothing, make no client and start no thread.
+    """
+
+
+@hookspec
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm | SearchAlgorithm]], None]) -> None:
     """Register algorithms for `Trainer(algorithm="name")`: factories of an `Algorithm`, or of a `SearchAlgorithm`."""
 

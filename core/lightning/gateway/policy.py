@@ -90,9 +90,11 @@ class Gate:
         """Let the calls in `settle` check their condition again."""
         self._news.set()
 
-    async def wait(self, spent: float = 0.0, slot: int | None = None) -> float:
-        """Wait until the gate is open to the calls of this slot's server; with None, to those of any server. Return how many
-        seconds the call has waited in all.
+    async def wait(
+        self, spent: float = 0.0, slot: int | None = None, no_longer: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Wait until the gate is open to the calls of this slot's server; with None, to those of any server; or until
+        `no_longer()` is true. Return how many seconds the call has waited in all.
 
         `spent` are the seconds that it had waited before. Raises `RefusalError` (503) if it waits too long in all.
         """
@@ -102,7 +104,7 @@ class Gate:
         began = loop.time()
         self.waiting += 1
         try:
-            await self._until(lambda: not self.closes(slot), self.timeout - spent)
+            await self._until(lambda: not self.closes(slot) or no_longer(), self.timeout - spent)
         except TimeoutError:
             why, _ = next(iter(self._holds.values()), (UPDATING, None))
             message = (

@@ -27,6 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +270,10 @@ class Pool:
                 return slot
         raise GatewayError(f"{server} is not one of the gateway's upstreams: {[slot.upstream for slot in self.slots]}")
 
+    def is_vacant(self, number: int) -> bool:
+        """Whether the slot of this number has no server now."""
+        return number >= len(self.slots) or self.slots[number].vacant
+
     def unreachable(self, slot: Slot, why: object) -> None:
         """Mark a server that a request could not reach as not healthy, and log `why`."""
         if slot.healthy:
@@ -423,8 +428,8 @@ class Forwarder:
                     continue
                 raise
             policy.check()
-            if gate.closes(slot.number):  # it is being updated, and the rollout stays with it
-                waited = await gate.wait(waited, slot.number)
+            if gate.closes(slot.number):  # it is being updated, and the rollout stays with it unless it dies
+                waited = await gate.wait(waited, slot.number, partial(pool.is_vacant, slot.number))
                 continue
             body["model"] = slot.upstream.model
             payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()

@@ -7,7 +7,6 @@ filled from fixed text, never from a rollout's.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import ssl
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.instrument.frames import know_origin
+from lightning.plugins import plugins
 
 MOST_CONTEXTS: Final = 8
 """Most contexts of the same certificate files that are made in advance."""
@@ -107,39 +107,12 @@ def build_model(module: str, name: str) -> None:
 
 
 def fill_caches() -> None:
-    """Fill the caches that any call of a model fills: the origins of the imported modules, and the type hints and validators of
-    a chat completion in the `openai` client, if that is imported. Nothing is sent, and no client is made."""
+    """Fill the caches that any call of a model fills: the origins of the imported modules, and those of clients, which adapters
+    know (`lightning_warm`)."""
     for module in list(sys.modules.values()):
         if isinstance(file := getattr(module, "__file__", None), str):
             know_origin(file)
-    if "openai" in sys.modules:
-        with contextlib.suppress(
-            ImportError, AttributeError
-        ):  # another release: each rollout fills them, as without this
-            _fill_openai()
-
-
-def _fill_openai() -> None:
-    from openai._models import construct_type
-    from openai._utils import maybe_transform
-    from openai.types.chat import ChatCompletion
-    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
-
-    function: dict[str, object] = {"name": "f", "arguments": "{}"}
-    reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    messages = [
-        {"role": "system", "content": ""},
-        {"role": "user", "content": ""},
-        reply,
-        {"role": "tool", "tool_call_id": "1", "content": ""},
-    ]
-    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
-    request = {"model": "m", "messages": messages, "tools": tools, "max_tokens": 1}
-    maybe_transform(request, CompletionCreateParamsNonStreaming)
-    choice = {"index": 0, "finish_reason": "tool_calls", "message": reply}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
-    construct_type(value=answer, type_=ChatCompletion)
+    plugins().hook.lightning_warm()
 
 
 def _models() -> Iterator[Any]:

@@ -56,6 +56,8 @@ each time: that one comes to its end first."""
 
 NOTICE_SECONDS = 5
 """How long a failed update waits to hear that the policy server has died."""
+BACK_SECONDS = 0.1
+"""Seconds between two looks whether every server is back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,13 +158,13 @@ class Stack:
             yield
             return
         async with self.gateway.hold():
-            restarts = self.restarts
+            restarts = await self._until_complete()
             try:
                 await all_of([server.sleep() for server in self.servers])
             except PolicyServerError:
                 if not await self._recovered(restarts):
                     raise
-                restarts = self.restarts
+                restarts = await self._until_complete()
                 await all_of([server.sleep() for server in self.servers])
             try:
                 yield
@@ -172,6 +174,12 @@ class Stack:
                 except PolicyServerError:
                     if not await self._recovered(restarts):
                         raise
+
+    async def _until_complete(self) -> int:
+        """Wait until no server is started again. Return `restarts`."""
+        while not self.complete:
+            await self._unless_supervisor_fails(asyncio.create_task(asyncio.sleep(BACK_SECONDS)))
+        return self.restarts
 
     def advanced(self) -> None:
         """A step was taken. The policy servers work, so that deaths before it are no reason to end a run of weeks."""

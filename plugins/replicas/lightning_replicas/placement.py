@@ -26,8 +26,10 @@ Group = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An attempt that has begun at a server, and when it is over at the latest (monotonic seconds)."""
+    """An attempt that has begun at a server: its number among its rollout's, and when it is over at the latest (monotonic
+    seconds)."""
 
+    number: int
     server: int
     until: float
 
@@ -57,13 +59,17 @@ class _Run:
         chosen = min(with_room or well, key=lambda number: (load[number], self._given[number], number))
         if chosen not in homes:
             homes.append(chosen)
-        self._attempts[rollout.id] = _Attempt(chosen, now + ttl)
+        self._attempts[rollout.id] = _Attempt(rollout.attempt, chosen, now + ttl)
         self._given[chosen] += 1
         return chosen
 
-    def end(self, rollout: str) -> None:
-        """Note that the attempt at a rollout has ended. When all have, as many will be expected at once as were this time."""
-        if self._attempts.pop(rollout, None) is not None and not self._attempts:
+    def end(self, rollout: Rollout) -> None:
+        """Note that the attempt `rollout.attempt` has ended, unless a later one has begun. When all have ended, as many will be
+        expected at once as were this time."""
+        if (known := self._attempts.get(rollout.id)) is None or known.number != rollout.attempt:
+            return
+        del self._attempts[rollout.id]
+        if not self._attempts:
             self._expected, self._most = self._most, 0
 
 
@@ -88,7 +94,7 @@ class Placement(CallStage):
     def over(self, rollout: Rollout) -> None:
         """Note that the attempt has ended."""
         if (run := self._runs.get(rollout.run)) is not None:
-            run.end(rollout.id)
+            run.end(rollout)
 
 
 def placement(parts: Parts) -> Placement:

@@ -98,6 +98,8 @@ def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
         return [()] * replicas
     count, trainers = visible_gpus(), _trainers_gpu(config.engine.device)
     free = list(section.gpus) or [number for number in range(count) if number != trainers]
+    if len(set(free)) < len(free):
+        raise ConfigError(f"policy_server.gpus = {free} names a GPU twice: each is of one vLLM, name it once")
     each = each or 1
     if replicas * each > len(free):
         where = (

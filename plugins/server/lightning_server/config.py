@@ -28,7 +28,8 @@ class GatewayProcessesConfig(PluginSettings):
     place: ClassVar[str] = "gateway"
     processes: int | None = Field(default=None, ge=0, le=64)
     """Number of processes beside the trainer's that answer the agents' calls; with 0 the trainer's own process does. null: one
-    for each eight cores, at most four, where the trainer computes on a GPU and no port is set; else 0."""
+    for each eight cores, at most four, where the trainer computes on a GPU and no port is set; else 0. They divide
+    `gateway.limits.body_memory`."""
 
 
 class ProjectConfig(PluginSettings):

@@ -22,6 +22,9 @@ from lightning.gateway.gateway import Gateway
 from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
 
+LONGEST_TEXT = 1 << 16
+"""The most characters of one message to the parent."""
+
 
 def what_stands(gateway: Gateway) -> list[str]:
     """Return what plugins have added to a gateway, so that two processes can be compared: stages, APIs, routes, redactors."""
@@ -40,7 +43,7 @@ class ToParent(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message, with the text of its exception."""
-        tell(level=record.levelno, logger=record.name, text=self.format(record))
+        tell(level=record.levelno, logger=record.name, text=self.format(record)[:LONGEST_TEXT])
 
 
 def tell(**said: Any) -> None:
@@ -54,7 +57,12 @@ async def serve(said: dict[str, Any]) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    loop.add_reader(sys.stdin.fileno(), ended.set)
+
+    def orphaned() -> None:
+        loop.remove_reader(sys.stdin.fileno())  # which can be read for ever now
+        ended.set()
+
+    loop.add_reader(sys.stdin.fileno(), orphaned)
     config = config_model().model_validate(said["config"]).gateway
     async with plugins().opened_store(said["store"], make=False) as store:
         gateway = Gateway(store, [], config, secret=await gateway_secret(store), shared=True)

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from lightning.addresses import is_loopback, reachable
-from lightning.asyncio_utils import cancel
+from lightning.asyncio_utils import all_of, cancel
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway.connections import BACKLOG, bind
 from lightning.gateway.gateway import Gateway
+from lightning.memory_budget import Budget
 from lightning.store.url import redacted
 
 from lightning_server.config import GatewayProcessesConfig, ServerConfig
@@ -39,6 +40,12 @@ STOP_SECONDS = 35.0
 """How long it may take to end: a little longer than a gateway waits for the calls in flight."""
 STEADY_SECONDS, MOST_DEATHS = 30.0, 5
 """A process that ends so many times in a row, each within so many seconds, does not stay up."""
+LAST_WORDS_SECONDS = 5.0
+"""How long what an ended process has said is read."""
+LEAST_MEMORY = 1 << 20
+"""The least bytes of `gateway.limits.body_memory`."""
+LONGEST_LINE = 1 << 20
+"""The most bytes of one line that a process says: its longest message as JSON."""
 MODULE = "lightning_server.gateway_process"
 
 
@@ -104,15 +111,18 @@ class Processes:
         """Start all, and let the keys of the trainer's own gateway lead to them. Raises `GatewayError`."""
         hosts = [urlsplit(slot.upstream.url).hostname or "" for slot in gateway.own.pool.slots]
         allowed = [*self._config.gateway.allowed_upstreams, *hosts]  # the trainer's own servers are always allowed
+        # All processes are on one machine, so they divide the memory for bodies.
+        share = Budget(self._config.gateway.limits.body_memory).most // len(self._members)
+        own_settings = {"gateway.allowed_upstreams": allowed, "gateway.limits.body_memory": max(share, LEAST_MEMORY)}
         given = {
-            "config": with_settings(self._config, {"gateway.allowed_upstreams": allowed}).model_dump(mode="json"),
+            "config": with_settings(self._config, own_settings).model_dump(mode="json"),
             "store": self._store_url,
             "level": logging.getLogger("lightning").getEffectiveLevel(),
         }
         own = what_stands(gateway)
         for member in self._members:
             member.given = given
-        await asyncio.gather(*(member.start() for member in self._members))
+        await all_of([member.start() for member in self._members])
         stands = self._members[0].stands
         if missing := [name for name in own if name not in stands] or [name for name in stands if name not in own]:
             reason = f"{missing[0]} is not in both processes: install the plugin instead of registering it in a script"
@@ -170,6 +180,7 @@ class _Member:
             *(sys.executable, "-P", "-m", MODULE),  # without the present folder, whose modules are the user's
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            limit=LONGEST_LINE,
             pass_fds=(number,),
             start_new_session=True,  # Ctrl-C is the trainer's, which ends it in its turn
         )
@@ -188,24 +199,37 @@ class _Member:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Log what the process says, until it has closed its output."""
         assert process.stdout is not None
-        async for line in process.stdout:
+        while True:
             try:
-                said = json.loads(line)
-            except ValueError:  # of a library that prints
-                log.info("gateway process %d: %s", self.number, line.decode(errors="replace").rstrip())
-                continue
-            if "stands" in said:
-                self.stands = said["stands"]
-                self._ready.set()
-            elif "failed" in said:
-                self._failed = said["failed"]
-            else:
-                logging.getLogger(said["logger"]).log(
-                    said["level"], "%s (gateway process %d)", said["text"], self.number
+                line = await process.stdout.readline()
+            except ValueError:  # the process must not wait until somebody reads on
+                log.warning(
+                    "gateway process %d printed more than %d bytes without an end of line", self.number, LONGEST_LINE
                 )
+                continue
+            if not line:
+                break
+            self._hear(line)
         if not self._ready.is_set():
             self._failed = self._failed or f"it ended with {_ending(await process.wait())}; its errors stand above"
             self._ready.set()
+
+    def _hear(self, line: bytes) -> None:
+        """Heed one line: that the process listens, that it failed, a message to log, or what a library has printed."""
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        match said:
+            case {"stands": stands}:
+                self.stands = stands
+                self._ready.set()
+            case {"failed": reason}:
+                self._failed = reason
+            case {"logger": str(logger), "level": int(level), "text": text}:
+                logging.getLogger(logger).log(level, "%s (gateway process %d)", text, self.number)
+            case _:
+                log.info("gateway process %d: %s", self.number, line.decode(errors="replace").rstrip())
 
     async def attend(self) -> None:
         """Start the process again whenever it ends, until cancelled. Raises `GatewayError` if it does not stay up."""
@@ -242,6 +266,7 @@ class _Member:
                 process.kill()
                 await process.wait()
         if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=LAST_WORDS_SECONDS)
             await cancel(self._reading)
 
 

@@ -7,9 +7,11 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import lightning
+import lightning_raw
 import openai
 import pytest
 import uvloop
@@ -18,6 +20,7 @@ from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.frames import MAX_DEPTH
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
+from lightning.runner.warmth import fill_caches
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM, Lease, Outcome, Rollout, Task
 
@@ -325,3 +328,30 @@ async def test_an_agent_may_run_a_loop_of_its_own(server: ChatServer, session: A
     caller = server.calls[0].caller
     assert caller is not None
     assert caller.path == ("agent", "inner", "say_async")
+
+
+def test_the_caches_of_a_chat_completion_are_filled_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openai._models import construct_type
+    from openai._utils import _transform, maybe_transform
+    from openai.types.chat import ChatCompletion
+    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was made"))
+    hints: Any = _transform.get_type_hints
+    hints.cache_clear()
+    fill_caches()
+    known = hints.cache_info().currsize
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    maybe_transform({"model": "policy", "messages": messages}, CompletionCreateParamsNonStreaming)
+    assert construct_type(value={"choices": []}, type_=ChatCompletion)
+    assert known == hints.cache_info().currsize > 0
+
+
+def test_a_client_of_another_release_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai._utils
+
+    monkeypatch.setattr(openai._utils, "maybe_transform", lambda data: data)  # with another signature
+    lightning_raw.lightning_warm()
+    monkeypatch.delattr(openai._utils, "maybe_transform")
+    lightning_raw.lightning_warm()

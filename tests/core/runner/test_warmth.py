@@ -8,14 +8,13 @@ import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import certifi
 import pydantic
 import pytest
 from lightning.config import RunnerConfig
 from lightning.runner.process import ProcessRunner
-from lightning.runner.warmth import Contexts, Stores, build_model, built_models, fill_caches
+from lightning.runner.warmth import Contexts, Stores, build_model, built_models
 from lightning.types import LLM, Lease, Rollout, Task
 
 NOWHERE = LLM("http://127.0.0.1:9/v1", "key", "policy")
@@ -126,28 +125,3 @@ def test_models_that_were_built_late_are_told_by_name() -> None:
     build_model(*name)
     assert name in built_models()
     assert [AtOnce.__module__, "AtOnce"] not in built_models()
-
-
-def test_the_caches_of_a_chat_completion_are_filled_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openai._models import construct_type
-    from openai._utils import _transform, maybe_transform
-    from openai.types.chat import ChatCompletion
-    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
-
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was made"))
-    hints: Any = _transform.get_type_hints
-    hints.cache_clear()
-    fill_caches()
-    known = hints.cache_info().currsize
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    maybe_transform({"model": "policy", "messages": messages}, CompletionCreateParamsNonStreaming)
-    assert construct_type(value={"choices": []}, type_=ChatCompletion)
-    assert known == hints.cache_info().currsize > 0
-
-
-def test_a_client_of_another_release_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import openai._utils
-
-    monkeypatch.delattr(openai._utils, "maybe_transform")
-    fill_caches()

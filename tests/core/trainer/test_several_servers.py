@@ -221,3 +221,57 @@ async def test_each_server_is_probed(open_house: Callable[..., Any], tmp_path: P
     house.servers[1].prober = lambda probe: [-9.0]
     updates = await house.stack.update(weights(tmp_path, 1), 1, Probe([1, 2], [0.0, -1.0]))
     assert [update.served for update in updates] == [[-1.0], [-9.0]]
+
+
+async def test_a_step_on_a_gpu_of_theirs_begins_when_all_sleep_also_one_that_was_started_again(
+    open_house: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = await open_house(policy_server__device="cuda")
+    told: list[tuple[str, int]] = []
+
+    def noting(number: int, name: str) -> None:
+        async def note() -> None:
+            if house.stack._served[number].away:
+                raise PolicyServerError("nobody listens")
+            told.append((name, number))
+
+        monkeypatch.setattr(house.servers[number], name, note, raising=False)
+
+    for number in (0, 1):
+        noting(number, "sleep")
+        noting(number, "wake")
+    monkeypatch.setattr(house.servers[1], "_start", 0.3)
+    await house.servers[1].kill()
+    await until(lambda: not house.stack.complete)
+    async with asyncio.timeout(30), house.stack.resting():
+        assert sorted(told) == [("sleep", 0), ("sleep", 1)]
+    assert sorted(told[2:]) == [("wake", 0), ("wake", 1)]
+
+
+async def test_calls_that_wait_for_an_update_go_to_another_server_if_theirs_dies_in_it(
+    open_house: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = await open_house(trainer__max_staleness=1)
+    first, second = house.servers
+    first._load = 0.3
+    starts = asyncio.Event()
+    restart = first.restart
+
+    async def late(*asked: Any) -> None:
+        await starts.wait()
+        await restart(*asked)
+
+    monkeypatch.setattr(first, "restart", late)
+    gate = house.stack.gateway.own.gate
+    updating = asyncio.create_task(house.stack.update(weights(tmp_path, 1), 1, None))
+    await until(lambda: gate.closes(0))
+    waits = asyncio.create_task(house.ask(0))
+    await until(lambda: gate.waiting)
+    await first.kill()
+    async with asyncio.timeout(20):
+        call = await waits
+    assert call.status is CallStatus.OK
+    assert len(second.fake.requests) == 1
+    starts.set()
+    await updating
+    await until(lambda: house.stack.complete)

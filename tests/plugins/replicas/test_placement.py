@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -43,6 +44,17 @@ def test_as_many_are_expected_as_ran_at_once_before() -> None:
         assert placed == ({0: 8} if step == 1 else {0: 4, 1: 4})
         for each in wave:
             stage.over(each)
+
+
+def test_the_late_end_of_an_earlier_attempt_does_not_end_the_present_one() -> None:
+    stage, slots = Placement(4, 60.0), servers(2)
+    first = rollout(0)
+    stage.placed(first, slots)
+    again = stage.placed(replace(first, attempt=first.attempt + 1), slots)
+    stage.over(first)
+    assert stage.placed(rollout(1, "other"), slots) != again
+    stage.over(replace(first, attempt=first.attempt + 1))
+    assert stage.placed(rollout(2, "third"), slots) == again
 
 
 def test_one_server_is_no_choice_and_a_sick_one_is_none() -> None:

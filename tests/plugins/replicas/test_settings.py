@@ -82,6 +82,7 @@ def test_what_is_set_by_hand_stays() -> None:
         ({**CUDA, "replicas": 8}, r"1 GPU each need 8 GPUs, and 8 are visible .* the trainer has one .*replicas to 7, or"),
         ({**CUDA, "replicas": 2, "gpus_each": 9}, r"need 18 GPUs.*lower policy_server\.gpus_each"),
         ({**CUDA, "replicas": 3, "gpus": (1, 2)}, r"policy_server\.gpus names 2: set policy_server\.replicas to 2"),
+        ({**CUDA, "replicas": 2, "gpus": (1, 1)}, r"policy_server\.gpus = \[1, 1\] names a GPU twice"),
         ({"device": "cpu", "replicas": 2, "gpus_each": 1}, r"gpus_each = 1 counts GPUs, and vLLM runs on the CPU"),
         ({"device": "cpu", "replicas": 5, "port": 65532}, r"leaves 4 ports for policy_server\.replicas = 5"),
         ({"replicas": 2, "attach": URLS}, r"leave out one of the two"),

@@ -173,10 +173,10 @@ class Member:
 
     async def beat_beside(self, number: int) -> None:
         """Write a heartbeat from a thread, as a negative number, and prolong the seat. Raises `StoreError`."""
-        began, seat = self._clock(), self._seat
-        await self._store.put_state(
-            "", seat_key(self._run, self._number), to_json(replace(seat, beat=-number)), once=None
-        )
+        began, seat, place = self._clock(), self._seat, self._number
+        if not self.seated or seat.id != self._seat.id:  # the loop may take another seat at any moment
+            return
+        await self._store.put_state("", seat_key(self._run, place), to_json(replace(seat, beat=-number)), once=None)
         if seat.id == self._seat.id and self._clock() < self._valid_until:
             self._valid_until = max(self._valid_until, began + LAPSE)
 
@@ -276,15 +276,22 @@ class Member:
         self.policy.gate.open(self)
 
     def _close_places(self, notice: Notice | None) -> None:
-        """Close the gate to the calls of the servers that are away or held according to the notice, and to no others."""
-        why = {} if notice is None else dict.fromkeys(notice.away, RESTARTING)
-        if notice is not None and notice.holds is not None:
-            why[notice.holds] = UPDATING
+        """Close the gate to the calls of the servers that are away or held according to the notice, or whose weights are
+        unknown while those of others are known, and to no others."""
+        why: dict[int, str] = {}
+        if notice is not None:
+            if notice.version != UNKNOWN:
+                places = enumerate(notice.version_of.values())
+                why = {place: UPDATING for place, version in places if version == UNKNOWN}
+            why |= dict.fromkeys(notice.away, RESTARTING)
+            if notice.holds is not None:
+                why[notice.holds] = UPDATING
         for place in self._closed - why.keys():
             self.policy.gate.open((self, place))
         for place, reason in why.items():
             self.policy.gate.close((self, place), reason, place)
         self._closed = set(why)
+        self.policy.gate.stir()  # calls of a server that was held and is away now go to another one
 
     async def _listen(self, notice: Notice) -> None:
         """While calls are held, watch the owner's heartbeat, because only the owner knows which weights the servers have. After

@@ -156,8 +156,10 @@ class Owner(PolicyOwner):
         notice = self._without(notice, hold.away)
         if hold.lost:
             return replace(notice, version=UNKNOWN, versions=(), updated=notice.epoch, changed=None, counts={})
-        if (update := hold.update) is None:
+        if (update := hold.update) is None and not hold.away:
             return notice
+        if update is None:  # other gateways must know that tokens of the server that is away may be of either version
+            return replace(notice, updated=notice.epoch, changed=self._place(hold.away[0]), counts={})
         counts = {key: update.in_flight[key] for key in keys if key in update.in_flight}
         versions = tuple(
             had if place not in (None, number) or number in notice.away else update.version

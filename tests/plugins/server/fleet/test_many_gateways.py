@@ -213,10 +213,62 @@ async def test_one_server_of_two_is_held_or_away_and_the_other_goes_on(fleet):
     async with fleet.owner.hold(again) as hold:  # a gateway that comes during a hold sends calls to the other server
         await fleet.until(lambda: len(joined.pool.slots) == 2 and joined.gate.closes(1))
         assert not joined.gate.closed
+        waits = asyncio.create_task(fleet.ask(llms[1]))
+        await fleet.until(lambda: policy.gate.waiting)
         hold.away = (again,)
+    assert (await waits).status_code == 200  # at the other server, too
+    assert len(second.requests) == 2
     await fleet.until(lambda: joined.pool.slots[1].vacant)
     await fleet.owner.away(served[0])
     await fleet.until(lambda: joined.gate.closed)
+
+
+async def test_calls_at_a_server_that_may_have_taken_weights_alone_are_of_no_known_version(fleet):
+    """It took them and did not say so. Until it is started again, it goes on with its calls."""
+    second = await fleet.resources.enter_async_context(FakeVLLM())
+    served = [Upstream(fleet.fake.url, fleet.fake.model), Upstream(second.url, second.model)]
+    await fleet.owner.serve(served, 0)
+    gateway, fakes = fleet.servers[0], (fleet.fake, second)
+    policy = gateway._policies.of("run")
+    await fleet.until(lambda: len(policy.pool.slots) == 2)
+    llms: dict[int, tuple[LLM, int]] = {}
+    while len(llms) < 2:
+        llm = await fleet.llm(gateway)
+        llms.setdefault(gateway._signer.verify(llm.api_key).server, (llm, len(fleet.made) - 1))
+    for fake in fakes:
+        fake.default = TEN
+    asking = [asyncio.create_task(fleet.ask(llms[number][0])) for number in (0, 1)]
+    await fleet.until(lambda: all(max([0, *fake.in_flight().values()]) >= 2 for fake in fakes))
+    async with fleet.owner.hold(served[1]) as hold:
+        for fake in fakes:
+            fake.pause()
+        hold.away = (served[1],)
+    await fleet.until(lambda: policy.pool.slots[1].vacant)
+    for fake in fakes:
+        fake.resume()
+    for answer in asyncio.as_completed(asking):
+        assert (await answer).status_code == 200
+    (at_first,), (at_second,) = [await fleet.calls(llms[number][1]) for number in (0, 1)]
+    assert (at_first.status, at_first.versions) == (CallStatus.OK, (VersionRun(0, 0),))
+    assert at_second.status is not CallStatus.OK
+
+
+async def test_a_server_that_was_not_restored_yet_gets_no_calls_when_another_one_was(fleet):
+    """A resumed trainer updates one server after another, and before the first of these updates has named no weights."""
+    second = await fleet.resources.enter_async_context(FakeVLLM())
+    served = [Upstream(fleet.fake.url, fleet.fake.model), Upstream(second.url, second.model)]
+    await fleet.owner.serve(served, UNKNOWN)
+    gateway = fleet.servers[0]
+    policy = gateway._policies.of("run")
+    await fleet.until(lambda: policy.told)
+    async with fleet.owner.hold(served[0]) as hold:
+        hold.update = Update(7)
+    await fleet.until(lambda: len(policy.pool.slots) == 2)
+    assert (policy.gate.closes(0), policy.gate.closes(1), policy.gate.closed) == (False, True, False)
+    async with fleet.owner.hold(served[1]) as hold:
+        hold.update = Update(7)
+    await fleet.until(lambda: not policy.gate.held)
+    assert [slot.version for slot in policy.pool.slots] == [7, 7]
 
 
 async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):

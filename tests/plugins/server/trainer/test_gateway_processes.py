@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -12,12 +13,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from lightning.config import Config, with_settings
+from lightning.config import Config, config_model, with_settings
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import Gateway, Upstream
+from lightning.memory_budget import SHARE_OF_MEMORY, memory
 from lightning.plugins import plugins
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
@@ -127,6 +130,50 @@ async def test_a_plugin_that_is_in_one_process_alone_is_refused_or_told(
     await Processes(config(), SQLITE, 1).start(gateway)
     assert f"the trainer's process answers all calls, since {why}" in caplog.text
     assert not gateway.addresses
+
+
+async def test_the_processes_divide_the_memory_for_bodies(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(self: gateway_processes._Member) -> None:
+        self.stands = gateway_process.what_stands(gateway)
+
+    monkeypatch.setattr(gateway_processes._Member, "start", start)
+    for asked, each in ((1 << 30, 1 << 28), (1 << 20, 1 << 20), (None, memory() // SHARE_OF_MEMORY // 4)):
+        processes = Processes(config(**{"gateway.limits.body_memory": asked}), SQLITE, 4)
+        await processes.start(gateway)
+        given = [config_model().model_validate(member.given["config"]) for member in processes._members]
+        assert [one.gateway.limits.body_memory for one in given] == [each] * 4
+        processes._forget()
+
+
+async def test_the_same_stands_in_a_gateway_that_has_no_policy_of_its_own(gateway: Gateway) -> None:
+    async with plugins().opened_store("memory://") as store:
+        theirs = Gateway(store, [], Config().gateway, secret=b"s" * 32, shared=True)
+        assert gateway_process.what_stands(theirs) == gateway_process.what_stands(gateway)
+        await theirs.close()
+
+
+async def test_whatever_a_process_prints_is_read_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Or it would wait for ever for somebody who reads on, with all its calls."""
+    caplog.set_level(logging.INFO)
+    processes = Processes(config(), SQLITE, 1)
+    (member,) = processes._members
+    said = asyncio.StreamReader(limit=gateway_processes.LONGEST_LINE)
+    text = "\N{GRINNING FACE}" * gateway_process.LONGEST_TEXT
+    longest = json.dumps({"level": logging.ERROR, "logger": "lightning", "text": text}).encode()
+    too_long = b"x" * (gateway_processes.LONGEST_LINE + 1)
+    for line in (b"5", b"{}", b"null", too_long, longest, b'{"stands": ["the stage x 1"]}'):
+        said.feed_data(line + b"\n")
+    said.feed_eof()
+    await member._read(SimpleNamespace(stdout=said))  # type: ignore[arg-type]
+    assert member.stands == ["the stage x 1"]
+    assert f"{text} (gateway process 1)" in caplog.messages
+    assert [message for message in caplog.messages if len(message) < 100] == [
+        "gateway process 1: 5",
+        "gateway process 1: {}",
+        "gateway process 1: null",
+        f"gateway process 1 printed more than {gateway_processes.LONGEST_LINE} bytes without an end of line",
+    ]
+    processes._forget()
 
 
 async def test_a_process_that_never_stays_up_ends_the_run(

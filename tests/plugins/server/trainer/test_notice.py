@@ -22,7 +22,7 @@ async def test_where_the_policy_is_served_and_each_new_version(bench: Any, tmp_p
         stack = house.loop.stack
         begun = await notice(house)
         assert (begun.stance, begun.version, list(begun.servers)) == (Stance.OPEN, 0, stack.upstreams())
-        (tmp_path / "w").write_text("12345678[]")
+        house.engine.weights(tmp_path / "w")
         await stack.update(tmp_path / "w", 1, None)
         updated = await notice(house)
         assert (updated.stance, updated.version, updated.epoch) == (Stance.OPEN, 1, begun.epoch + 1)
