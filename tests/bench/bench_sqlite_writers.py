@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 from lightning.errors import UnavailableError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.store import Writer
-from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs
+from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
 
 CALLERS = 64
 ANSWER = 256
@@ -54,7 +53,7 @@ class Source:
 
     def __init__(self, tokens: int) -> None:
         rng = random.Random(0)
-        self._ids = array("i", (rng.randrange(151_000) for _ in range(tokens)))
+        self._ids = token_ids(rng.randrange(151_000) for _ in range(tokens))
         self._scores = logprobs([-rng.expovariate(1.0) for _ in range(ANSWER)])
 
     def call(self, rollout: str, seq: int, start: int, prompt: int) -> Transition:

@@ -231,7 +231,7 @@ async def test_a_server_that_missed_the_weights_once_is_given_them_again(
 @pytest.mark.slow
 async def test_a_server_that_dies_during_an_update_is_restarted_and_updated(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
-        supervisor = asyncio.create_task(made.loop.stack.supervise())
+        supervisor = asyncio.create_task(made.loop.stack.look_after())
         made.loop.stack._supervisor = supervisor
         made.policy.die_at = 2
         await made.loop.run({})
@@ -246,7 +246,7 @@ async def test_a_restart_that_fails_during_an_update_ends_the_run_with_its_own_e
     bench: Any, tmp_path: Path
 ) -> None:
     async with bench(tmp_path) as made:
-        made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.supervise())
+        made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.look_after())
         made.policy.die_at, made.policy.restart_fails = 2, True
         async with asyncio.timeout(60):
             with pytest.raises(PolicyServerError, match="no memory for a restart"):

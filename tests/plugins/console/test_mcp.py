@@ -98,7 +98,7 @@ async def test_an_agent_goes_through_a_run_over_stdio(recorded: Path) -> None:
         assert block(shown, "Reward")["series"][0]["to"] == ["step/run/1", "step/run/2", "step/run/3"]
         groups = block(await ask("step", run="run", step=3), "Groups")
         assert len(groups["rows"]) == 2
-        taught = next(row for row in groups["rows"] if row[5] == "yes")[0]["to"].rpartition("/")[2].replace("%2F", "/")
+        taught = next(row for row in groups["rows"] if row[6] == "yes")[0]["to"].rpartition("/")[2].replace("%2F", "/")
         tree = block(await ask("group", run="run", group=taught), "The calls of all rollouts, as a tree")
         assert sum(len(node.get("rollouts", ())) for node in tree["nodes"]) == 4
         whys = []

@@ -265,7 +265,7 @@ async def test_what_ends_the_sampler_ends_the_run(bench: Any, slow: Any, tmp_pat
 @pytest.mark.slow
 async def test_a_server_that_dies_is_brought_back_under_the_agents(bench: Any, slow: Any, tmp_path: Path) -> None:
     async with bench(tmp_path, slow, **ASYNC) as made:
-        made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.supervise())
+        made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.look_after())
         made.policy.die_at = 2
         await made.loop.run({})
         await assert_whole(made)
