@@ -284,7 +284,7 @@ async def test_two_stages_whose_order_is_not_said_are_refused_until_the_settings
     with pytest.raises(GatewayError, match=r"both stand at 'kept'.*gateway.stage_order = \["):
         await build()
     house = await build(stage_order=["other", "stranger"])
-    assert [*house.gateway.stages][-2:] == ["other", "stranger"]
+    assert [name for name in house.gateway.stages if name in ("other", "stranger")] == ["other", "stranger"]
     assert house.gateway.stages["stranger"] == "1.0"
 
 
