@@ -116,7 +116,7 @@ def server_env(
     base: Mapping[str, str], *, device: Device, threads: int | None = None, gpus: Sequence[int] = ()
 ) -> dict[str, str]:
     """Return the environment of the server: `base` with our settings, marked as owned by this process. `gpus` are numbers among
-    the GPUs that `base` shows; empty shows them all."""
+    the GPUs that `base` shows; empty shows them all. Raises ConfigError for a GPU that it does not show."""
     env = {name: value for name, value in base.items() if name not in _NOT_INHERITED}
     if device == "cpu":
         env |= {"TORCHDYNAMO_DISABLE": "1"}  # otherwise the first request for logprobs compiles for 3 to 9 s
@@ -133,8 +133,13 @@ def server_env(
     else:
         env |= _CUDA
         shown = [name for name in base.get(VISIBLE, "").split(",") if name]
+        if shown and gpus and max(gpus) >= len(shown):
+            raise ConfigError(
+                f"policy_server.gpus has {max(gpus)}, and {VISIBLE} shows {len(shown)} GPUs, which are numbered from 0 "
+                "whatever it calls them: name these, or show more"
+            )
         if gpus:
-            env[VISIBLE] = ",".join(shown[gpu] if gpu < len(shown) else str(gpu) for gpu in gpus)
+            env[VISIBLE] = ",".join(shown[gpu] if shown else str(gpu) for gpu in gpus)
     return env | _QUIET | {OWNED: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 
 

@@ -146,4 +146,6 @@ def test_device() -> None:
 def test_the_gpus_of_a_server_are_named_as_this_process_sees_them() -> None:
     assert server_env({}, device="cuda", gpus=(1, 2))[VISIBLE] == "1,2"
     assert server_env({VISIBLE: "4,GPU-f00,6"}, device="cuda", gpus=(1, 2))[VISIBLE] == "GPU-f00,6"
+    with pytest.raises(ConfigError, match=r"policy_server\.gpus has 2, and CUDA_VISIBLE_DEVICES shows 2 GPUs"):
+        server_env({VISIBLE: "4,6"}, device="cuda", gpus=(1, 2))
     assert server_env({VISIBLE: "4,5"}, device="cuda")[VISIBLE] == "4,5"
