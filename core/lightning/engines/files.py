@@ -20,16 +20,11 @@ from typing import TYPE_CHECKING, BinaryIO
 from safetensors import SafetensorError
 
 from lightning.errors import EngineError
+from lightning.policy_server.model_folder import DTYPES
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
-"""Torch's names of the dtypes of safetensors."""
 _KINDS = {f"torch.{torchs}": own for own, torchs in DTYPES.items()}
 _WIDEST = 8
 """Bytes of the widest number. Readers need each tensor at a multiple of its own numbers' size."""

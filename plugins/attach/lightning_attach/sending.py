@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lightning.engines.files import DTYPES
-from lightning.policy_server.model_folder import read_header
+from lightning.policy_server.model_folder import DTYPES, read_header
 
 if TYPE_CHECKING:
     import torch
