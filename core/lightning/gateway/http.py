@@ -49,8 +49,9 @@ OF_TOOLS = ("--tool-call-parser",)
 """Part of vLLM's message that it has no parser of tool calls."""
 CURE_OF_TOOLS = (
     "vLLM refuses calls with tools, because it was started without a parser of tool calls for this model. If the model's chat "
-    "template shows tools (lightning doctor --model FOLDER), set policy_server.tool_call_parser. If not, take another model, "
-    "or describe the tools in the agent's own prompt."
+    "template shows tools (lightning doctor --model FOLDER), set policy_server.tool_call_parser, or start a vLLM of your own "
+    "(policy_server.attach) with --enable-auto-tool-choice --tool-call-parser. If not, take another model, or describe the "
+    "tools in the agent's own prompt."
 )
 """Stands in the place of vLLM's message, which names arguments of vLLM that users do not give."""
 TYPES = {
