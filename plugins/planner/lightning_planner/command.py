@@ -38,6 +38,12 @@ Staleness = Annotated[
     list[int] | None,
     typer.Option("--max-staleness", metavar="K", help="trainer.max_staleness; repeat it to compare values."),
 ]
+ServeOn = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Number of GPUs that only serve; with 0, all GPUs train. Left out, the plan divides them."
+    ),
+]
 Assumed = Annotated[
     list[str] | None,
     typer.Option("--assume", metavar="NAME=NUMBER", help="Replace an assumption, such as train_mfu=0.4."),
@@ -79,14 +85,13 @@ def plan(
 ) -> None:
     """Simulate a run from a recorded one: seconds per step, memory of each GPU, utilisation and staleness."""
     _check(model, gpus, max_staleness or (), (token_scale, agent_machines))
-    assumptions = assume(assume_ or ())
     shape = read_shape(model) if model else None
     url, run_id = locate(run, runs)
     recorded = asyncio.run(with_store(url, lambda store: read_run(store, run_id)))
     calibration, played = calibrated(recorded)
-    given = [*(set_ or ()), *([f"runner.concurrency={agents}"] if agents else [])]
+    given = [*(set_ or ()), *_as_settings(agents, max_staleness or ())]
     config = load_config(overrides=given, env={}, base=recorded_config(recorded.config))
-    cluster = _cluster(config, find_gpu(gpu), gpus, serve_on, assumptions) if gpus else None
+    cluster = _cluster(config, find_gpu(gpu), gpus, serve_on, assume(assume_ or ())) if gpus else None
     schedule = schedule_of(
         config,
         group_size=group_size or recorded.schedule.group_size,
@@ -94,22 +99,22 @@ def plan(
         steps=steps,
     )
     bounds = max_staleness or [schedule.max_staleness]
-    given += [f"trainer.max_staleness={bounds[0]}"] if max_staleness else []
     changes = Changes(tool_seconds, tool_scale, token_scale)
     target = Target(replace(schedule, max_staleness=bounds[0]), config, changes, agent_machines, shape, cluster, seed)
-    division = None
-    if gpus > 1 and serve_on is None:
-        division = divided(recorded, calibration, target, given)
-        target = replace(target, cluster=division.cluster)
-    plans = [
-        make_plan(recorded, calibration, replace(target, schedule=replace(schedule, max_staleness=bound)))
-        for bound in bounds
-    ]
+    division = divided(recorded, calibration, target, given) if gpus > 1 and serve_on is None else None
+    target = target if division is None else replace(target, cluster=division.cluster)
+    plans = [make_plan(recorded, calibration, target.with_staleness(bound)) for bound in bounds]
     if as_json:
         print_json(_document(recorded, played, plans, target, division))
     else:
         _show(recorded, played, plans, target, division)
         next_steps(("see where the recorded run's time went", ["profile", *run_words(run, runs)]))
+
+
+def _as_settings(agents: int, bounds: Sequence[int]) -> list[str]:
+    """Return the settings that options stand for: the number of agents at once, and the first of the bounds on staleness."""
+    staleness = [f"trainer.max_staleness={bound}" for bound in bounds[:1]]
+    return [*([f"runner.concurrency={agents}"] if agents else []), *staleness]
 
 
 def _cluster(config: Config, gpu: Gpu, gpus: int, serve_on: int | None, assumptions: Assumptions) -> Cluster:

@@ -47,6 +47,10 @@ class Target:
     cluster: Cluster | None = None
     seed: int = 0
 
+    def with_staleness(self, bound: int) -> Target:
+        """Return the target with another `trainer.max_staleness`."""
+        return replace(self, schedule=replace(self.schedule, max_staleness=bound))
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:

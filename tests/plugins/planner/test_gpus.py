@@ -299,6 +299,7 @@ def test_the_gpus_of_one_server_exchange_what_replicas_need_not() -> None:
     assert many.token == pytest.approx(weights / 4 + 0.003 + sums * assumed.exchange_seconds)
     sent = sums * 2 * 3 / 4 * 2 * SMALL.hidden / GPUS["h100"].link
     assert many.prompt_token == pytest.approx(one.prompt_token / 4 + sent)
+    assert many.token_per_call == pytest.approx(many.prompt_token + assumed.sequence_seconds)
     assert kv_tokens(SMALL, replace(NODE, gpus_each=4), 0.4) > 4 * kv_tokens(SMALL, replace(NODE, gpus_each=1), 0.4)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_planner.costs import Agent, Call, Costs, GatewayCosts, Schedule, ServerCosts, Sharing, Team, TrainerCosts
-from lightning_planner.simulation import Simulated, simulate
+from lightning_planner.simulation import Kernel, Server, Simulated, simulate
 
 ONE = Schedule(tasks_per_step=1, group_size=1, concurrency=1, steps=3)
 SERVER = ServerCosts(token=0.1)
@@ -124,6 +124,21 @@ def test_an_update_drops_the_conversations_that_are_under_way() -> None:
     for room, dropped in ((math.inf, False), (1e9, True)):
         costs = Costs(replace(SERVER, kv_tokens=room), trainer)
         assert (simulate(schedule, costs, forever(Agent(calls, 1))).again > 0.0) is dropped
+
+
+@pytest.mark.parametrize(("dropped", "again"), [(False, 0), (True, 29)])
+def test_what_an_update_dropped_between_two_calls_is_computed_again(dropped: bool, again: int) -> None:
+    kernel = Kernel()
+    server = Server(kernel, replace(SERVER, kv_tokens=1e9))
+    for call in (Call(-1, 0.0, 0.0, 10, 10, 10), Call(0, 0.0, 0.0, 30, 1, 10)):
+        ended: list[bool] = []
+        server.submit(call, 7, lambda: None, lambda ended=ended: ended.append(True))  # type: ignore[misc]
+        while not ended:
+            server.retune()
+            assert kernel.step()
+        if dropped and call.after < 0:
+            server.drop()
+    assert (server.prompts, server.again) == (40, again)
 
 
 def test_the_gateway_takes_as_many_calls_as_its_processes_have_cores() -> None:
