@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.safe_text import counted
+from lightning_verl.config import VerlConfig
 
 from lightning_planner.calibration import Calibration
 from lightning_planner.cluster import Cluster
@@ -201,11 +202,17 @@ def _why_none(shape: Shape, whole: Cluster, config: Config) -> str:
         for ranks in range(1, whole.gpus + 1)
     }
     ranks = min(trained, key=lambda number: trained[number])
+    engine, whole_gradients = config.engine, "use_no_sync_for_gradient_accumulation"
+    cures = {
+        "--set engine.gradient_checkpointing=true": not engine.gradient_checkpointing,
+        f"--set engine.lora.rank={RANK}": engine.lora is None,
+        f"--set engine.verl.sharding.{whole_gradients}=false": whole_gradients not in VerlConfig.of(engine).sharding,
+        "a GPU with more memory, or more GPUs": True,
+    }
     return (
         f"{shape.name} fits into no division of {whole.gpus} x {whole.gpu.name}: training takes at least "
         f"{trained[ranks]:.0f} GB of each of {ranks} GPUs, and vLLM needs GPUs or a share of them. Try "
-        f"--set engine.gradient_checkpointing=true, --set engine.lora.rank={RANK}, "
-        "--set engine.verl.sharding.use_no_sync_for_gradient_accumulation=false, or more GPUs"
+        f"{', '.join(cure for cure, helps in cures.items() if helps)}"
     )
 
 

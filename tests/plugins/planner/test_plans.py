@@ -213,7 +213,9 @@ def test_what_people_see(plan: Callable[..., str]) -> None:
         (("--recorded-servers", "2"), "No such option"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "8"), "at least one GPU has to train"),
         ((*NODE, "--serve-on", "4", "--set", "policy_server.gpus_each=2"), "--serve-on gives them 4"),
-        (("--model", "Qwen/Qwen3-32B", "--gpus", "8"), "fits into no division of 8 x H100"),
+        (("--model", "Qwen/Qwen3-32B", "--gpus", "8"), "Try --set engine.gradient_checkpointing=true, --set"),
+        (("--model", "Qwen/Qwen3-32B", *NODE[2:]), "fits into no division of 8 x H100"),
+        (("--model", "Qwen/Qwen3-32B", *NODE[2:]), "Try --set engine.lora.rank=16, --set engine.verl.sharding"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--set", "engine.verl.strategy=megatron"), "strategy=fsdp2"),
     ],
 )
