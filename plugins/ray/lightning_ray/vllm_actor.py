@@ -51,7 +51,7 @@ class VLLMHost:
 
     def __init__(self, model: str) -> None:
         self._model = Path(model)
-        self._log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
+        self._log: Path | None = None
         self._server: OwnedVLLM | None = None
 
     async def look(self, version: str, digest: str, file: str) -> tuple[str, str, str]:
@@ -90,6 +90,7 @@ class VLLMHost:
     ) -> tuple[str, str, str]:
         """Start vLLM with the settings `policy_server` (as JSON) and the folder's weights as `version`. Return what is wrong
         (empty: nothing), its URL, and the name of the model that is new at each start."""
+        self._log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
         logger = logging.getLogger("lightning")  # what was chosen for vLLM, and why, stands before its output
         logger.addHandler(logging.FileHandler(self._log))
         logger.setLevel(logging.INFO)
@@ -112,7 +113,7 @@ class VLLMHost:
 
     def more(self, start: int) -> bytes:
         """Return what vLLM's log has from this byte on, up to `LONGEST_PIECE`."""
-        if not self._log.exists():
+        if self._log is None:
             return b""
         with self._log.open("rb") as file:
             file.seek(start)
@@ -122,4 +123,6 @@ class VLLMHost:
         """End vLLM and every process it started, and remove its log."""
         if self._server is not None:
             await self._server.close()
-        shutil.rmtree(self._log.parent, ignore_errors=True)
+        if self._log is not None:
+            shutil.rmtree(self._log.parent, ignore_errors=True)
+            self._log = None

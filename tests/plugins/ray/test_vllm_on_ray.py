@@ -379,15 +379,20 @@ async def test_a_node_without_vllm_says_so(model: Path, monkeypatch: pytest.Monk
         vllm_server, "require_vllm", lambda device: (_ for _ in ()).throw(MissingExtraError("vllm", "vllm"))
     )
     monkeypatch.setenv("LIGHTNING_VLLM_SECRET", "before")
-    host = VLLMHost(str(model))
-    before = list(logging.getLogger("lightning").handlers)
+    host, logger = VLLMHost(str(model)), logging.getLogger("lightning")
+    before, level = list(logger.handlers), logger.level
+    assert host.more(0) == b""
     try:
         said, *rest = await host.start('{"device": "cpu"}', "secret", ((), "x.Extension"), {"servers": 2}, 0, True)
     finally:
-        for handler in set(logging.getLogger("lightning").handlers) - set(before):
-            logging.getLogger("lightning").removeHandler(handler)
+        logger.setLevel(level)
+        for handler in set(logger.handlers) - set(before):
+            logger.removeHandler(handler)
             handler.close()
     assert ("vllm" in said, rest) == (True, ["", ""])
-    assert host.more(0) == b""
+    log = host._log
+    assert log is not None
+    log.write_bytes(b"what vLLM wrote")
+    assert (host.more(0), host.more(10)) == (b"what vLLM wrote", b"wrote")
     await host.stop()
-    assert not host._log.parent.exists()
+    assert not log.parent.exists()
