@@ -281,7 +281,7 @@ def pick_device(config: PolicyServerConfig) -> Device:
 
 def shares_gpu(config: Config) -> bool:
     """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first GPU that a vLLM takes."""
-    if config.policy_server.attach or pick_device(config.policy_server) != "cuda":
+    if config.policy_server.is_elsewhere or pick_device(config.policy_server) != "cuda":
         return False
     device = config.engine.device
     if device not in ("auto", "cuda", "cuda:0"):
