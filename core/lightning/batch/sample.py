@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from lightning.types import POLICY
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -50,9 +52,10 @@ class Sample:
     `weights[t]` is the token's share of the loss (0 = not trained: prompts, tool results, other agents), already
     normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) have a meaning
     only where `weights[t] != 0`. `versions[t]` is the policy version that sampled the token (-1 for tokens that were not
-    sampled). All responses of the row were sampled at `temperature`. The engine fills in `reference` (logprobs under the
-    reference model) and `prepared` (the numbers of a `StepLoss`) for losses that ask for them, and `begun` (the trainer's own
-    logprobs at the start of the step) for a step's later updates; None means that the engine did not compute them.
+    sampled). All responses of the row were sampled at `temperature`, by the `policy` of this name. The engine fills in
+    `reference` (logprobs under the reference model) and `prepared` (the numbers of a `StepLoss`) for losses that ask for them,
+    and `begun` (the trainer's own logprobs at the start of the step) for a step's later updates; None means that the engine did
+    not compute them.
     """
 
     ids: IntArray
@@ -65,6 +68,7 @@ class Sample:
     reference: npt.NDArray[np.floating] | None = None
     begun: npt.NDArray[np.floating] | None = None
     prepared: npt.NDArray[np.floating] | None = None
+    policy: str = POLICY
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -238,6 +238,11 @@ class Transition:
         """The policy version that sampled the first response token."""
         return self.versions[0].version
 
+    @property
+    def policy(self) -> str:
+        """The name of the policy that answered; `POLICY` in a run with one."""
+        return self.versions[0].policy if self.versions else POLICY
+
     def __repr__(self) -> str:
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         said = (f"{name}={value.tolist() if isinstance(value, memoryview) else value!r}" for name, value in values)
