@@ -51,6 +51,21 @@ STOP_SECONDS = 15.0
 _CULPRIT = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Exit)\b: .*\S|\bKilled\b|Segmentation fault")
 _HARMLESS = re.compile(r"^(?:\([^)]*\)\s*)*(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 """Matches the beginning of a log line that reports no error; vLLM's warnings name errors that may come."""
+_CURES = (
+    (
+        re.compile("does not support LoRA"),
+        "Adapters of several policies need a model of another kind: train one policy",
+    ),
+    (
+        re.compile("expected target modules in .* but received"),
+        "Name modules that vLLM has for the adapters (engine.lora.target_modules)",
+    ),
+    (
+        re.compile("When using LoRA, vocab size"),
+        "Name the modules for the adapters (engine.lora.target_modules) instead of all-linear",
+    ),
+)
+"""Matches errors of vLLM with adapters, each with the cure."""
 
 
 @contextmanager
@@ -102,15 +117,16 @@ class ServerProcess:
         return self._popen.poll()
 
     def explain(self) -> str:
-        """Return the first error that this start wrote to its log, and the log's last lines."""
+        """Return the first error that this start wrote to its log, with its cure if one is known, and the log's last lines."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
         lines = [line[:MAX_LINE] for line in lines if line.strip()]
         told = (line for line in lines if not _HARMLESS.search(line))
         culprit = next((match.group() for line in told if (match := _CULPRIT.search(line))), "")
+        cure = next((f"{cure}. " for error, cure in _CURES if error.search(culprit)), "")
         tail = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:]) or "  | (nothing was written)"
-        return f"{f'{culprit}. ' if culprit else ''}The last lines of {self.log}:\n{tail}"
+        return f"{f'{culprit}. ' if culprit else ''}{cure}The last lines of {self.log}:\n{tail}"
 
     async def stop(self, *, patience: float = STOP_SECONDS) -> None:
         """End vLLM and everything it started: first by SIGTERM, after `patience` seconds by SIGKILL. May be called again."""
