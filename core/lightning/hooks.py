@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
+    from lightning.policy_server.policies import PolicySet
     from lightning.policy_server.protocol import PolicyServer
     from lightning.policy_server.servers import ServerSet
     from lightning.policy_server.weights import WeightTransfer
@@ -173,6 +174,16 @@ def register_server_sets(register: Callable[[str, Callable[[], ServerSet]], None
     It turns the settings of a run into those of each server. The core makes a server from each, and holds, updates and
     restarts them. Which of them gets the calls of an attempt is the choice of a stage (`CallStage.placed`). At most one plugin
     may register one. Without one a policy has one server.
+    """
+
+
+@hookspec
+def register_policy_sets(register: Callable[[str, Callable[[Config], PolicySet | None]], None]) -> None:
+    """Register how a run has several policies: a function from the configuration to a
+    `lightning.policy_server.policies.PolicySet`, or None where the run has one.
+
+    It makes one engine and one weight transfer for all of them. Which policy answers a call is the choice of a call stage
+    (`Call.policy_name`). At most one plugin may register one.
     """
 
 

@@ -31,6 +31,8 @@ from lightning.types import GREEDY_BELOW, Transition, by_key
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
 """The rule for a token's weight. With N trained tokens in the step, R rollouts that have trained tokens, and C trained calls:
 
+Each policy of a run has counts of its own.
+
 `token-mean` 1/N (DAPO, arXiv 2503.14476) · `rollout-mean` 1/(R · tokens of its rollout) · `sequence-mean` 1/(C · tokens of
 its call) (GRPO, arXiv 2402.03300) · `constant` 1/(R · `constant_tokens`) (Dr. GRPO, arXiv 2503.20783).
 
@@ -56,10 +58,10 @@ def build_samples(
 
     `advantages[i][j]` belongs to call j of trajectory i. The trained calls are the OK calls of the component of interest that
     have response tokens; only they get weight and a span, and only they make rows. Calls share a row only if they are of one
-    rollout and one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0 (their policy gradient
-    is 0, but an entropy bonus would not be); they still count in the normalisation.
+    rollout, one policy and one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0 (their policy
+    gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
 
-    `value_targets[i][j]` is the value that the head should have given to the state of call j. The span of each of the C
+    `value_targets[i][j]` is the value that the head should have given to the state of call j. The span of each of a policy's C
     trained calls holds its target with the weight `value_coefficient` / C, so every state counts the same, whatever the length
     of its answer. None makes rows without targets.
 
@@ -76,10 +78,15 @@ def build_samples(
     ]
     _refuse_duplicates(rollouts)
     before = inherited(trajectories)
-    shared = [trained_tokens(before.get(each.rollout.id, ())) for each in trajectories]
-    _set_weights(rollouts, shared, normalization, constant_tokens)
-    if value_targets is not None:
-        _set_targets(trajectories, rollouts, value_targets, value_coefficient)
+    for policy in dict.fromkeys(call.policy for calls in rollouts for call in calls):
+        own = [[call for call in calls if call.policy == policy] for calls in rollouts]
+        shared = [
+            trained_tokens(pair for pair in before.get(each.rollout.id, ()) if pair[0].policy == policy)
+            for each in trajectories
+        ]
+        _set_weights(own, shared, normalization, constant_tokens)
+        if value_targets is not None:
+            _set_targets(trajectories, own, value_targets, value_coefficient)
     samples: list[Sample] = []
     for calls in rollouts:
         kept = [call for call in calls if not (drop_zero_advantages and call.advantage == 0.0)]
@@ -102,6 +109,11 @@ class _Call:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy that answered."""
+        return self.transition.policy
 
 
 @dataclass(slots=True)
@@ -150,13 +162,17 @@ class _Row:
                 versions[start + run.start : stop] = run.version
             key = (source.rollout, source.attempt, source.seq)
             spans.append(TokenSpan(*key, start, stop, call.value_target, call.value_weight))
-        return Sample(self.ids(), weights, advantages, logprobs, versions, tuple(spans), self.longest.temperature)
+        kind = self.longest
+        return Sample(
+            self.ids(), weights, advantages, logprobs, versions, tuple(spans), kind.temperature, policy=kind.policy
+        )
 
 
 def _merge(calls: Sequence[_Call]) -> list[_Row]:
     rows: list[_Row] = []
     for call in calls:
-        peers = [row for row in rows if row.longest.temperature == call.temperature]
+        kind = call.temperature, call.policy
+        peers = [row for row in rows if (row.longest.temperature, row.longest.policy) == kind]
         extended = max((row for row in peers if row.extended_by(call)), key=lambda row: len(row.longest), default=None)
         if extended is not None:
             extended.longest = call

@@ -47,13 +47,13 @@ from lightning.gateway.http import (
     told_of_tools,
     write_object,
 )
-from lightning.gateway.identity import Claims
+from lightning.gateway.identity import MODEL, Claims
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.policy_server.packed_logprobs import HEADER, IDS_HEADER, WANTED
 from lightning.redaction import redacted
 from lightning.safe_text import printable
 from lightning.store.protocol import Store
-from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Transition, logprobs, token_ids
+from lightning.types import EXPIRED, POLICY, UNSERVED, Caller, CallStatus, Transition, logprobs, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,8 @@ class Call:
 
     When the call is admitted it has its `dialect`, the `caller`, the `claims` of its key, and the `policy` that answers. At
     `admitted` a stage may set `claims`, `policy`, `before` (chat messages in front of the request's), `id_mark` (the beginning
-    of the answer's id) and `lineage` (the attempt whose earlier responses the request may continue).
+    of the answer's id), `lineage` (the attempt whose earlier responses the request may continue), and, in a run with several
+    policies, the `policy_name` of the one that answers and whether it is `frozen`: never trained.
 
     `withheld` says why the agent gets a stream in one piece after its versions are settled ("a branch"); empty for a stream
     that is passed on as it comes. `readers` get each chunk of a stream as the agent sees it. An exception of a reader is a
@@ -128,6 +129,8 @@ class Call:
     before: Sequence[Body] = ()
     id_mark: str = ""
     lineage: tuple[str, int] | None = None
+    policy_name: str = POLICY
+    frozen: bool = False
     withheld: str = ""
     readers: list[Callable[[Body], None]] = field(default_factory=list)
     extras: dict[str, bytes] = field(default_factory=dict)
@@ -206,7 +209,7 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
     try:
         reply = orjson.loads(payload)
         call.dialect.read(reply, call.capture)
-        stripped = call.dialect.strip(reply, call.sent.plan) | _named(reply, call.capture)
+        stripped = call.dialect.strip(reply, call.sent.plan) | _named(reply, call)
         if call.sent.translator is not None:
             return Answer(200, write_object(call.sent.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
     except SHAPE_ERRORS as error:
@@ -270,7 +273,7 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
             return event if translator is None else translator.broken(refusal), True
         dialect.read(chunk, capture)
         last = capture.finished(plan.choices)
-        stripped = dialect.strip(chunk, plan) | _named(chunk, capture)
+        stripped = dialect.strip(chunk, plan) | _named(chunk, call)
         if translator is not None:
             return translator.chunk(chunk), last
         if dialect.exists_only_for_us(chunk, plan):
@@ -282,10 +285,13 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
         raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 
 
-def _named(answer: Body, capture: Capture) -> bool:
-    """Give an answer or a chunk the id under which the call is stored. Return whether it had another id."""
-    other = answer.get("id") != capture.id
-    answer["id"] = capture.id
+def _named(answer: Body, call: Call) -> bool:
+    """Give an answer or a chunk the id under which the call is stored and, of one of several policies, the model name that
+    agents know. Return whether it had others."""
+    other = answer.get("id") != call.capture.id
+    answer["id"] = call.capture.id
+    if call.policy_name != POLICY:
+        answer["model"], other = MODEL, True
     return other
 
 

@@ -174,7 +174,16 @@ class CallEndpoint:
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request, capture.id))
         plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
-        live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture, call.claims.server)
+        live = LiveCall(
+            request_id,
+            plan.choices,
+            plan.n,
+            call.policy.version,
+            capture,
+            call.claims.server,
+            policy=call.policy_name,
+            frozen=call.frozen,
+        )
         call.sent = Sent(plan, translator, self._recorder.begin(*call.attempt, plan.choices, call.caller), live)
         await self._line.sending(call, plan.body)
         await beside(request.scope, partial(_note_sampling, plan, capture), reads_texts=False)

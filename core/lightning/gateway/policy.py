@@ -31,7 +31,7 @@ from lightning.gateway.upstream import GRACE, Pool, Slot, Upstream
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store
-from lightning.types import VersionRun
+from lightning.types import POLICY, VersionRun
 
 UPDATING = "The policy's weights are being updated"
 RESTARTING = "The policy server is being restarted"
@@ -140,7 +140,8 @@ class LiveCall:
     is well; None leaves the choice to `Pool.pick`. `sent` says that it may have reached a server: `upstream`, which was in
     `slot` then. `runs` has the versions of each choice that an update has split. `seen` is the number of tokens of each choice
     that had come before the last hold. An `unsure` call may have tokens of an unknown version; an `unserved` call failed
-    because no server was there or its server went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the
+    because no server was there or its server went away. `policy` is the name of the policy that answers, and `frozen` says that
+    its weights never change, so that its version is 0. While `waits_for_bytes`, the last sign of life was at `heard_at` (the
     loop's clock).
     """
 
@@ -159,6 +160,8 @@ class LiveCall:
     upstream: Upstream | None = None
     waits_for_bytes: bool = False
     heard_at: float = 0.0
+    policy: str = POLICY
+    frozen: bool = False
 
     def dispatch(self, slot: Slot, now: float) -> None:
         """Note that the call is sent to the server in this slot."""
@@ -179,9 +182,11 @@ class LiveCall:
 
     def versions(self, choice: int, length: int) -> tuple[VersionRun, ...]:
         """Return the versions of a choice with `length` response tokens: each version with the token at which it starts."""
+        if self.frozen:
+            return (VersionRun(0, 0, self.policy),)
         runs = self.runs.get(choice)
         if runs is None:
-            return (VersionRun(0, self.base),)
+            return (VersionRun(0, self.base, self.policy),)
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
     def key(self, index: int) -> str:
@@ -193,10 +198,10 @@ class LiveCall:
 
     def split(self, choice: int, tokens: int, version: int) -> None:
         """Note that `choice` is sampled by `version` from response token `tokens` on."""
-        runs = self.runs.setdefault(choice, [VersionRun(0, self.base)])
+        runs = self.runs.setdefault(choice, [VersionRun(0, self.base, self.policy)])
         while runs and runs[-1].start >= tokens:
             runs.pop()
-        runs.append(VersionRun(tokens if runs else 0, version))
+        runs.append(VersionRun(tokens if runs else 0, version, self.policy))
 
 
 class Policy:

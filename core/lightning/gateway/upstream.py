@@ -46,8 +46,9 @@ from lightning.gateway.http import (
     read_object,
     write_object,
 )
-from lightning.gateway.identity import MODEL
+from lightning.gateway.identity import MODEL, NO_RETRY
 from lightning.memory_budget import bounded
+from lightning.types import POLICY
 
 if TYPE_CHECKING:
     from lightning.gateway.policy import LiveCall, Policy
@@ -130,11 +131,18 @@ class Upstream:
     """A policy server: its root URL without `/v1`, and the model name that calls carry.
 
     `claim` is the word that identifies a server whose model name other servers may have, too; empty if the name is unique.
+    `models` are pairs of a policy that answers there and the model name that its calls carry; empty: every policy's calls carry
+    `model`.
     """
 
     url: str
     model: str
     claim: str = ""
+    models: tuple[tuple[str, str], ...] = ()
+
+    def model_of(self, policy: str) -> str | None:
+        """Return the model name that a policy's calls carry; None if the policy does not answer there."""
+        return dict(self.models).get(policy) if self.models else self.model
 
 
 class Found(Enum):
@@ -218,18 +226,24 @@ class Pool:
         for slot in slots:
             slot.version = version
 
-    async def pick(self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = ()) -> Slot:
-        """Return the rollout's server, of the healthy servers that were not `tried` yet: that in the slot `home`, else one by
-        rendezvous hashing.
+    async def pick(
+        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str = POLICY
+    ) -> Slot:
+        """Return the rollout's server, of the healthy servers where this `policy` answers and that were not `tried` yet: that
+        in the slot `home`, else one by rendezvous hashing.
 
-        If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError` (503) if none comes up.
+        If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError`: 503 if none comes up, 404 if
+        the policy answers nowhere.
         """
-        found = self._choose(rollout, tried, home)
+        found = self._choose(rollout, tried, home, policy)
         if found is not None:
             return found
+        if self.slots and all(slot.upstream.model_of(policy) is None for slot in self.slots):
+            message = f"No policy server answers for the policy {policy!r} of this run."
+            raise RefusalError(404, "no_such_policy", message, [NO_RETRY])
         try:
             async with asyncio.timeout(self.grace):
-                while (found := self._choose(rollout, (), home)) is None:
+                while (found := self._choose(rollout, (), home, policy)) is None:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -241,8 +255,11 @@ class Pool:
             raise RefusalError(503, "no_policy_server", message, [(b"retry-after", b"2")]) from None
         return found
 
-    def _choose(self, rollout: str, tried: Sequence[Slot], home: int | None = None) -> Slot | None:
-        candidates = [slot for slot in self.slots if slot.healthy and slot not in tried]
+    def _choose(
+        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str = POLICY
+    ) -> Slot | None:
+        well = (slot for slot in self.slots if slot.healthy and slot not in tried)
+        candidates = [slot for slot in well if slot.upstream.model_of(policy) is not None]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         at_home = next((slot for slot in candidates if slot.number == home), None)
@@ -420,7 +437,7 @@ class Forwarder:
                 body["seed"] = await draw_seed(policy.seed)
             asked = loop.time()
             try:
-                slot = await pool.pick(rollout, live.home, tried=tried)
+                slot = await pool.pick(rollout, live.home, tried=tried, policy=live.policy)
             except RefusalError:
                 waited += loop.time() - asked
                 # A restart is under way, which may take longer than `grace`.
@@ -431,7 +448,7 @@ class Forwarder:
             if gate.closes(slot.number):  # it is being updated, and the rollout stays with it unless it dies
                 waited = await gate.wait(waited, slot.number, partial(pool.is_vacant, slot.number))
                 continue
-            body["model"] = slot.upstream.model
+            body["model"] = slot.upstream.model_of(live.policy)
             payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()
             data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
             live.dispatch(slot, loop.time())
@@ -509,7 +526,8 @@ class Forwarder:
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
 
     async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
-        """Return the status and the body of vLLM's `/tokenize` for a prompt. Raises the same errors as `models`."""
+        """Return the status and the body of vLLM's `/tokenize` for a prompt: all policies have one tokenizer. Raises the same
+        errors as `models`."""
         session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
         url = slot.url("/tokenize")

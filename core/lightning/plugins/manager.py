@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.gateway.policy import Fleet
+    from lightning.policy_server.policies import PolicySet
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
@@ -86,6 +87,7 @@ SOLE: Mapping[str, str] = {
     "ports": "guards ports",
     "sessions": "opens training loops of your own",
     "server_sets": "knows several policy servers of one policy",
+    "policy_sets": "trains several policies",
 }
 """Kinds of which at most one plugin registers one, with what that plugin does."""
 
@@ -171,8 +173,20 @@ class Plugins:
         return cast("Credit", self.get("credits", credit)) if isinstance(credit, str) else credit
 
     def engine(self, name: str) -> Callable[[Config], Engine]:
-        """The factory of an engine."""
-        return cast("Callable[[Config], Engine]", self.get("engines", name))
+        """The factory of an engine, which trains all policies of a run."""
+        make = cast("Callable[[Config], Engine]", self.get("engines", name))
+
+        def made(config: Config) -> Engine:
+            several = self.policy_set(config)
+            return make(config) if several is None else several.engine(make, config)
+
+        return made
+
+    def policy_set(self, config: Config) -> PolicySet | None:
+        """The policies of a run with these settings; None if it has one."""
+        if not self.names("policy_sets"):
+            return None
+        return cast("Callable[[Config], PolicySet | None]", self.sole("policy_sets", "several policies"))(config)
 
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""

@@ -533,7 +533,9 @@ def make_policy_server(
     make = cast(
         "Callable[[Config, object | None], WeightTransfer]", plugins().get("weight_transfers", settings.weight_transfer)
     )
-    transfer = make(config, sender)
+    transfer, several = make(config, sender), plugins().policy_set(config)
+    if several is not None:
+        transfer = several.transfer(transfer)
     if settings.attach:
         attach = cast(
             "Callable[[Path, Config, WeightTransfer, bool], PolicyServer]",

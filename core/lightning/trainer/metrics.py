@@ -26,7 +26,7 @@ from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.outcomes import read_cause
 from lightning.safe_text import counted
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
-from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
+from lightning.trainer.training_data import NOT, OF_MODEL, OF_POLICY, is_trainable
 from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
@@ -345,7 +345,9 @@ def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[st
             globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
     found = {}
     for glob in train_agents:
-        if not glob.startswith((OF_MODEL, NOT)) and not any(is_trainable(caller, (glob,)) for caller in known):
+        if not glob.startswith((OF_MODEL, OF_POLICY, NOT)) and not any(
+            is_trainable(caller, (glob,)) for caller in known
+        ):
             near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
             found[glob] = globs[near[0]] if near else ""
     return found

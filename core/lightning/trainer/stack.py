@@ -364,7 +364,7 @@ class Stack:
 
 def upstream_of(policy: PolicyServer) -> Upstream:
     """A policy server that has started, as gateways know it and no other."""
-    return Upstream(policy.url, policy.alias, policy.claim)
+    return Upstream(policy.url, policy.alias, policy.claim, tuple(policy.models))
 
 
 def seed_of(config: Config) -> int | None:

@@ -63,6 +63,7 @@ from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampler, TurnSa
 from lightning.trainer.stack import Stack, check_gateway, open_stack
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
+from lightning.trainer.training_data import without
 from lightning.types import POLICY, Json, Run, Task, as_texts
 
 if TYPE_CHECKING:
@@ -99,8 +100,9 @@ class Trainer:
     name of a registered one, alone or with arguments (`"grpo:group_size=4"`), or several in turn with the steps of each
     (`"sft:2,grpo:20"`; `trainer.steps` is then their sum unless it is set). `adapters` names the adapters to install in the
     agents' processes (default: all found), `train_agents` the agents whose calls are trained on, as globs on the caller path
-    (default: all). It freezes none: all are answered by the same weights (docs/gateway.md says how to freeze one).
-    `model:GLOB` is matched with the model that a call asked for, and a glob after `!` takes out what it matches.
+    (default: all). It freezes none: all are answered by the same weights, unless the settings `policies` give an agent a
+    policy of its own. `model:GLOB` is matched with the model that a call asked for, `policy:NAME` with the policy that
+    answered, and a glob after `!` takes out what it matches.
     `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config`, a TOML file, or
     settings by name (`{"trainer.eval_every": 5}`); the keyword arguments after it are shortcuts for its commonest fields and
     win over it. `out` is the run's folder; its name at the first start is the run's id. If `out` holds a run already, `resume`
@@ -155,6 +157,8 @@ class Trainer:
             shortcuts["trainer.steps"] = schedule.steps
         given = {key: value for key, value in shortcuts.items() if value is not None}
         self.config = with_settings(base, given)
+        if (several := plugins().policy_set(self.config)) is not None:
+            self.train_agents += without(several.untrained)
         self._project = project_of(self.config)
         _check_settings(self.config, store)
         if resume and out is None:

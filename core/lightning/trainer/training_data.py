@@ -27,8 +27,8 @@ from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.trainer.context import PolicyFault
-from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition, by_key
+from lightning.trainer.context import RESTING, Epoch, PolicyFault
+from lightning.types import POLICY, Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition, by_key
 
 
 async def fresh_values(
@@ -66,26 +66,54 @@ def of_groups(rollouts: Iterable[Rollout], groups: Sequence[str]) -> list[Rollou
     return [rollout for group in dict.fromkeys(groups) for rollout in members.get(group, ())]
 
 
-OF_MODEL, NOT = "model:", "!"
-"""How a glob of `train_agents` begins that is matched with the requested model, and one that takes out what it matches."""
+OF_MODEL, OF_POLICY, NOT = "model:", "policy:", "!"
+"""How a glob of `train_agents` begins that is matched with the requested model, one that is matched with the policy that
+answered, and one that takes out what it matches."""
 
 
-def is_trainable(caller: Caller, train_agents: Sequence[str], model: str = "") -> bool:
-    """Whether a call belongs to the component of interest: a glob matches its path (`sql/writer`), its agent's name, or, as
-    `model:gpt-*`, the model that it asked for.
+def is_trainable(caller: Caller, train_agents: Sequence[str], model: str = "", policy: str = POLICY) -> bool:
+    """Whether a call belongs to the component of interest: a glob matches its path (`sql/writer`), its agent's name, as
+    `model:gpt-*` the model that it asked for, or as `policy:writer` the policy that answered.
 
     Globs that begin with `!` take out what they match, of all calls where there are no other globs.
     """
     taken = [glob for glob in train_agents if not glob.startswith(NOT)]
     left_out = [glob[len(NOT) :] for glob in train_agents if glob.startswith(NOT)]
-    return (not taken or any(_matches(caller, model, glob) for glob in taken)) and not any(
-        _matches(caller, model, glob) for glob in left_out
+    return (not taken or any(_matches(caller, model, policy, glob) for glob in taken)) and not any(
+        _matches(caller, model, policy, glob) for glob in left_out
     )
 
 
-def _matches(caller: Caller, model: str, glob: str) -> bool:
-    if glob.startswith(OF_MODEL):
-        return fnmatchcase(model, glob[len(OF_MODEL) :])
+def without(policies: Iterable[str]) -> tuple[str, ...]:
+    """Return the globs of `train_agents` that take out the calls of these policies."""
+    return tuple(f"{NOT}{OF_POLICY}{name}" for name in policies)
+
+
+def agents_of_step(epoch: Epoch, record: StepRecord) -> tuple[str, ...]:
+    """The globs of the calls that a committed step trained: those of its epoch, without the policies that rested."""
+    resting = record.context.get(RESTING)
+    return epoch.train_agents + without(map(str, resting if isinstance(resting, (list, tuple)) else ()))
+
+
+def of_interest(groups: Sequence[Group], train_agents: Sequence[str]) -> list[Group]:
+    """Return the groups with the calls that these globs match as the component of interest. A masked rollout stays masked."""
+
+    def again(member: Trajectory) -> Trajectory:
+        flags = tuple(is_of_interest(call, train_agents) for call in member.transitions)
+        return replace(member, of_interest=flags) if member.of_interest else replace(member, trainable=flags)
+
+    return [Group(group.id, tuple(map(again, group.trajectories))) for group in groups]
+
+
+def is_of_interest(call: Transition, train_agents: Sequence[str]) -> bool:
+    """Whether a recorded call belongs to the component of interest (`is_trainable`)."""
+    return is_trainable(call.caller, train_agents, call.requested_model, call.policy)
+
+
+def _matches(caller: Caller, model: str, policy: str, glob: str) -> bool:
+    for kind, value in ((OF_MODEL, model), (OF_POLICY, policy)):
+        if glob.startswith(kind):
+            return fnmatchcase(value, glob[len(kind) :])
     return fnmatchcase(caller.name, glob) or fnmatchcase(caller.agent, glob)
 
 
@@ -104,7 +132,7 @@ async def load_groups(
         if rollout.status is Status.FAILED and not answered:
             continue
         masked = rollout.status is Status.FAILED and policy_fault == "mask"
-        of_interest = tuple(is_trainable(call.caller, train_agents, call.requested_model) for call in answered)
+        of_interest = tuple(is_of_interest(call, train_agents) for call in answered)
         groups[rollout.group].append(
             Trajectory(
                 rollout,
@@ -175,6 +203,8 @@ def batch_digest(batch: Batch) -> str:
     digest = hashlib.sha256()
     for sample in batch.samples:
         digest.update(struct.pack("<qd", len(sample), sample.temperature))
+        if sample.policy != POLICY:
+            digest_text(digest, sample.policy)
         for values, kind in (
             (sample.ids, "<i4"),
             (sample.weights, "<f4"),

@@ -30,7 +30,7 @@ from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.weights import FILES
 from lightning.trainer.stack import Stack
-from lightning.trainer.training_data import is_trainable
+from lightning.trainer.training_data import is_of_interest
 from lightning.types import POLICY, StepRecord, Transition
 
 logger = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class Publisher:
         first: dict[str, Transition] = {}
         for attempt in record.rollouts[:1]:
             for call in (await self._stack.store.transitions_of([attempt]))[0]:
-                if call.status.answered and is_trainable(call.caller, train_agents, call.requested_model):
+                if call.status.answered and is_of_interest(call, train_agents):
                     first.setdefault(call.policy, call)
         for policy, call in first.items():
             self.prober.recall(call.prompt_ids, call.response_ids, policy)

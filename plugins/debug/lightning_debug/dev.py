@@ -37,7 +37,7 @@ from lightning.trainer.metrics import (
 from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter, grouped, reason, said_parts
-from lightning.trainer.training_data import all_rollouts, is_trainable, load_groups
+from lightning.trainer.training_data import all_rollouts, is_of_interest, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
 from rich.markup import escape
 from rich.table import Table
@@ -144,7 +144,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
     calls = [call for call in recorded if call.status.answered]
     (attempt,) = await stack.store.attempts_of([(rollout.id, None)])
     events = attempt.tool_events
-    wanted = [call for call in calls if is_trainable(call.caller, train_agents, call.requested_model)]
+    wanted = [call for call in calls if is_of_interest(call, train_agents)]
     trained = [call for call in wanted if call.status is CallStatus.OK]
     return DevRow(
         task=str(rollout.task.input)[:80],

@@ -23,7 +23,7 @@ from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import MetricPoint, Store
 from lightning.trainer.context import PolicyFault
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.training_data import all_rollouts, is_trainable
+from lightning.trainer.training_data import all_rollouts, is_of_interest
 from lightning.types import Fault, Rollout, Status, StepRecord, by_key
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
@@ -90,9 +90,7 @@ async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Record
             if when and timed[when]:
                 events = sorted((event.at, event.name) for event in attempt.tool_events if event.at)
                 of_trained = sum(
-                    len(call.response_ids)
-                    for call in own
-                    if is_trained(call, is_trainable(call.caller, agents, call.requested_model))
+                    len(call.response_ids) for call in own if is_trained(call, is_of_interest(call, agents))
                 )
                 made = _activity(name, timed[when].pop(), events, costs, queued)
                 found.append(replace(made, trainable=of_trained))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.safe_text import counted
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
-from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
+from lightning.trainer.training_data import NOT, OF_MODEL, is_of_interest
 from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, Transition, by_key, shared_prefix
 from lightning_record.exchanges import packed_in, why_not_replayable
 
@@ -204,7 +204,7 @@ def unmatched_agents(evidence: Evidence) -> Iterator[Diagnosis]:
     error is reported elsewhere."""
     globs = evidence.train_agents
     callers = {Caller(call.caller.agent, call.caller.path) for call in evidence.answered}
-    if not any(is_trainable(call.caller, globs, call.requested_model) for call in evidence.answered):
+    if not any(is_of_interest(call, globs) for call in evidence.answered):
         return
     for glob, meant in unmatched(globs, callers).items():
         yield Diagnosis(f"glob/{glob}", no_call_of(glob, meant, callers), serious=bool(meant), minor=not meant)

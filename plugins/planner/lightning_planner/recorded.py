@@ -19,7 +19,7 @@ from lightning.errors import DataError
 from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.training_data import all_rollouts, is_trainable
+from lightning.trainer.training_data import all_rollouts, is_of_interest
 from lightning.trainer.weight_sync import HELD_SECONDS
 from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition, by_key, shared_prefix
 
@@ -288,6 +288,6 @@ class _Reader:
     def _rows(self, rollout: Rollout, calls: Sequence[Transition]) -> int:
         if (rollout.id, rollout.attempt) not in self._trained:
             return 0
-        trainable = tuple(is_trainable(call.caller, self._agents, call.requested_model) for call in calls)
+        trainable = tuple(is_of_interest(call, self._agents) for call in calls)
         trajectory = Trajectory(rollout, tuple(calls), trainable)
         return sum(map(len, build_samples([trajectory], [[0.0] * len(calls)])))

@@ -1,0 +1,36 @@
+"""Several policies in one run: the contract of the plugin that brings them.
+
+The invariant: the gateway records with each call which policy answered (`Transition.policy`), and everything that trains,
+judges or proves reads it there. All trained policies have one version number: after step N each of them is version N. A policy
+that is not trained has version 0 in every record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.engines.protocol import Engine
+    from lightning.policy_server.weights import WeightTransfer
+
+
+class PolicySet(Protocol):
+    """The policies of one run, as a plugin registers them with `register_policy_sets`. A call stage of the plugin says which of
+    them answers a call (`Call.policy_name`)."""
+
+    @property
+    def untrained(self) -> Sequence[str]:
+        """The names under which calls are recorded that are never trained."""
+
+    def resting(self, step: int) -> Sequence[str]:
+        """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
+
+    def engine(self, make: Callable[[Config], Engine], config: Config) -> Engine:
+        """Return one engine that trains each row with the policy of `Sample.policy`. `make` makes an engine for one policy.
+        Raises `ConfigError` if this engine cannot train several."""
+
+    def transfer(self, transfer: WeightTransfer) -> WeightTransfer:
+        """Return how the weights of all policies come into a vLLM, by `transfer` where that is the same as for one. Raises
+        `ConfigError` if it cannot carry them."""

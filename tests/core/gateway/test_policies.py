@@ -1,0 +1,78 @@
+"""Several policies behind one gateway: each call carries its policy's model name, and its record the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from lightning.gateway import Upstream, gateway
+from lightning.gateway.stages import CallStage, Line, NamedStage
+from lightning.policy_server.protocol import Update
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.types import VersionRun
+
+HI = [{"role": "user", "content": "hi there"}]
+FROZEN = ("checker",)
+
+
+class Chooses(CallStage):
+    """Takes the requested model for the policy's name."""
+
+    api = 1
+
+    async def admitted(self, call, request):
+        call.policy_name, call.frozen = request.model, request.model in FROZEN
+
+
+@pytest.fixture
+async def two(build: Callable[..., object], monkeypatch: pytest.MonkeyPatch):
+    """A gateway before one server for the policies `writer` and `checker`, and one of its own for `judge`."""
+    async with FakeVLLM(aliases=("a/writer",)) as shared, FakeVLLM() as own:
+        servers = [
+            Upstream(shared.url, shared.model, models=(("writer", "a/writer"), ("checker", shared.model))),
+            Upstream(own.url, own.model, models=(("judge", own.model),)),
+        ]
+        line = Line([NamedStage("chooses", Chooses())])
+        monkeypatch.setattr(gateway, "line_of", lambda parts: line)
+        house = await build(upstreams=servers)
+        yield house, shared, own, servers
+
+
+async def test_a_call_goes_to_its_policys_server_under_its_model_name(two) -> None:
+    house, shared, own, _ = two
+    client = await house.client()
+    for model in ("writer", "checker", "judge"):
+        answer = await client.chat.completions.create(model=model, messages=HI)
+        assert answer.model == "policy"
+    carried = [[asked.body["model"] for asked in fake.requests if "chat" in asked.path] for fake in (shared, own)]
+    assert carried == [["a/writer", shared.model], [own.model]]
+    assert [call.policy for call in await house.transitions()] == ["writer", "checker", "judge"]
+
+
+async def test_a_policy_that_answers_nowhere_is_refused_at_once(two) -> None:
+    house, *_ = two
+    answer = await (await house.http()).post("/chat/completions", json={"model": "poet", "messages": HI})
+    assert answer.status_code == 404
+    assert "No policy server answers for the policy 'poet'" in answer.json()["error"]["message"]
+
+
+async def test_an_update_splits_a_trained_policys_call_and_leaves_a_frozen_one_at_version_0(two) -> None:
+    house, shared, _, _ = two
+    shared.queue(*[Reply("a b c d e f g h i", token_delay=0.01)] * 2)
+    client = await house.client()
+    asking = [
+        asyncio.create_task(client.chat.completions.create(model=model, messages=HI)) for model in ("writer", "checker")
+    ]
+    await house.until(lambda: len(shared.in_flight()) == 2 and all(shared.in_flight().values()))
+    async with house.gateway.hold():
+        shared.pause()
+        await asyncio.sleep(0.02)
+        counts = shared.in_flight()
+        shared.resume()
+        house.gateway.own.update(Update(5, counts))
+    await asyncio.gather(*asking)
+    found = {call.policy: call.versions for call in await house.transitions()}
+    assert found["checker"] == (VersionRun(0, 0, "checker"),)
+    first, second = found["writer"]
+    assert (first, second.version, second.policy) == (VersionRun(0, 0, "writer"), 5, "writer")
