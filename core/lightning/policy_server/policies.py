@@ -24,6 +24,9 @@ class PolicySet(Protocol):
     def untrained(self) -> Sequence[str]:
         """The names under which calls are recorded that are never trained."""
 
+    def resting(self, step: int) -> Sequence[str]:
+        """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
+
     def engine(self, make: Callable[[Config], Engine], config: Config) -> Engine:
         """Return one engine that trains each row with the policy of `Sample.policy`. `make` makes an engine for one policy.
         Raises `ConfigError` if this engine cannot train several."""

@@ -198,6 +198,10 @@ class Epoch:
         return float(found) if isinstance(found, (int, float)) else "exclude"
 
 
+RESTING: Final = "resting"
+"""The key of a step's context that lists the policies which the step did not train, because policies took turns."""
+
+
 OVER: Final = "over"
 """The key of a run's state that is true from the end of its training until it is resumed."""
 

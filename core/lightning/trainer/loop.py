@@ -26,6 +26,7 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import (
     ADDED,
+    RESTING,
     STAGES,
     TEACHER,
     Epoch,
@@ -51,7 +52,7 @@ from lightning.trainer.summary import (
     evaluate_rollouts,
     evaluations,
 )
-from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
+from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, of_interest, record_step, without
 from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of
 from lightning.types import Json, Rollout, Task
 
@@ -202,7 +203,7 @@ class Loop:
             await self.writer.training()
         with self.timed("train"):
             self.reporter.phase("training")
-            groups = sampled.groups
+            groups = of_interest(sampled.groups, self.agents_at(step)) if self.resting(step) else sampled.groups
             async with self.stack.resting():
                 if head_of(algorithm):
                     groups = await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
@@ -210,6 +211,15 @@ class Loop:
                 loss = batch.loss_for(algorithm)
                 result = await asyncio.to_thread(self.engine.step, batch.samples, loss, self.rate(step))
         return await self.take(step, sampled, groups, batch, result)
+
+    def resting(self, step: int) -> Sequence[str]:
+        """The policies that a step does not train; empty in a run with one."""
+        several = plugins().policy_set(self.stack.config)
+        return several.resting(step) if several else ()
+
+    def agents_at(self, step: int) -> tuple[str, ...]:
+        """The globs of the calls that a step trains."""
+        return (*self.train_agents, *without(self.resting(step)))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step by the schedule of the settings."""
@@ -279,6 +289,7 @@ class Loop:
         numeric = numeric_context(self.engine, settings, result.metrics)
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
         named |= {TEACHER: self.teacher.described()} if self.teacher else {}
+        named |= {RESTING: list(resting)} if (resting := self.resting(step)) else {}
         named[STAGES] = named_stages(self.lines)
         return named | numeric
 

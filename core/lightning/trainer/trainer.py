@@ -63,7 +63,7 @@ from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampler, TurnSa
 from lightning.trainer.stack import Stack, check_gateway, open_stack
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
-from lightning.trainer.training_data import NOT, OF_POLICY
+from lightning.trainer.training_data import without
 from lightning.types import Json, Run, Task, as_texts
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Trainer:
         given = {key: value for key, value in shortcuts.items() if value is not None}
         self.config = with_settings(base, given)
         if (several := plugins().policy_set(self.config)) is not None:
-            self.train_agents += tuple(f"{NOT}{OF_POLICY}{name}" for name in several.untrained)
+            self.train_agents += without(several.untrained)
         self._project = project_of(self.config)
         _check_settings(self.config, store)
         if resume and out is None:

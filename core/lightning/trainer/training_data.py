@@ -27,7 +27,7 @@ from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.trainer.context import PolicyFault
+from lightning.trainer.context import RESTING, Epoch, PolicyFault
 from lightning.types import POLICY, Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition, by_key
 
 
@@ -82,6 +82,27 @@ def is_trainable(caller: Caller, train_agents: Sequence[str], model: str = "", p
     return (not taken or any(_matches(caller, model, policy, glob) for glob in taken)) and not any(
         _matches(caller, model, policy, glob) for glob in left_out
     )
+
+
+def without(policies: Iterable[str]) -> tuple[str, ...]:
+    """Return the globs of `train_agents` that take out the calls of these policies."""
+    return tuple(f"{NOT}{OF_POLICY}{name}" for name in policies)
+
+
+def agents_of_step(epoch: Epoch, record: StepRecord) -> tuple[str, ...]:
+    """The globs of the calls that a committed step trained: those of its epoch, without the policies that rested."""
+    resting = record.context.get(RESTING)
+    return epoch.train_agents + without(map(str, resting if isinstance(resting, (list, tuple)) else ()))
+
+
+def of_interest(groups: Sequence[Group], train_agents: Sequence[str]) -> list[Group]:
+    """Return the groups with the calls that these globs match as the component of interest. A masked rollout stays masked."""
+
+    def again(member: Trajectory) -> Trajectory:
+        flags = tuple(is_of_interest(call, train_agents) for call in member.transitions)
+        return replace(member, of_interest=flags) if member.of_interest else replace(member, trainable=flags)
+
+    return [Group(group.id, tuple(map(again, group.trajectories))) for group in groups]
 
 
 def is_of_interest(call: Transition, train_agents: Sequence[str]) -> bool:

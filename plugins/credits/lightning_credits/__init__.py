@@ -1,4 +1,5 @@
-"""Credit functions beside those of the core: of trees, of a critic, of a call's own rewards, weighted by a group's success."""
+"""Credit functions beside those of the core: of trees, of agents and turns, of a critic, of a call's own rewards, weighted by a
+group's success."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_credits.agent_turn import AgentTurn
     from lightning_credits.critic import Critic
     from lightning_credits.intermediate import Intermediate
     from lightning_credits.tree import Branched, GiGPO, LeaveOneOut
     from lightning_credits.weighted import Weighted
 
-__all__ = ["Branched", "Critic", "GiGPO", "Intermediate", "LeaveOneOut", "Weighted"]
+__all__ = ["AgentTurn", "Branched", "Critic", "GiGPO", "Intermediate", "LeaveOneOut", "Weighted"]
 
 _HOMES = {
+    "AgentTurn": "agent_turn",
     "Branched": "tree",
     "Critic": "critic",
     "GiGPO": "tree",

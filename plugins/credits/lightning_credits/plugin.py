@@ -22,9 +22,10 @@ def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]
 @hookimpl
 def register_credits(register: Callable[[str, Credit], None]) -> None:
     """Register every credit of `lightning_credits` with its default arguments."""
-    from lightning_credits import Branched, Critic, GiGPO, Intermediate, LeaveOneOut, Weighted
+    from lightning_credits import AgentTurn, Branched, Critic, GiGPO, Intermediate, LeaveOneOut, Weighted
 
     named: dict[str, Credit] = {
+        "agent-turn": AgentTurn(),
         "leave-one-out": LeaveOneOut(),
         "gigpo": GiGPO(),
         "branch": Branched(),

@@ -25,7 +25,7 @@ from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.outcomes import score
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
-from lightning.trainer.training_data import load_groups
+from lightning.trainer.training_data import agents_of_step, load_groups
 from lightning.types import Json, Status, StepRecord, Transition
 from lightning_proof.bring_forward import algorithm_of
 from lightning_proof.recorded_step import rollouts_of
@@ -150,7 +150,7 @@ async def try_grader(store: Store, run_id: str, grader: Grader | GroupGrader) ->
     for record in records:
         epoch = epoch_at(epochs, record.step)
         rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
-        groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
+        groups = await load_groups(store, rollouts, agents_of_step(epoch, record), epoch.policy_fault)
         names = [(m.rollout.id, m.rollout.attempt) for group in groups for m in group.trajectories]
         calls = dict(zip((name for name, _ in names), await store.transitions_of(names), strict=True))
         await in_thread(trial.step, record, epoch, groups, calls)

@@ -20,7 +20,7 @@ from lightning.store.rollout_state import Reuse, reuse_of
 from lightning.trainer.context import NUMERIC, Epoch, epoch_at, other_stages, read_epochs, stages_of
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.runs import rebuild_algorithm
-from lightning.trainer.training_data import all_rollouts, load_groups, rollout_digest
+from lightning.trainer.training_data import agents_of_step, all_rollouts, load_groups, rollout_digest
 from lightning.types import Rollout, StepRecord
 
 from lightning_proof.bring_forward import recorded_teacher
@@ -137,7 +137,7 @@ async def _step(
 ) -> tuple[list[Finding], dict[str, int]]:
     """Return the findings about a step, and the amount of data that was checked: `rollouts`, `calls`, `tokens` and `reused`."""
     try:
-        groups = await load_groups(store, members, epoch.train_agents, epoch.policy_fault)
+        groups = await load_groups(store, members, agents_of_step(epoch, record), epoch.policy_fault)
         if algorithm is not None and head_of(algorithm):
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:

@@ -34,7 +34,7 @@ from lightning.trainer.context import (
 from lightning.trainer.model import made_head, optimizer_of, rate_of
 from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
-from lightning.trainer.training_data import load_groups
+from lightning.trainer.training_data import agents_of_step, load_groups
 from lightning.types import Json, StepRecord
 
 from lightning_proof.recorded_step import OWN_LOOP, is_batch_of, recorded_values, rollouts_of
@@ -65,7 +65,7 @@ def algorithm_of(epoch: Epoch, given: Sequence[Algorithm]) -> Algorithm:
 async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Algorithm) -> Batch:
     """Make the batch of a committed step again from the store. Raises `AuditError` if it is not the batch that was trained."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
-    groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
+    groups = await load_groups(store, rollouts, agents_of_step(epoch, record), epoch.policy_fault)
     if head_of(algorithm):
         groups = await recorded_values(store, record.run, record.step, groups)
     batch = algorithm.batch(groups)

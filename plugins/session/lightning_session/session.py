@@ -171,7 +171,7 @@ class Session:
             now.rollouts += ended
             now.seconds += time.monotonic() - began
             fault = loop.stack.config.trainer.policy_fault
-            found = await load_groups(self.store, ended, loop.train_agents, fault)
+            found = await load_groups(self.store, ended, loop.agents_at(self.step + 1), fault)
             self._groups |= {group.id: group for group in found}
             return found
 
@@ -204,7 +204,8 @@ class Session:
             loop.sampler.tell_failed(what, branches)
             now.rollouts += branches
             now.seconds += time.monotonic() - began
-            (found,) = await load_groups(self.store, ended, loop.train_agents, loop.stack.config.trainer.policy_fault)
+            fault, agents = loop.stack.config.trainer.policy_fault, loop.agents_at(self.step + 1)
+            (found,) = await load_groups(self.store, ended, agents, fault)
             self._groups[group.id] = found
             self._warn_of_credit()
             return found

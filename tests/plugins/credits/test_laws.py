@@ -12,13 +12,14 @@ from lightning.credit import Credit, Decayed, Discounted, GroupAdvantage, centre
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import Caller, StepReward
-from lightning_credits import Branched, Critic, GiGPO, Intermediate, LeaveOneOut, Weighted
+from lightning_credits import AgentTurn, Branched, Critic, GiGPO, Intermediate, LeaveOneOut, Weighted
 
 COMPARING: dict[str, Credit] = {
     "identical": identical,
     "decayed": Decayed(0.5),
     "discounted": Discounted(1.0),
     "per-agent": per_agent,
+    "agent-turn": AgentTurn(),
     "leave-one-out": LeaveOneOut(),
     "gigpo": GiGPO(gamma=1.0),
     "branch": Branched(),

@@ -11,7 +11,7 @@ from lightning.plugins import Plugins
 from lightning.trainer import algorithm, model
 
 EXTRA = r"The plugin 'credits' brings it\. Run: .*credits.*The plugin 'credits' .*, which might have it, is disabled"
-NAMES = ("branch", "critic", "gigpo", "intermediate", "leave-one-out", "weighted", "weighted-variance")
+NAMES = ("agent-turn", "branch", "critic", "gigpo", "intermediate", "leave-one-out", "weighted", "weighted-variance")
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from lightning.errors import DataError, LightningError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.runs import rebuild_algorithm
-from lightning.trainer.training_data import load_groups, rollout_digest
+from lightning.trainer.training_data import agents_of_step, load_groups, rollout_digest
 from lightning.types import Rollout, Run, StepRecord
 from lightning_debug.rules import last_line
 from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values, rollouts_of
@@ -156,7 +156,7 @@ async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lo
     groups: list[Group] = []
     algorithm, why = None, OWN_CODE
     try:
-        groups = await load_groups(store, rollouts, epoch.train_agents, epoch.policy_fault)
+        groups = await load_groups(store, rollouts, agents_of_step(epoch, record), epoch.policy_fault)
         algorithm = rebuild_algorithm(epoch.config)
         if algorithm is not None and head_of(algorithm):
             groups = await recorded_values(store, run.id, record.step, groups)
