@@ -172,7 +172,8 @@ class PolicyEngine:
         places, found, self._pending = self._places(samples), dict[str, StepResult](), {}
         with self._whole("a step was taken", found):
             for name, own in places.items():
-                found[name] = self._engines[name].step(_at(samples, own), loss, self._rate(name, lr))
+                with _of_policy(name):
+                    found[name] = self._engines[name].step(_at(samples, own), loss, self._rate(name, lr))
         return merged(found, self._lr if lr is None else lr, each=bool(samples))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
@@ -181,7 +182,8 @@ class PolicyEngine:
         places, found = self._places(samples), dict[str, StepResult]()
         try:
             for name, own in places.items():
-                found[name] = self._engines[name].forward_backward(_at(samples, own), loss)
+                with _of_policy(name):
+                    found[name] = self._engines[name].forward_backward(_at(samples, own), loss)
         except BaseException:
             self._pending = {}
             for engine in self._engines.values():
