@@ -55,8 +55,8 @@ EXPORTED = "adapters"
 """The subfolder of an export that holds a PEFT adapter folder for each policy, so no policy has this name."""
 
 NOT_ALONE = (
-    "the adapters of the policy {} cannot be given to vLLM alone, because the model folder stores one of their matrices under "
-    "another name, transposed, fused with others or in FP8: name other modules in policies.{}.lora.target_modules"
+    "its adapters cannot be given to vLLM alone, because the model folder stores one of their matrices under another name, "
+    "transposed, fused with others or in FP8: name other modules in engine.lora.target_modules"
 )
 
 COUNTS = frozenset({"tokens", "tokens_forward", "tokens_compared", "microbatches", "updates", "skipped_nonfinite"})
@@ -103,8 +103,8 @@ class PolicyEngine:
             engine = make(config.model_copy(update={"engine": section}))
             if not isinstance(engine, AdapterEngine):
                 raise ConfigError(
-                    f"the engine {type(engine).__name__} trains one policy, and [policies] trains "
-                    f"{' and '.join(self._policies)}: take engine = torch, which trains the adapters of several policies"
+                    f"the engine {type(engine).__name__} trains one policy, and not the policies of [policies] "
+                    f"({', '.join(self._policies)}) on one base model: several policies need engine = torch"
                 )
             self._engines[name] = engine
         self._lr = OptimizerConfig().lr
@@ -118,13 +118,13 @@ class PolicyEngine:
         of a policy could not be given to vLLM alone."""
         remarks = []
         for name, engine in self._engines.items():
-            if isinstance(engine, ChecksModel) and (remark := engine.check(model)) not in remarks:
-                remarks.append(remark)
-            adapted = read_model(model, device_map="meta")
-            add_adapters(adapted, self._policies[name].lora)
-            if write_adapters(model, adapted, torch.float32, model, wanted=False) is None:
-                raise ConfigError(f"{model}: {NOT_ALONE.format(name, name)}")
-        return " ".join(filter(None, remarks))
+            with _of_policy(name):
+                remarks.append(engine.check(model) if isinstance(engine, ChecksModel) else "")
+                adapted = read_model(model, device_map="meta")
+                add_adapters(adapted, self._policies[name].lora)
+                if write_adapters(model, adapted, torch.float32, model, wanted=False) is None:
+                    raise ConfigError(f"{NOT_ALONE} ({model})")
+        return " ".join(filter(None, dict.fromkeys(remarks)))
 
     def check_teacher(self, teacher: Path) -> None:
         """Raise if a folder cannot be the reference model (`ChecksTeacher`)."""
@@ -146,11 +146,12 @@ class PolicyEngine:
         first: AdapterEngine | None = None
         for name, engine in self._engines.items():
             own = replace(optimizer, lr=self._policies[name].lr or optimizer.lr)
-            if first is None:
-                engine.open(model, own, seed=seed_of(seed, name), head=head, reference=reference)
-                first = engine
-            else:
-                engine.open_beside(first, own, seed=seed_of(seed, name), head=head)
+            with _of_policy(name):
+                if first is None:
+                    engine.open(model, own, seed=seed_of(seed, name), head=head, reference=reference)
+                    first = engine
+                else:
+                    engine.open_beside(first, own, seed=seed_of(seed, name), head=head)
         self._lr, self._pending, self._half = optimizer.lr, {}, ""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -171,7 +172,8 @@ class PolicyEngine:
         places, found, self._pending = self._places(samples), dict[str, StepResult](), {}
         with self._whole("a step was taken", found):
             for name, own in places.items():
-                found[name] = self._engines[name].step(_at(samples, own), loss, self._rate(name, lr))
+                with _of_policy(name):
+                    found[name] = self._engines[name].step(_at(samples, own), loss, self._rate(name, lr))
         return merged(found, self._lr if lr is None else lr, each=bool(samples))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
@@ -180,7 +182,8 @@ class PolicyEngine:
         places, found = self._places(samples), dict[str, StepResult]()
         try:
             for name, own in places.items():
-                found[name] = self._engines[name].forward_backward(_at(samples, own), loss)
+                with _of_policy(name):
+                    found[name] = self._engines[name].forward_backward(_at(samples, own), loss)
         except BaseException:
             self._pending = {}
             for engine in self._engines.values():
@@ -228,9 +231,10 @@ class PolicyEngine:
             raise EngineError(
                 f"the training state in {folder} {' and '.join(told)}: resume with the [policies] that the run was started with"
             )
-        self._half, self._pending = f"the training state in {folder} was loaded", {}
+        self._half, self._pending = f"the training state in {folder} was loaded in part", {}
         for name, engine in self._engines.items():
-            engine.load(folder / name)
+            with _of_policy(name):
+                engine.load(folder / name)
         self._half = ""
 
     def export(self, folder: Path) -> Path:
@@ -326,9 +330,20 @@ class PolicyEngine:
             raise EngineError(f"{self._half}, so the policies do not belong together: resume the run")
 
     def _written(self, name: str, file: Path) -> Path:
-        if self._engines[name].adapters(file) is None:
-            raise EngineError(NOT_ALONE.format(name, name))
+        with _of_policy(name):
+            if self._engines[name].adapters(file) is None:
+                raise EngineError(NOT_ALONE)
         return file
+
+
+@contextmanager
+def _of_policy(name: str) -> Iterator[None]:
+    """Name a policy, and the policy's own settings, in an error inside the block."""
+    try:
+        yield
+    except (ConfigError, EngineError) as error:
+        told = str(error).replace("engine.lora", f"policies.{name}.lora")
+        raise type(error)(f"the policy {name}: {told}") from error
 
 
 def seed_of(seed: int, policy: str) -> int:
@@ -397,9 +412,13 @@ def write_peft_folder(folder: Path, adapters: Path, lora: LoraConfig) -> Path:
         modules.add(module.rpartition(".")[2])
         named[f"{WRAPPER}{module}{suffixes[kind]}"] = tensor
     config = peft.LoraConfig(
-        base_model_name_or_path=str(told["base"]), r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(modules),
-        task_type="CAUSAL_LM", inference_mode=True,
-    )  # fmt: skip
+        base_model_name_or_path=str(told["base"]),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=sorted(modules) if lora.target_modules == "all-linear" else [*lora.target_modules],
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.live_bytes import Bytes
+from tests.tiny_families import make_tiny_family
 
 VOCAB = 320
 LOSS = ClippedPolicyGradient(entropy_coefficient=0.01, correction=NO_CORRECTION)
@@ -185,17 +185,26 @@ def test_the_base_is_in_memory_once_and_stays_as_it_was(open_policies: Open, mod
         assert torch.equal(tensors[0][name], tensor)
 
 
+def live_bytes() -> int:
+    """The bytes of all tensors of the process."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
 def test_another_policy_needs_memory_for_its_adapters_alone(model: Path) -> None:
-    most: list[int] = []
-    for count in (1, 2):
-        engine = PolicyEngine(dict.fromkeys(("a", "b")[:count], POLICIES["writer"]), torch_engine, config())
-        with Bytes() as counted:
-            engine.open(model, OPTIMIZER, seed=0)
-            most.append(counted.now)
+    needed: list[int] = []
+    for names in ("a", "ab"):
+        before = live_bytes()
+        engine = PolicyEngine(dict.fromkeys(names, POLICIES["writer"]), torch_engine, config())
+        engine.open(model, OPTIMIZER, seed=0)
+        needed.append(live_bytes() - before)
         adapters = sum(value.nbytes for value in alone(inner(engine, "a")).values())
         engine.close()
     base = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
-    assert most[1] - most[0] < 1.1 * adapters < base / 4
+    assert base + adapters <= needed[0] < 1.05 * (base + adapters)
+    assert needed[1] - needed[0] == adapters
+    assert adapters < base / 4
 
 
 def test_close_frees_all_policies_and_the_base(open_policies: Open) -> None:
@@ -333,7 +342,9 @@ def test_after_an_error_in_the_middle_of_a_step_nothing_but_loading_a_state_is_p
     engine.save(tmp_path / "state")
     samples = [*of("editor", rows(0)), row("writer", 9, advantage=3e38, weight=1.0)]
     assert engine.step(samples, LOSS).metrics["policy/writer/skipped_nonfinite"] == 1
-    with pytest.raises(EngineError, match=r"2nd in a row, more than engine\.max_nonfinite_steps = 1"):
+    with pytest.raises(
+        EngineError, match=r"the policy writer: .* 2nd in a row, more than engine\.max_nonfinite_steps = 1"
+    ):
         engine.step(samples, LOSS)
     for use in (
         lambda: engine.step(rows(0), LOSS),
@@ -399,9 +410,9 @@ def test_a_state_that_was_loaded_in_part_is_not_trained_on(open_policies: Open, 
     engine = open_policies()
     engine.save(tmp_path / "state")
     (tmp_path / "state" / "writer" / "weights.safetensors").write_bytes(b"broken")
-    with pytest.raises(EngineError, match="not a whole training state"):
+    with pytest.raises(EngineError, match=r"the policy writer: .*state/writer is not a whole training state"):
         engine.load(tmp_path / "state")
-    with pytest.raises(EngineError, match="do not belong together"):
+    with pytest.raises(EngineError, match="loaded in part, so the policies do not belong together"):
         engine.step(rows(0), LOSS)
 
 
@@ -512,11 +523,13 @@ def test_the_teacher_is_loaded_once(open_policies: Open, model: Path, tmp_path: 
         assert reference is inner(plain, "writer")._opened()
 
 
-def test_what_cannot_be_trained_is_refused_by_name_before_anything_is_loaded(model: Path) -> None:
+def test_what_cannot_be_trained_is_refused_by_name_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
     class OneModel:
         """An engine that cannot share its base."""
 
-    with pytest.raises(ConfigError, match=r"the engine OneModel trains one policy.*editor and writer.*engine = torch"):
+    with pytest.raises(
+        ConfigError, match=r"OneModel trains one.*\(editor, writer\).*several policies need engine = torch"
+    ):
         PolicyEngine(POLICIES, lambda _: OneModel(), config())  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigError, match="no policy may have the name 'adapters'"):
         PolicyEngine({"adapters": POLICIES["writer"]}, torch_engine, config())
@@ -526,8 +539,11 @@ def test_what_cannot_be_trained_is_refused_by_name_before_anything_is_loaded(mod
     assert isinstance(engine, Engine)
     assert engine.check(model) == ""
     tables = {"writer": TrainedPolicy(LoraConfig(target_modules=("embed_tokens",)))}
-    with pytest.raises((ConfigError, EngineError), match=r"embed_tokens|policies\.writer\.lora\.target_modules"):
+    with pytest.raises(EngineError, match=r"the policy writer: policies\.writer\.lora does not fit this model"):
         PolicyEngine(tables, torch_engine, config()).check(model)
+    folder, lora = make_tiny_family(tmp_path / "fp8", "fp8"), LoraConfig(rank=2, target_modules=("q_proj",))
+    with pytest.raises(ConfigError, match=r"policy a: .*vLLM alone.* in FP8: .* policies\.a\.lora\.target_modules"):
+        PolicyEngine({"a": TrainedPolicy(lora)}, torch_engine, config()).check(folder)
 
 
 def test_numerics_in_which_policies_differ_are_named_by_policy(open_policies: Open) -> None:
