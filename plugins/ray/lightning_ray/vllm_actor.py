@@ -36,7 +36,11 @@ class _Takes(FromDisk):
     """The part of the trainer's weight transfer that vLLM needs at its start."""
 
     def __init__(self, args: Sequence[str], extension: str) -> None:
-        self.args, self.extension = args, extension
+        self._args, self.extension = args, extension
+
+    def args(self, alias: str) -> Sequence[str]:
+        """Return the trainer's arguments, which are the same under every name."""
+        return self._args
 
 
 def digest_of_model(folder: Path) -> str:

@@ -78,6 +78,11 @@ class VLLMOnRay(OwnedVLLM):
                 "policy_server.placement = 'ray': set it to 'gloo' or 'nccl' (over the network), or to 'file' where all nodes "
                 "see the run's folder"
             )
+        if self._transfer.models(""):
+            raise ConfigError(
+                "[policies] gives a vLLM on this machine an adapter for each policy, and policy_server.placement = 'ray' starts "
+                "vLLM on other machines, which do not see the adapters' files: leave out one of the two"
+            )
         if self._gpus and not self._settings.address:
             raise ConfigError(
                 "policy_server.ray.address is empty, and a Ray started on this machine would also give the trainer's GPU away: "
@@ -162,7 +167,7 @@ class VLLMOnRay(OwnedVLLM):
         begun: Reference = self._actor.start.remote(
             section.model_dump_json(exclude_defaults=True),
             secret,
-            (tuple(self._transfer.args), self._transfer.extension),
+            (tuple(self._transfer.args("")), self._transfer.extension),
             asdict(self._demand),
             version,
             self._updates,

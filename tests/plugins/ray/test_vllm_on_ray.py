@@ -396,3 +396,13 @@ async def test_a_node_without_vllm_says_so(model: Path, monkeypatch: pytest.Monk
     assert (host.more(0), host.more(10)) == (b"what vLLM wrote", b"wrote")
     await host.stop()
     assert not log.parent.exists()
+
+
+def test_several_policies_are_refused_by_name(tmp_path: Path) -> None:
+    class Several(FromDisk):
+        def models(self, alias: str) -> list[tuple[str, str]]:
+            return [("writer", f"{alias}/writer")]
+
+    settings = with_settings(Config(), {"policy_server.placement": "ray", "policy_server.device": "cpu"}).policy_server
+    with pytest.raises(ConfigError, match=r"\[policies\] gives a vLLM on this machine .*leave out one of the two"):
+        VLLMOnRay(tmp_path, settings, Several(), log=tmp_path / "vllm.log")
