@@ -80,8 +80,8 @@ class VLLMOnRay(OwnedVLLM):
             )
         if self._transfer.models(""):
             raise ConfigError(
-                "[policies] gives a vLLM on this machine an adapter for each policy, and policy_server.placement = 'ray' starts "
-                "vLLM on other machines, which do not see the adapters' files: leave out one of the two"
+                "[policies] gives a vLLM on this machine an adapter for each policy, and policy_server.placement = 'ray' "
+                "starts vLLM on other machines, which do not see the adapters' files: leave out one of the two"
             )
         if self._gpus and not self._settings.address:
             raise ConfigError(

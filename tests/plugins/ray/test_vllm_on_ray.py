@@ -20,6 +20,7 @@ from lightning.policy_server import vllm_server
 from lightning.policy_server.auto_settings import Demand, shares_gpu
 from lightning.policy_server.servers import settings_of_servers
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
+from lightning.policy_server.weights import FromDisk
 from lightning_ray import vllm_on_ray as module
 from lightning_ray.cluster import ActorLostError
 from lightning_ray.config import RayServersConfig
