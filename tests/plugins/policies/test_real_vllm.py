@@ -21,6 +21,7 @@ from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
+from lightning.policy_server.model_folder import checkpoint_files
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.policy_server.weights import FromDisk
@@ -135,6 +136,10 @@ async def test_policies_change_alone_and_the_untrained_one_never(server: OwnedVL
     with pytest.raises(PolicyServerError, match="other weights would change the base model"):
         await server.update(whole, 4)
     await check_together(server, trainer)
+
+    await server._transfer.load(control, checkpoint_files(folder))  # as where the first update fails
+    for policy in LORAS:
+        assert await control.served_logprobs(dict(server.models)[policy], PROMPT) == before, "they are as at the beginning"
 
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
