@@ -139,7 +139,9 @@ async def test_policies_change_alone_and_the_untrained_one_never(server: OwnedVL
 
     await server._transfer.load(control, checkpoint_files(folder))  # as where the first update fails
     for policy in LORAS:
-        assert await control.served_logprobs(dict(server.models)[policy], PROMPT) == before, "they are as at the beginning"
+        assert await control.served_logprobs(dict(server.models)[policy], PROMPT) == before, (
+            "they are as at the beginning"
+        )
 
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
