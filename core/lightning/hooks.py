@@ -180,7 +180,7 @@ def register_placements(register: Callable[[str, Callable[..., PolicyServer]], N
 
 @hookspec
 def register_server_sets(register: Callable[[str, Callable[[], ServerSet]], None]) -> None:
-    """Register how a policy has several policy servers: a function that makes a `lightning.policy_server.servers.ServerSet`.
+    """Register how a run has several policy servers: a function that makes a `lightning.policy_server.servers.ServerSet`.
 
     It turns the settings of a run into those of each server. The core makes a server from each, and holds, updates and
     restarts them. Which of them gets the calls of an attempt is the choice of a stage (`CallStage.placed`). At most one plugin
@@ -193,8 +193,8 @@ def register_policy_sets(register: Callable[[str, Callable[[Config], PolicySet |
     """Register how a run has several policies: a function from the configuration to a
     `lightning.policy_server.policies.PolicySet`, or None where the run has one.
 
-    It makes one engine and one weight transfer for all of them. Which policy answers a call is the choice of a call stage
-    (`Call.policy_name`). At most one plugin may register one.
+    It makes one engine for all of them, and says which models need servers of their own and how weights come into each. Which
+    policy answers a call is the choice of a call stage (`Call.policy_name`). At most one plugin may register one.
     """
 
 

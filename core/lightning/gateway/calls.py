@@ -204,8 +204,9 @@ class CallEndpoint:
         )
         try:
             with watch:
-                tokenize = partial(self._forwarder.tokenize, call.policy, call.sent.ticket.rollout)
-                await call.dialect.fit(call.sent.plan.body, call.policy, tokenize)
+                name = call.policy_name
+                tokenize = partial(self._forwarder.tokenize, call.policy, call.sent.ticket.rollout, name)
+                await call.dialect.fit(call.sent.plan.body, call.policy, tokenize, name)
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
                 await self._forwarder.settle(call.policy, call.sent.live)

@@ -256,9 +256,9 @@ class Dialect(ABC):
         is translated. Raises `RefusalError` for a request that `upstream` cannot express."""
         return body, None
 
-    async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
+    async def fit(self, body: Body, policy: Policy, tokenize: Tokenize, name: str | None) -> None:
         """Change a translated request in place so that the policy's chat template takes it, if the API requires that.
-        `tokenize` asks the policy server. Raises `RefusalError`."""
+        `tokenize` asks a policy server of the run's policy with this `name` (None: any). Raises `RefusalError`."""
         return
 
     @abstractmethod

@@ -144,6 +144,10 @@ class Upstream:
         """Return the model name that a policy's calls carry; None if the policy does not answer there."""
         return dict(self.models).get(policy) if self.models else self.model
 
+    def answers(self, policy: str | None) -> bool:
+        """Return whether a policy (None: any) answers there."""
+        return policy is None or self.model_of(policy) is not None
+
 
 class Found(Enum):
     """The result of a check of a server."""
@@ -227,10 +231,10 @@ class Pool:
             slot.version = version
 
     async def pick(
-        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str = POLICY
+        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str | None = POLICY
     ) -> Slot:
-        """Return the rollout's server, of the healthy servers where this `policy` answers and that were not `tried` yet: that
-        in the slot `home`, else one by rendezvous hashing.
+        """Return the rollout's server, of the healthy servers where this `policy` answers (None: of all) and that were not
+        `tried` yet: that in the slot `home`, else one by rendezvous hashing.
 
         If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError`: 503 if none comes up, 404 if
         the policy answers nowhere.
@@ -238,7 +242,7 @@ class Pool:
         found = self._choose(rollout, tried, home, policy)
         if found is not None:
             return found
-        if self.slots and all(slot.upstream.model_of(policy) is None for slot in self.slots):
+        if self.slots and not any(slot.upstream.answers(policy) for slot in self.slots):
             message = f"No policy server answers for the policy {policy!r} of this run."
             raise RefusalError(404, "no_such_policy", message, [NO_RETRY])
         try:
@@ -256,10 +260,10 @@ class Pool:
         return found
 
     def _choose(
-        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str = POLICY
+        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str | None = POLICY
     ) -> Slot | None:
         well = (slot for slot in self.slots if slot.healthy and slot not in tried)
-        candidates = [slot for slot in well if slot.upstream.model_of(policy) is not None]
+        candidates = [slot for slot in well if slot.upstream.answers(policy)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         at_home = next((slot for slot in candidates if slot.number == home), None)
@@ -515,7 +519,7 @@ class Forwarder:
     async def models(self, policy: Policy, rollout: str) -> bytes:
         """Return the model list of the rollout's server, with the model under the name that agents use. Raises aiohttp's
         errors, `UpstreamError`, and `RefusalError` (503)."""
-        session, slot = self.look_after(policy), await policy.pool.pick(rollout)
+        session, slot = self.look_after(policy), await policy.pool.pick(rollout, policy=None)
         url = slot.url("/v1/models")
         async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
             _at_its_place(response).raise_for_status()
@@ -525,10 +529,10 @@ class Forwarder:
             raise UpstreamError(f"it does not serve {slot.upstream.model}")
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
 
-    async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
-        """Return the status and the body of vLLM's `/tokenize` for a prompt: all policies have one tokenizer. Raises the same
-        errors as `models`."""
-        session, slot = self.look_after(policy), await policy.pool.pick(rollout)
+    async def tokenize(self, policy: Policy, rollout: str, name: str | None, body: Body) -> tuple[int, bytes]:
+        """Return the status and the body of vLLM's `/tokenize` for a prompt, from a server of the policy with this name (None:
+        any), whose model may have a tokenizer of its own. Raises the same errors as `models`."""
+        session, slot = self.look_after(policy), await policy.pool.pick(rollout, policy=name)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
         url = slot.url("/tokenize")
         async with session.post(url, data=payload, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:

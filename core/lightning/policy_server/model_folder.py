@@ -89,11 +89,16 @@ def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
 
 def hash_weights(path: Path) -> str:
     """Return the SHA-256 (hex) of the tensors' bytes in a safetensors file, without its header. The tensors are in the order of
-    `save_file` (by dtype, then by name), wherever the file has them.
+    `save_file` (by dtype, then by name), wherever the file has them. Of a folder, return the SHA-256 of its files' names and
+    digests.
 
-    Raises PolicyServerError when the file cannot be read.
+    Raises PolicyServerError when a file cannot be read.
     """
     digest = hashlib.sha256()
+    if path.is_dir():
+        for part in sorted(path.glob("*.safetensors")):
+            digest.update(f"{part.name} {hash_weights(part)}\n".encode())
+        return digest.hexdigest()
     try:
         with path.open("rb") as file:
             begins = 8 + struct.unpack("<Q", file.read(8))[0]

@@ -8,14 +8,26 @@ that is not trained has version 0 in every record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning.config import Config
+    from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model with policy servers of its own, in a `folder`. `trained` has the adapters of each policy that is trained on it,
+    or None for a policy of which all weights are trained. `transfer` makes the way of weights into these servers from the way
+    that the settings name."""
+
+    folder: Path
+    trained: Sequence[LoraConfig | None]
+    transfer: Callable[[WeightTransfer], WeightTransfer] = lambda transfer: transfer
 
 
 class PolicySet(Protocol):
@@ -33,6 +45,10 @@ class PolicySet(Protocol):
         """Return one engine that trains each row with the policy of `Sample.policy`. `make` makes an engine for one policy.
         Raises `ConfigError` if this engine cannot train several."""
 
-    def transfer(self, transfer: WeightTransfer, model: Path) -> WeightTransfer:
-        """Return how the weights of all policies come into a vLLM that is started with the folder `model`, by `transfer` where
-        that is the same as for one. Raises `ConfigError` if it cannot carry them."""
+    @property
+    def count(self) -> int:
+        """The number of models that `models` returns."""
+
+    def models(self, model: Path) -> Sequence[ServedModel]:
+        """Return each model that needs policy servers of its own, in a run that trains the folder `model`. Fetches a model from
+        the hub that is not on this machine. Raises `ConfigError` for a model that does not exist or is named twice."""

@@ -44,7 +44,8 @@ class Update:
     in_flight: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     served: Sequence[Sequence[float]] = ()
-    """For each probe the server's logprobs of its tokens, except the first (`Probe.gaps`)."""
+    """For each probe the server's logprobs of its tokens, except the first (`Probe.gaps`); none for a probe of a policy that
+    does not answer there."""
 
 
 class Usage(NamedTuple):

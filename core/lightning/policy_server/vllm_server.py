@@ -240,15 +240,11 @@ class VLLMServer(ABC):
             return replace(update, served=tuple([await self._probed(probe) for probe in probes]))
 
     async def _probed(self, probe: Probe) -> Sequence[float]:
-        """Return the server's logprobs of a probe. A busy machine may answer late, so a server that is not dead is asked
-        again."""
+        """Return the server's logprobs of a probe; none if the probe's policy does not answer here. A busy machine may answer
+        late, so a server that is not dead is asked again."""
         control, tries = self._running(), 1
-        models = self.models or [(POLICY, self.model)]
-        model = next((name for policy, name in models if policy == probe.policy), None)
-        if model is None:
-            raise PolicyServerError(
-                f"{self.url} does not answer for the policy {probe.policy!r}, which was to be probed"
-            )
+        if (model := dict(self.models or [(POLICY, self.model)]).get(probe.policy)) is None:
+            return ()
         while True:
             try:
                 return await control.served_logprobs(model, probe.ids, PROBE_SECONDS)
@@ -262,6 +258,7 @@ class VLLMServer(ABC):
     async def _take(self, weights: Path | None, version: int) -> Update:
         """Check the weights and exchange them. A cancelled call still completes the exchange with vLLM."""
         control = self._running()
+        weights = weights and self._transfer.part(weights)
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
         started = time.perf_counter()
@@ -515,13 +512,15 @@ def make_policy_server(
     claims: bool = True,
     sender: object | None = None,
     demand: Demand = DEFAULT_DEMAND,
+    transfer: Callable[[WeightTransfer], WeightTransfer] | None = None,
 ) -> PolicyServer:
     """Make the server that `config` asks for, not started yet: an own one (`log` gets its output), on this machine or at
     `policy_server.placement`, or that at `policy_server.attach`.
 
     Without `claims` it gets no new weights: a server that others run is used as it is, and somebody else may train it. `sender`
     is the engine that sends weights (`lightning.engines.protocol.SendsWeights`); None if this process has the weights. An own
-    server is set up for the `demand`. Raises `PluginError` where a plugin is missing, and `ConfigError` for settings that
+    server is set up for the `demand`. Weights come by the `transfer` that is made from that of the settings (None: by that of
+    the settings). Raises `PluginError` where a plugin is missing, and `ConfigError` for settings that
     cannot be met.
     """
     settings = config.policy_server
@@ -533,18 +532,18 @@ def make_policy_server(
     make = cast(
         "Callable[[Config, object | None], WeightTransfer]", plugins().get("weight_transfers", settings.weight_transfer)
     )
-    transfer, several = make(config, sender), plugins().policy_set(config)
-    if several is not None:
-        transfer = several.transfer(transfer, model)
+    way = make(config, sender)
+    if transfer is not None:
+        way = transfer(way)
     if settings.attach:
         attach = cast(
             "Callable[[Path, Config, WeightTransfer, bool], PolicyServer]",
             plugins().by_scheme("policy_servers", settings.attach),
         )
-        return attach(model, config, transfer, claims)
+        return attach(model, config, way, claims)
     check_host(settings.host)
     own = cast("type[OwnedVLLM]", plugins().get("placements", settings.placement) if settings.placement else OwnedVLLM)
-    return own(model, settings, transfer, log=log, version=version, updates=claims, demand=demand)
+    return own(model, settings, way, log=log, version=version, updates=claims, demand=demand)
 
 
 def check_policy_server(config: PolicyServerConfig) -> None:

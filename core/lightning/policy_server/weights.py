@@ -50,6 +50,10 @@ class WeightTransfer(Protocol):
         """Return each policy that such a server answers, with the model name that its calls carry. Empty for a server with one
         policy, whose calls carry `alias`."""
 
+    def part(self, weights: Path) -> Path | None:
+        """Return the part of a run's new weights that such a server loads: all of them where it has the run's one model. None
+        if nothing in them is for it."""
+
     def check(self, device: Device | None) -> None:
         """Raise `ConfigError` if this cannot work here, or in a vLLM on `device` (None: a vLLM that somebody else runs)."""
 
@@ -73,6 +77,10 @@ class FromDisk:
         """Return no names: the server has one policy."""
         return ()
 
+    def part(self, weights: Path) -> Path | None:
+        """Return all of the weights."""
+        return weights
+
     def check(self, device: Device | None) -> None:
         """Accept every device: vLLM can always read files."""
 
@@ -85,11 +93,13 @@ class FromDisk:
 
 
 class WeightsFolder:
-    """The folder for the weight files of a `model`, made when its path is first asked for. `run` is the run's own folder.
-    `here` says whether this process writes the files."""
+    """The folder for the weight files of a `model` and of `more` of them, made when its path is first asked for. `run` is the
+    run's own folder. `here` says whether this process writes the files."""
 
-    def __init__(self, config: PolicyServerConfig, model: Path, run: Path, *, here: bool = True) -> None:
-        self._config, self._model, self._run, self._here = config, model, run, here
+    def __init__(
+        self, config: PolicyServerConfig, model: Path, run: Path, *, more: Sequence[Path] = (), here: bool = True
+    ) -> None:
+        self._config, self._models, self._run, self._here = config, (model, *more), run, here
         self._made: Path | None = None
         self._lock = -1
 
@@ -129,7 +139,8 @@ class WeightsFolder:
             return "vLLM is elsewhere and may have a shared memory of its own"
         if not SHARED.is_dir():
             return f"there is no {SHARED}"
-        need = ROOM_RATIO * 4 * sum(math.prod(spec.shape) for spec in folder_tensors(self._model).values())
+        specs = [spec for model in self._models for spec in folder_tensors(model).values()]
+        need = ROOM_RATIO * 4 * sum(math.prod(spec.shape) for spec in specs)
         # Shared memory cannot move to a disk when it is full, and it counts for the limit of a container.
         for where, room in ((str(SHARED), shutil.disk_usage(SHARED).free), ("free memory", free_memory())):
             if room is not None and room < need:

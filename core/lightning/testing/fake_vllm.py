@@ -166,6 +166,8 @@ class FakeVLLM:
         if not self.tokenizes:
             return error_response(404, "Not Found", "NotFoundError")
         body = json.loads(await request.read())
+        if body.get("model", self.model) not in self._names:
+            return error_response(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         if cannot_be_tokenized(body):
             return error_response(400, NO_TEXT, "BadRequestError")
         if why := self._template_refusal(body):

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.config import Config
+from lightning.config import Config, LoraConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server.model_folder import folder_tensors
+from lightning.policy_server.servers import served_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +51,26 @@ def size(count: float) -> str:
 
 def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     """Return what the training states and the exported models of a run need of the disk of its folder; None for a model whose
-    weights cannot be read.
+    weights cannot be read. Each trained policy has a state and a model.
 
     A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
     `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. What the run has on the
     disk already is counted as free.
     """
-    try:
-        shapes = [spec.shape for spec in folder_tensors(model).values()]
-    except PolicyServerError:  # whoever loads it says what is wrong
-        return None
-    if not shapes:
-        return None
-    whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
-    state = 3 * 4 * (adapter_weights(shapes, config) or whole)
-    export = 4 * whole * (3 if config.trainer.keep == "best" else 1)
+    models, trained, exported = served_models(model, config), 0, 0
+    for served in models:
+        try:
+            shapes = [spec.shape for spec in folder_tensors(served.folder).values()]
+        except PolicyServerError:  # whoever loads it says what is wrong
+            return None
+        if not shapes:
+            return None
+        whole = sum(map(math.prod, shapes))
+        trained += sum(adapter_weights(shapes, lora) or whole for lora in served.trained)
+        exported += whole * len(served.trained)
+    lora, keep = all(None not in served.trained for served in models), config.trainer.keep_checkpoints
+    state = 3 * 4 * trained
+    export = 4 * exported * (3 if config.trainer.keep == "best" else 1)
     kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
     return Need(
         f"disk in {out}",
@@ -77,9 +83,8 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     )
 
 
-def adapter_weights(shapes: list[tuple[int, ...]], config: Config) -> int:
+def adapter_weights(shapes: list[tuple[int, ...]], lora: LoraConfig | None) -> int:
     """Return the number of weights that adapters have, 0 without adapters."""
-    lora = config.engine.lora
     return sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
 
 

@@ -25,8 +25,9 @@ from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import RESTARTING, UNKNOWN, owner_of
 from lightning.gateway.stages import Line
 from lightning.policy_server.auto_settings import Demand, shares_gpu
+from lightning.policy_server.policies import ServedModel
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
-from lightning.policy_server.servers import check_servers, log_of_server, settings_of_servers
+from lightning.policy_server.servers import check_servers, log_of_server, served_models, settings_of_servers
 from lightning.policy_server.vllm_server import make_policy_server, reserved_port
 from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.lease_loop import Source
@@ -444,14 +445,16 @@ async def open_stack(
     the engine's, where its weights are in another process than this one. With the URL of the store, gateways in other
     processes may answer the calls.
     """
-    weights_folder = WeightsFolder(config.policy_server, model, folder, here=sender is None)
+    models = await asyncio.to_thread(served_models, model, config)
+    first, *more = (served.folder for served in models)
+    weights_folder = WeightsFolder(config.policy_server, first, folder, more=more, here=sender is None)
     resources.callback(weights_folder.close)  # after vLLM has ended
     door = door_for(runner, config)
     served, each = config if door is None else door.config, settings_of_servers(config)
     check_ports(served.gateway, *(settings.policy_server for settings in each))
     if (gateways := gateways_for(served, store_url)) is not None:
         resources.push_async_callback(gateways.close)
-    servers = make_policy_servers(model, config, each, runner.concurrency, folder=folder, sender=sender)
+    servers = make_policy_servers(models, config, each, runner.concurrency, folder=folder, sender=sender)
     for server in servers:
         resources.push_async_callback(server.close)
     resources.push_async_callback(runner.close)
@@ -491,18 +494,32 @@ async def open_stack(
 
 
 def make_policy_servers(
-    model: Path, config: Config, each: Sequence[Config], agents: int, *, folder: Path, sender: object | None
+    models: Sequence[ServedModel],
+    config: Config,
+    each: Sequence[Config],
+    agents: int,
+    *,
+    folder: Path,
+    sender: object | None,
 ) -> list[PolicyServer]:
-    """Make the policy servers of a run, of which `each` has settings of its own. So many `agents` will call them (0:
-    `runner.concurrency`)."""
+    """Make the policy servers of a run, of which `each` has settings of its own, in the order of the models. So many `agents`
+    will call those of one model (0: `runner.concurrency`)."""
+    replicas = len(each) // len(models)
     demand = Demand(
-        -(-(agents or config.runner.concurrency) // len(each)),
+        -(-(agents or config.runner.concurrency) // replicas),
         trains_meanwhile=config.trainer.max_staleness > 0,
         shares_gpu=shares_gpu(config),
         servers=len(each),
     )
     return [
-        make_policy_server(model, settings, log=log_of_server(folder, number, len(each)), sender=sender, demand=demand)
+        make_policy_server(
+            models[number // replicas].folder,
+            settings,
+            log=log_of_server(folder, number, len(each)),
+            sender=sender,
+            demand=demand,
+            transfer=models[number // replicas].transfer,
+        )
         for number, settings in enumerate(each)
     ]
 

@@ -490,7 +490,7 @@ class Trainer:
         no room on the disk."""
         searches = isinstance(self.schedule, SearchAlgorithm)
         run = await check_run(store, self.run_id, described, resume=resume, project=self._project, searches=searches)
-        disk = None if searches else disk_need(self.out, self.model, self.config)
+        disk = None if searches else await asyncio.to_thread(disk_need, self.out, self.model, self.config)
         if disk is not None:
             check_disk(disk, self.out)
             reporter.say(f"this run {disk.said}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -252,12 +253,12 @@ class Publisher:
         folder = self._stack.weights_folder.path()
         file = folder / f"version-{version:08d}.safetensors"
         await self.digest()  # which reads the file that is deleted below
-        await asyncio.to_thread(self._write, file)
+        file = await asyncio.to_thread(self._write, file)
         found = await self._bring(file, version)
         self._hashing = asyncio.create_task(asyncio.to_thread(hash_weights, file))  # while agents sample
-        for old in folder.glob("version-*.safetensors"):
+        for old in folder.glob("version-*"):
             if old != file and self._stack.complete:  # a server that is started again may read it now
-                await asyncio.to_thread(old.unlink)
+                await asyncio.to_thread(shutil.rmtree if old.is_dir() else Path.unlink, old)
         return found
 
     async def digest(self) -> str:
@@ -265,13 +266,13 @@ class Publisher:
         weights or adapters alone; "" before the first update, while the policy server has the model folder's weights."""
         return await self._hashing if self._hashing else ""
 
-    def _write(self, file: Path) -> None:
-        """Write the engine's weights; adapters alone if our own vLLM reads them: it has the model's folder and merges them as
-        the engine would."""
+    def _write(self, file: Path) -> Path:
+        """Write the engine's weights, and return where they are; adapters alone if our own vLLM reads them: it has the model's
+        folder and merges them as the engine would."""
         server, engine = self._stack.config.policy_server, self._engine
         reads_here = not server.attach and server.weight_transfer in FILES
-        if not (reads_here and isinstance(engine, WritesAdapters) and engine.adapters(file)):
-            engine.weights(file)
+        adapters = engine.adapters(file) if reads_here and isinstance(engine, WritesAdapters) else None
+        return adapters or engine.weights(file)
 
     async def relabel(self, version: int) -> None:
         """Declare the served weights as `version`: the step that led to it has left them unchanged."""
@@ -289,6 +290,14 @@ class Publisher:
         for policy, call in first.items():
             self.prober.recall(call.prompt_ids, call.response_ids, policy)
 
+    def _check_served(self, probes: Sequence[Probe], answered: set[str]) -> None:
+        """Raise `PolicyServerError` if no server answers for the policy of a probe of several tokens, though none is away."""
+        for probe in probes:
+            if len(probe.ids) > 1 and probe.policy not in answered and self._stack.complete:
+                raise PolicyServerError(
+                    f"no policy server answers for the policy {probe.policy!r}, which was to be probed"
+                )
+
     async def _bring(self, file: Path, version: int) -> dict[str, float]:
         """Give the weights to the policy server, and check by a probe that it computes with them. Try twice."""
         for attempt in range(2):
@@ -297,7 +306,9 @@ class Publisher:
             updates = await self._stack.update(file, version, probes)
             self.held = time.monotonic() - began
             pairs = [pair for update in updates for pair in zip(probes, update.served, strict=False)]
-            verdicts = [self.prober.judge(probe, served, attempt) for probe, served in pairs]
+            if pairs:
+                self._check_served(probes, {probe.policy for probe, served in pairs if served})
+            verdicts = [self.prober.judge(probe, served, attempt) for probe, served in pairs if served]
             found = sorted((verdict for verdict in verdicts if verdict), key=_worst)
             if not found:
                 return {}

@@ -169,6 +169,10 @@ class OverNetwork:
         """Return no names: the server has one policy."""
         return ()
 
+    def part(self, weights: Path) -> Path | None:
+        """Return all of the weights."""
+        return weights
+
     def check(self, device: Device | None) -> None:
         """Raise `ConfigError` when weights cannot be sent over this backend, here or to a vLLM on `device` (None: somebody else
         runs it)."""

@@ -218,9 +218,8 @@ class _Watcher:
         file, epoch = self._scratch / WEIGHTS, epoch_at(self._epochs, record.step)
         attached = epoch.setting("policy_server", "attach")
         alone = not attached and (epoch.setting("policy_server", "weight_transfer") or "auto") in FILES
-        if not (alone and isinstance(engine, WritesAdapters) and engine.adapters(file)):
-            engine.weights(file)
-        return hash_weights(file)
+        adapters = engine.adapters(file) if alone and isinstance(engine, WritesAdapters) else None
+        return hash_weights(adapters or engine.weights(file))
 
     def _checkpoint(self, step: int) -> Path | None:
         file = self._folder / "checkpoints" / f"step-{step:08d}" / WEIGHTS

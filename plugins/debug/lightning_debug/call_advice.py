@@ -74,7 +74,7 @@ class CallAdvice(CallStage):
         """Check whether the model is shown the tools of an answered call."""
         with _only_logged(call):
             if all(each.status.answered for each in transitions):
-                tokenize = partial(self._parts.forwarder.tokenize, call.policy, call.claims.rollout)
+                tokenize = partial(self._parts.forwarder.tokenize, call.policy, call.claims.rollout, call.policy_name)
                 tools = self._tools.setdefault(call.policy, ShownTools())
                 tools.look(call.sent.plan.body, tokenize)
                 if tools.shown is False and call.policy is not self._parts.policies.own:

@@ -150,9 +150,9 @@ async def _heeds_none(tokenize: Tokenize) -> bool:
     return without is not None and without not in [await prompt(effort) for effort in EFFORTS]
 
 
-_known: WeakKeyDictionary[Policy, ChatTemplate] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Policy, dict[str | None, ChatTemplate]] = WeakKeyDictionary()
 
 
-def template_of(policy: Policy) -> ChatTemplate:
-    """Return the `ChatTemplate` of a policy, with the answers found so far."""
-    return _known.setdefault(policy, ChatTemplate())
+def template_of(policy: Policy, name: str | None) -> ChatTemplate:
+    """Return the `ChatTemplate` of a run's policy with this name, with the answers found so far."""
+    return _known.setdefault(policy, {}).setdefault(name, ChatTemplate())

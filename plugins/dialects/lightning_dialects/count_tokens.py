@@ -67,9 +67,9 @@ class CountTokens:
 
     async def _count(self, claims: Claims, chat: Body) -> tuple[int, bytes]:
         policy = self._policies.of(claims.run)
-        tokenize = partial(self._forwarder.tokenize, policy, claims.rollout)
+        tokenize = partial(self._forwarder.tokenize, policy, claims.rollout, None)
         try:
-            await self._dialect.fit(chat, policy, tokenize)
+            await self._dialect.fit(chat, policy, tokenize, None)
             with readable():
                 prompt = prompt_of(chat)
             status, payload = await tokenize(prompt)

@@ -315,10 +315,10 @@ class Messages(Translated):
         with readable():
             return chat_request(body), MessageTranslator(response_id)
 
-    async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
+    async def fit(self, body: Body, policy: Policy, tokenize: Tokenize, name: str | None) -> None:
         """Fit a chat request (in place) to the policy's chat template: move system messages to the beginning, or ask for low
         effort instead of none, if the template needs it."""
-        template = template_of(policy)
+        template = template_of(policy, name)
         later = any(message["role"] == "system" for message in body["messages"][1:])
         if later and await template.wants_system_first(tokenize):
             body["messages"] = with_system_first(body["messages"])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.config import Config
+from lightning.config import Config, LoraConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server.auto_settings import (
     DTYPE_BYTES,
@@ -23,7 +23,7 @@ from lightning.policy_server.auto_settings import (
     this_machine,
 )
 from lightning.policy_server.model_folder import folder_tensors, read_facts
-from lightning.policy_server.servers import settings_of_servers
+from lightning.policy_server.servers import served_models, settings_of_servers
 from lightning.trainer.needs import Need, adapter_weights, size
 from lightning.trainer.run_stages import API, RunStage, Start
 
@@ -77,32 +77,41 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
     device = config.engine.device
     if engine != "torch" or device not in ("auto", "cpu") or pick_device(config.policy_server) != "cpu":
         return None
-    try:
-        facts = read_facts(model)
-        shapes = [spec.shape for spec in folder_tensors(model).values()]
-    except PolicyServerError:
-        return None
-    adapters = adapter_weights(shapes, config)
-    base = facts.parameters * DTYPE_BYTES.get(config.engine.dtype, 2)
-    trained = base + TRAINING_BYTES * adapters if adapters else TRAINING_BYTES * facts.parameters
-    parts, served = [f"training {size(trained)} and its activations"], 0
-    machine = this_machine()
-    if not config.policy_server.is_elsewhere:
-        count = len(settings_of_servers(config))
-        demand = Demand(-(-requests // count), servers=count)
-        chosen = choose(config.policy_server, facts, "cpu", machine, demand=demand)
-        weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
-        each = "" if count == 1 else f", in each of {count} processes"
-        parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache{each}")
-        served = count * (weights + cache)
+    models, machine, parts = served_models(model, config), this_machine(), list[str]()
+    trained = served = 0
+    count = 0 if config.policy_server.is_elsewhere else len(settings_of_servers(config)) // len(models)
+    for each in models:
+        try:
+            facts = read_facts(each.folder)
+            shapes = [spec.shape for spec in folder_tensors(each.folder).values()]
+        except PolicyServerError:
+            return None
+        trained += _training_bytes(facts.parameters, shapes, each.trained, config.engine.dtype)
+        if count:
+            demand = Demand(-(-requests // count), servers=count * len(models))
+            chosen = choose(config.policy_server, facts, "cpu", machine, demand=demand)
+            weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
+            of, times = f" of {each.folder.name}" * (len(models) > 1), f", in each of {count} processes" * (count > 1)
+            parts.append(f"vLLM{of} {size(weights)} of weights and {size(cache)} of KV cache{times}")
+            served += count * (weights + cache)
     return Need(
         "memory",
         trained + served,
-        ", ".join(parts),
+        ", ".join([f"training {size(trained)} and its activations", *parts]),
         machine.memory,
         "The system may end the run. End other programs, take a smaller model"
-        + ("" if adapters else ", or train adapters alone (engine.lora)"),
+        + ("" if all(None not in each.trained for each in models) else ", or train adapters alone (engine.lora)"),
     )
+
+
+def _training_bytes(
+    parameters: int, shapes: list[tuple[int, ...]], trained: Sequence[LoraConfig | None], dtype: str
+) -> int:
+    """Return the bytes of weights, gradients and moments of policies that begin as one model. Their adapters share that model
+    in memory."""
+    adapters = [adapter_weights(shapes, lora) for lora in trained]
+    base = parameters * DTYPE_BYTES.get(dtype, 2) if any(adapters) else 0
+    return base + TRAINING_BYTES * sum(own or parameters for own in adapters)
 
 
 def gpu_memory(device: str) -> tuple[float, float]:

@@ -84,11 +84,8 @@ def _why_not(name: str, policy: PolicyConfig) -> str:
     for glob in policy.models:
         if not glob or glob.startswith((NOT, OF_MODEL, OF_POLICY)):
             return f"{place}.models has {glob!r}: give a glob on the requested model, such as 'gpt-*'"
-    if policy.base is not None:
-        return (
-            f"{place}.base = {policy.base!r}: a policy with a base of its own needs servers of its own, which this release "
-            f"does not start yet. Leave {place}.base out: the policy then begins as the run's model"
-        )
+    if policy.base is not None and not policy.base.strip():
+        return f"{place}.base is empty: name a model's folder, or a model on the Hugging Face Hub, or leave it out"
     if without := [key for key in ("lora", "lr") if not policy.train and getattr(policy, key) is not None]:
         return f"{place}.{without[0]} has no effect with {place}.train = false: leave one of the two out"
     return ""

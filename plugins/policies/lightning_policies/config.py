@@ -21,19 +21,22 @@ class PolicyConfig(Section):
     models: tuple[str, ...] = ()
     """Globs on the model that a call asks for. Calls that match are this policy's, whatever agent they come from."""
     base: str | None = None
-    """The model that the policy begins as, a folder or a name on the Hugging Face Hub; null is the run's model. This release
-    refuses another model, which needs servers of its own."""
+    """The model that the policy begins as, a folder or a name on the Hugging Face Hub; null is the run's model. Another model
+    has vLLMs of its own, which the policies with this base share if their weights are not trained, or only their adapters."""
     lora: LoraConfig | None = None
-    """The policy's adapters; null is `engine.lora`."""
+    """The policy's adapters; null is `engine.lora`. If both are null all weights of the policy are trained, and the policy has
+    vLLMs of its own."""
     lr: float | None = Field(default=None, gt=0)
-    """The policy's learning rate, to which the schedule of `engine.lr` applies; null is `engine.lr`."""
+    """The policy's learning rate, to which the schedule of `engine.lr` applies; null is `engine.lr`, whose default fits the
+    run's model and `engine.lora`."""
     train: bool = True
     """Train the policy. If false it stays the untrained model, bit for bit."""
 
 
 class PoliciesConfig(NamedSettings):
     """The policies of the run, each with the agents that it answers. Without a policy, one policy answers all agents. An agent
-    that no policy names is answered by the untrained model and is not trained."""
+    that no policy names is answered by the untrained model and is not trained; it is refused where the run's model is not
+    served untrained, because each policy has another base or trains all weights."""
 
     place: ClassVar[str] = "policies"
     of_run: ClassVar[tuple[str, ...]] = ("agents", "models", "base", "lora", "train")

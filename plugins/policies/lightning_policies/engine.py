@@ -1,6 +1,6 @@
-"""The engine of several policies: one engine of adapters for each trained policy, on one base model in memory.
+"""The engine of several policies: one engine for each trained policy. Those of adapters share their base model in memory.
 
-The invariant: a policy's adapters, optimizer and head change by the policy's own rows alone, bit for bit as in an engine that
+The invariant: a policy's weights, optimizer and head change by the policy's own rows alone, bit for bit as in an engine that
 trains this policy by itself. The gradient of each policy is clipped by its own norm (`engine.max_grad_norm`), and an update
 that is not finite is skipped for its policy alone, so no policy crowds out another or holds it back. If an error comes after
 some policies have taken their update of a step and others have not, the engine refuses everything but `load` and `close`: no
@@ -46,6 +46,9 @@ from lightning.types import Json
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from lightning_policies.bases import folders_of
+from lightning_policies.transfer import part_of
+
 logger = logging.getLogger(__name__)
 
 POLICIES = "policies"
@@ -73,22 +76,24 @@ TOLD = (
 
 @dataclass(frozen=True, slots=True)
 class TrainedPolicy:
-    """The settings of a trained policy: its adapters, and its learning rate (None: that of the run)."""
+    """The settings of a trained policy: its adapters (None: all weights are trained), its learning rate, and the model that it
+    begins as (None: those of the run)."""
 
-    lora: LoraConfig
+    lora: LoraConfig | None
     lr: float | None = None
+    base: str | None = None
 
 
 @runtime_checkable
 class AdapterEngine(Engine, SharesBase, WritesAdapters, Protocol):
-    """An engine that trains one policy's adapters beside other engines on the same base model."""
+    """An engine that trains one policy, and may train adapters beside other engines on the same base model."""
 
 
 class PolicyEngine:
     """An implementation of `lightning.engines.protocol.Engine` for several policies. A row belongs to `Sample.policy`.
 
     `policies` are the trained policies by name. `make` makes the engine of one policy from the configuration, in which
-    `engine.lora` is that policy's. Raises `ConfigError` if that engine cannot share its base model.
+    `engine.lora` is that policy's, or None. Raises `ConfigError` if that engine cannot share its base model.
     """
 
     def __init__(self, policies: Mapping[str, TrainedPolicy], make: Callable[[Config], Engine], config: Config) -> None:
@@ -114,16 +119,19 @@ class PolicyEngine:
         """The work that was done for some policies only, for messages; empty if there is none."""
 
     def check(self, model: Path) -> str:
-        """Return the limits of training this folder, in words, or raise (`ChecksModel`). Raises `ConfigError` if the adapters
-        of a policy could not be given to vLLM alone."""
-        remarks = []
+        """Return the limits of training this folder, and those that policies begin as, in words, or raise (`ChecksModel`).
+        Raises `ConfigError` if the adapters of a policy could not be given to vLLM alone, or if a base does not exist."""
+        remarks, folders = [], self._folders(model)
         for name, engine in self._engines.items():
+            base, lora = folders[self._policies[name].base], self._policies[name].lora
             with _of_policy(name):
-                remarks.append(engine.check(model) if isinstance(engine, ChecksModel) else "")
-                adapted = read_model(model, device_map="meta")
-                add_adapters(adapted, self._policies[name].lora)
-                if write_adapters(model, adapted, torch.float32, model, wanted=False) is None:
-                    raise ConfigError(f"{NOT_ALONE} ({model})")
+                remarks.append(engine.check(base) if isinstance(engine, ChecksModel) else "")
+                adapted = read_model(base, device_map="meta")
+                if lora is None:
+                    continue
+                add_adapters(adapted, lora)
+                if write_adapters(base, adapted, torch.float32, base, wanted=False) is None:
+                    raise ConfigError(f"{NOT_ALONE} ({base})")
         return " ".join(filter(None, dict.fromkeys(remarks)))
 
     def check_teacher(self, teacher: Path) -> None:
@@ -141,15 +149,19 @@ class PolicyEngine:
         head: Head | None = None,
         reference: Path | None = None,
     ) -> None:
-        """Load the base model once, and make the adapters, the optimizer and the head of each policy. Each policy's random
-        numbers depend on `seed` and its name, so another policy in the run changes nothing."""
-        first: AdapterEngine | None = None
+        """Load each base model of adapters once, and the model of each policy of which all weights are trained. Make the
+        adapters, the optimizer and the head of each policy. Each policy's random numbers depend on `seed` and its name, so
+        another policy in the run changes nothing."""
+        folders, opened = self._folders(model), dict[str | None, AdapterEngine]()
         for name, engine in self._engines.items():
-            own = replace(optimizer, lr=self._policies[name].lr or optimizer.lr)
+            policy = self._policies[name]
+            own, first = replace(optimizer, lr=policy.lr or optimizer.lr), opened.get(policy.base)
             with _of_policy(name):
-                if first is None:
-                    engine.open(model, own, seed=seed_of(seed, name), head=head, reference=reference)
-                    first = engine
+                if policy.lora is None or first is None:
+                    folder = folders[policy.base]
+                    engine.open(folder, own, seed=seed_of(seed, name), head=head, reference=reference)
+                    if policy.lora is not None:
+                        opened[policy.base] = engine
                 else:
                     engine.open_beside(first, own, seed=seed_of(seed, name), head=head)
         self._lr, self._pending, self._half = optimizer.lr, {}, ""
@@ -238,32 +250,53 @@ class PolicyEngine:
         self._half = ""
 
     def export(self, folder: Path) -> Path:
-        """Write, atomically, for each policy `folder`/NAME, a model folder with its adapters merged, and
+        """Write, atomically, for each policy `folder`/NAME, a model folder with its adapters merged, and of adapters
         `folder`/adapters/NAME, the adapters alone as a folder of PEFT. Return `folder`."""
         self._usable()
         with whole_folder(folder) as path, TemporaryDirectory(dir=path) as scratch:
             for name, engine in self._engines.items():
                 engine.export(path / name)
-                file = self._written(name, Path(scratch) / name)
-                write_peft_folder(path / EXPORTED / name, file, self._policies[name].lora)
+                if (lora := self._policies[name].lora) is not None:
+                    write_peft_folder(path / EXPORTED / name, self._written(name, Path(scratch) / name), lora)
         return folder
 
     def weights(self, file: Path) -> Path:
         """Raise `EngineError`: several policies are no one model."""
         raise EngineError(
-            f"the policies {', '.join(self._engines)} are adapters of one base model, and {file} would be the weights of one "
-            "model: let lightning start vLLM (without policy_server.attach), with policy_server.weight_transfer = auto, "
-            "shared_memory or file, which take adapters"
+            f"{file} would be the weights of one model, and there are the policies {', '.join(self._engines)}: let lightning "
+            "start their vLLMs (without policy_server.attach), with policy_server.weight_transfer = auto, shared_memory or "
+            "file, which take several"
         )
 
     def adapters(self, file: Path) -> Path:
-        """Write the adapters of all policies as one safetensors file, atomically, and return it. The names of its tensors are
-        those of `WritesAdapters` with `NAME|` before them, and its metadata are `POLICIES`."""
+        """Write the weights of all policies for their vLLMs, and return where they are. If all policies are adapters of one
+        base model, that is one safetensors file, written atomically.
+
+        The names of the file's tensors are those of `WritesAdapters` with `NAME|` before them, and its metadata are `POLICIES`.
+        Otherwise a folder beside `file` has such a file for each base model with adapters, and a file with all weights for each
+        other policy (`transfer.part_of`).
+        """
         self._usable()
+        parts: dict[tuple[str | None, str], list[str]] = {}
+        for name, policy in self._policies.items():
+            parts.setdefault((policy.base, "" if policy.lora else name), []).append(name)
+        if len(parts) == 1 and not next(iter(parts))[1]:
+            return self._combined([*self._policies], file)
+        folder = file.with_suffix("")
+        for (_, whole), names in parts.items():
+            part = folder / part_of(names)
+            if whole:
+                self._engines[whole].weights(part)
+            else:
+                self._combined(names, part)
+        return folder
+
+    def _combined(self, names: Sequence[str], file: Path) -> Path:
+        """Write the adapters of policies with one base model as one safetensors file, atomically, and return it."""
         tensors: dict[str, torch.Tensor] = {}
         told: dict[str, Json] = {}
         with whole_file(file) as path, TemporaryDirectory(dir=path.parent, prefix=".policies-") as scratch:
-            for name in self._engines:
+            for name in names:
                 own, about = read_adapters(self._written(name, Path(scratch) / name))
                 tensors |= {f"{name}|{key}": tensor for key, tensor in own.items()}
                 told[name] = about
@@ -310,6 +343,10 @@ class PolicyEngine:
         for name, places in self._places(samples).items():
             found |= zip(places, compute(self._engines[name], _at(samples, places)), strict=True)
         return [found[place] for place in range(len(samples))]
+
+    def _folders(self, model: Path) -> dict[str | None, Path]:
+        """Return the folder of each policy's base. Raises `ConfigError` for a base that does not exist."""
+        return folders_of([policy.base for policy in self._policies.values()], model)
 
     def _rate(self, name: str, lr: float | None) -> float | None:
         own = self._policies[name].lr

@@ -6,10 +6,14 @@ The invariant: policies that cannot be trained as the settings say are refused b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
+from lightning.policy_server.policies import ServedModel
+from lightning.trainer.model import local_model
 
+from lightning_policies.bases import Served, folders_of, named, served_of
 from lightning_policies.calls import BASE
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
@@ -22,11 +26,13 @@ if TYPE_CHECKING:
 
 
 class Policies:
-    """Implements `lightning.policy_server.policies.PolicySet`. `adapters` are those of each trained policy, by its name."""
+    """Implements `lightning.policy_server.policies.PolicySet`. `adapters` are those of each trained policy, by its name; None
+    for a policy of which all weights are trained."""
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
-        self._policies = policies
-        self.adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
+        self._policies, lora = policies, config.engine.lora
+        self.adapters = {name: policy.lora or lora for name, policy in policies.items() if policy.train}
+        self._served = served_of(policies, lora)
         self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
 
     @property
@@ -42,44 +48,62 @@ class Policies:
         return tuple(name for name in self.adapters if name != turn)
 
     def engine(self, make: Callable[[Config], Engine], config: Config) -> Engine:
-        """Return one engine with the adapters of all trained policies. Raises `ConfigError` for an engine that cannot share its
-        base model."""
+        """Return one engine that trains all trained policies. Raises `ConfigError` for an engine that cannot share a base
+        model."""
         from lightning_policies.engine import PolicyEngine, TrainedPolicy
 
-        trained = {name: TrainedPolicy(lora, self._policies[name].lr) for name, lora in self.adapters.items()}
+        own = self._policies
+        trained = {
+            name: TrainedPolicy(lora, own[name].lr, named(own[name].base)) for name, lora in self.adapters.items()
+        }
         return PolicyEngine(trained, make, config)
 
-    def transfer(self, transfer: WeightTransfer, model: Path) -> WeightTransfer:
-        """Return how the adapters of all trained policies come into a vLLM with the base `model`, as files. Raises
-        `ConfigError` if `transfer` sends no files."""
-        from lightning_policies.transfer import PolicyAdapters
+    @property
+    def count(self) -> int:
+        """The number of models with vLLMs of their own."""
+        return len(self._served)
 
-        return PolicyAdapters(transfer, model, self.adapters, self.untrained)
+    def models(self, model: Path) -> Sequence[ServedModel]:
+        """Return each model with vLLMs of its own. Raises `ConfigError` for a policy's base that does not exist, that is the
+        run's model, or that is named in two ways."""
+        folders = folders_of([served.base for served in self._served], model)
+        return [
+            ServedModel(
+                folders[served.base],
+                [self.adapters[name] for name in served.trained],
+                partial(self._transfer, served, folders[served.base]),
+            )
+            for served in self._served
+        ]
+
+    def _transfer(self, served: Served, model: Path, transfer: WeightTransfer) -> WeightTransfer:
+        """Return how the weights of the policies of one vLLM, which starts with the folder `model`, come there. Raises
+        `ConfigError` if `transfer` does not read files."""
+        from lightning_policies.transfer import PolicyAdapters, PolicyPart
+
+        adapters, trained = served.adapters, [each for each in self._served if each.trained]
+        own = PolicyAdapters(transfer, model, adapters, served.untrained) if adapters else transfer
+        if adapters and len(trained) == 1:
+            return own
+        return PolicyPart(own, served.trained, served.untrained)
 
 
 def policy_set(config: Config) -> Policies | None:
-    """Return the policies of a run; None without the settings `policies`. Raises `ConfigError` for a trained policy without
-    adapters, and for turns that are not those of the trained policies."""
+    """Return the policies of a run; None without the settings `policies`. Raises `ConfigError` for a base that does not exist,
+    and for turns that are not those of the trained policies."""
     policies: Mapping[str, PolicyConfig] = PoliciesConfig.of(config).by_name
+    for name, policy in policies.items():
+        try:
+            _ = policy.base is None or local_model(policy.base)
+        except ConfigError as error:
+            raise ConfigError(f"policies.{name}.base: {error}") from error
     if policies:
         return Policies(policies, config)
     _turns(config, {})
     return None
 
 
-def _adapters(name: str, policy: PolicyConfig, config: Config) -> LoraConfig:
-    """Return the adapters of a trained policy. Raises `ConfigError` if there are none."""
-    lora = policy.lora or config.engine.lora
-    if lora is None:
-        raise ConfigError(
-            f"policies.{name} has no adapters to train: all policies share the weights of the run's model, and only adapters "
-            f"differ between them. Give all policies adapters with --set engine.lora.rank=8, or this one with --set "
-            f"policies.{name}.lora.rank=8"
-        )
-    return lora
-
-
-def _turns(config: Config, trained: Mapping[str, LoraConfig]) -> list[tuple[str, int]]:
+def _turns(config: Config, trained: Mapping[str, LoraConfig | None]) -> list[tuple[str, int]]:
     """Return the turns of the trained policies; empty if they take none. Raises `ConfigError` for a turn of another policy, and
     for a trained policy that never has a turn."""
     turns, setting = TurnsConfig.of(config).turns, "trainer.policy_turns"

@@ -18,6 +18,7 @@ from lightning.gateway.stages import CallStage
 from lightning.store.protocol import Store
 from lightning.types import Run
 
+from lightning_policies.bases import is_base_served
 from lightning_policies.calls import BASE, policies_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig
 
@@ -34,19 +35,22 @@ class PoliciesStage(CallStage):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._policies = Bounded[str, Mapping[str, PolicyConfig]](RUNS)
+        self._policies = Bounded[str, tuple[Mapping[str, PolicyConfig], bool]](RUNS)
         self._said = Once()
 
     async def admitted(self, call: Call, request: Request) -> None:
         """Set the policy of a call, and whether it is frozen, if the call's run has policies. Raises `RefusalError` for a call
-        that two policies match."""
+        that two policies match, or none where the untrained model is not served."""
         run = call.claims.run
-        if not (policies := await self._of(run)):
+        policies, serves_base = await self._of(run)
+        if not policies:
             return
         model = request.model if isinstance(request.model, str) else ""
         found = policies_of(policies, call.caller, model)
         if len(found) > 1:
             raise RefusalError(400, "several_policies", _several(call.caller.name, model, found))
+        if not found and not serves_base:
+            raise RefusalError(404, "no_policy", _none(call.caller.name))
         if not found and self._said.first((run, call.caller.name)):
             log.warning(
                 "the agent %r of run %s has no policy: it is answered by the untrained model, and is not trained. To train it, "
@@ -57,21 +61,35 @@ class PoliciesStage(CallStage):
         call.policy_name = found[0] if found else BASE
         call.frozen = not found or not policies[found[0]].train
 
-    async def _of(self, run: str) -> Mapping[str, PolicyConfig]:
-        """Return the policies of a run; empty for a run without, and for calls of no run. Raises `StoreError`."""
+    async def _of(self, run: str) -> tuple[Mapping[str, PolicyConfig], bool]:
+        """Return the policies of a run, and whether the run's model is served untrained. A run without policies has none, and
+        calls of no run have none. Raises `StoreError`."""
         if (known := self._policies.used(run)) is not None or not run:
-            return known or {}
+            return known or ({}, True)
         found = await self._store.get_run(run)
-        return {} if found is None else self._policies.keep(run, recorded_policies(found))
+        return ({}, True) if found is None else self._policies.keep(run, recorded_policies(found))
 
 
-def recorded_policies(run: Run) -> Mapping[str, PolicyConfig]:
-    """Return the policies of a run's record by their names; empty for a run without. Raises `ConfigError` for a record that
-    this release does not accept."""
+def recorded_policies(run: Run) -> tuple[Mapping[str, PolicyConfig], bool]:
+    """Return the policies of a run's record by their names, and whether the run's model is served untrained; no policies for a
+    run without. Raises `ConfigError` for a record that this release does not accept."""
     said = run.config.get("config")
     if not isinstance(said, Mapping) or not said.get(PoliciesConfig.place):
-        return {}
-    return PoliciesConfig.of(recorded_config({PoliciesConfig.place: said[PoliciesConfig.place]})[0]).by_name
+        return {}, True
+    engine = said.get("engine")
+    lora = engine.get("lora") if isinstance(engine, Mapping) else None
+    config, _ = recorded_config({PoliciesConfig.place: said[PoliciesConfig.place], "engine": {"lora": lora}})
+    policies = PoliciesConfig.of(config).by_name
+    return policies, is_base_served(policies, config.engine.lora)
+
+
+def _none(agent: str) -> str:
+    """Return the message for a call of an agent that has no policy, where the untrained model is not served."""
+    return (
+        f"No policy has the agent {agent!r}, and this run does not serve its model untrained, because each policy has another "
+        f"base or trains all weights: add the agent to policies.NAME.agents, or set policies.untrained.agents = [{agent!r}] "
+        "with policies.untrained.train = false."
+    )
 
 
 def _several(agent: str, model: str, found: list[str]) -> str:

@@ -1,8 +1,9 @@
-"""How the adapters of several policies come into one vLLM: the arguments of its start, and every exchange afterwards.
+"""How the weights of several policies come into their vLLMs: the arguments of each start, and every exchange afterwards.
 
-The invariant: the weights of the base model never change, so that an untrained policy answers as before, bit for bit, however
-often other policies are trained. vLLM has an adapter for each trained policy, in the order of their names, and calls of a
-policy carry the name of its adapter.
+The invariant: an untrained policy answers as before, bit for bit, however often other policies are trained. Where adapters are
+trained, the weights of the base model never change: vLLM has an adapter for each trained policy, in the order of their names,
+and calls of a policy carry the name of its adapter. A policy of which all weights are trained is alone in its vLLM. A vLLM
+loads its own part of new weights alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,50 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's `--max-lora-rank`."""
 
 
+class PolicyPart:
+    """Implements `WeightTransfer` for one of several vLLMs of a run. Weights are a folder with a file for each of these vLLMs
+    that has `trained` policies; the file has the first one's name. A vLLM that has none loads nothing.
+
+    `inner` is the way of that file into vLLM: of adapters, or of all weights of the one trained policy. `untrained` are the
+    names of the other policies that this vLLM answers. Raises `ConfigError` if `inner` does not read files.
+    """
+
+    def __init__(self, inner: WeightTransfer, trained: Sequence[str], untrained: Sequence[str]) -> None:
+        if not isinstance(inner, PolicyAdapters):
+            _check_reads_files(inner)
+        self.extension = inner.extension
+        self._inner, self._part, self._policies = inner, part_of(trained) if trained else "", (*trained, *untrained)
+
+    def args(self, alias: str) -> Sequence[str]:
+        """Return the arguments that vLLM needs for its own part."""
+        return self._inner.args(alias)
+
+    def models(self, alias: str) -> Sequence[tuple[str, str]]:
+        """Return the model name of each policy: that of its adapter, or `alias`."""
+        return self._inner.models(alias) or [(name, alias) for name in self._policies]
+
+    def part(self, weights: Path) -> Path | None:
+        """Return the file of this vLLM; None if no policy that it answers is trained. Raises `PolicyServerError` for weights
+        without it."""
+        if not self._part:
+            return None
+        if not (file := weights / self._part).is_file():
+            raise PolicyServerError(f"{weights} has no weights of the policy {Path(self._part).stem!r} ({self._part})")
+        return file
+
+    def check(self, device: Device | None) -> None:
+        """Raise `ConfigError` for a vLLM that somebody else runs (None), and for what `inner` refuses."""
+        _check_is_ours(device)
+        self._inner.check(device)
+
+    async def ready(self, control: VLLMControl) -> None:
+        """Do nothing: files need no preparation."""
+
+    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        """Have vLLM load the files of its part."""
+        await self._inner.load(control, files)
+
+
 class PolicyAdapters:
     """Implements `WeightTransfer` for the adapters of several policies. Weights are one file with the adapters of all trained
     policies (`model_folder.POLICIES`).
@@ -54,11 +99,7 @@ class PolicyAdapters:
     def __init__(
         self, transfer: WeightTransfer, model: Path, trained: Mapping[str, LoraConfig], untrained: Sequence[str]
     ) -> None:
-        if not isinstance(transfer, FromDisk):
-            raise ConfigError(
-                "adapters of several policies come into vLLM as files, and policy_server.weight_transfer sends whole weights "
-                'otherwise: set it to "auto", "shared_memory" or "file"'
-            )
+        _check_reads_files(transfer)
         for name, lora in trained.items():
             if lora.rank > RANKS[-1]:
                 raise ConfigError(
@@ -90,14 +131,14 @@ class PolicyAdapters:
             *((name, alias) for name in self._untrained),
         ]
 
+    def part(self, weights: Path) -> Path | None:
+        """Return all of the weights."""
+        return weights
+
     def check(self, device: Device | None) -> None:
         """Raise `ConfigError` for a model without a layer for the adapters, and for a vLLM that somebody else runs (None): it
         was not started for these policies."""
-        if device is None:
-            raise ConfigError(
-                "policy_server.attach names a vLLM that was not started for the policies of this run: leave it out, so that "
-                "one is started with their adapters, or train one policy, without [policies]"
-            )
+        _check_is_ours(device)
         self._matrix()
 
     async def ready(self, control: VLLMControl) -> None:
@@ -162,6 +203,27 @@ class PolicyAdapters:
         raise ConfigError(
             f"the model in {self._model} has no layer for an adapter: name other modules in engine.lora.target_modules, or in "
             f"policies.NAME.lora.target_modules ({', '.join(targets) or 'all-linear'})"
+        )
+
+
+def part_of(trained: Iterable[str]) -> str:
+    """Return the name of the file with the weights of the trained policies of one vLLM."""
+    return f"{min(trained)}.safetensors"
+
+
+def _check_reads_files(transfer: WeightTransfer) -> None:
+    if not isinstance(transfer, FromDisk):
+        raise ConfigError(
+            "weights of several policies come into vLLM as files, and policy_server.weight_transfer sends whole weights "
+            'otherwise: set it to "auto", "shared_memory" or "file"'
+        )
+
+
+def _check_is_ours(device: Device | None) -> None:
+    if device is None:
+        raise ConfigError(
+            "policy_server.attach names a vLLM that was not started for the policies of this run: leave it out, so that one is "
+            "started for them, or train one policy, without [policies]"
         )
 
 

@@ -32,20 +32,26 @@ class TellsFacts(Protocol):
 class Replicas:
     """Implements `lightning.policy_server.servers.ServerSet`."""
 
-    def settings(self, config: Config) -> Sequence[Config]:
-        """Return the settings of each server. Raises `ConfigError` for more servers than GPUs or ports, for replicas of servers
-        that others run, and for a URL that is given twice."""
+    def settings(self, config: Config, models: int) -> Sequence[Config]:
+        """Return the settings of each server, with as many for each model. Raises `ConfigError` for more servers than GPUs or
+        ports, for several models or replicas of servers that others run, and for a URL that is given twice."""
         section, replicas = config.policy_server, ReplicasConfig.of(config).replicas
+        if section.attach and models > 1:
+            raise ConfigError(
+                f"[policies] needs vLLMs of {models} models, and policy_server.attach names running ones, which were not "
+                "started for these policies: leave it out, so that vLLMs are started"
+            )
         if section.attach:
             return [_alone(config, {"policy_server.attach": url}) for url in _urls(section, replicas)]
-        if replicas == 1 and ReplicasConfig.of(config).gpus_each is None and (section.gpus or not section.placement):
+        count = replicas * models
+        if count == 1 and ReplicasConfig.of(config).gpus_each is None and (section.gpus or not section.placement):
             return [config]
-        if section.port and section.port + replicas - 1 > LAST_PORT:
+        if section.port and section.port + count - 1 > LAST_PORT:
             raise ConfigError(
                 f"policy_server.port = {section.port} leaves {LAST_PORT - section.port + 1} ports for "
-                f"policy_server.replicas = {replicas}, which take one each: set a lower port, or 0 for free ones"
+                f"{_told(replicas, models)}, which take one each: set a lower port, or 0 for free ones"
             )
-        gpus = deal(config, replicas)
+        gpus = deal(config, replicas, models)
         return [
             _alone(config, {"policy_server.port": section.port and section.port + number, **_on_gpus(section, own)})
             for number, own in enumerate(gpus)
@@ -85,25 +91,30 @@ def _urls(section: PolicyServerConfig, replicas: int) -> Sequence[str]:
     return urls
 
 
-def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
+def _told(replicas: int, models: int) -> str:
+    """Return the words for all servers that lightning starts."""
+    return f"policy_server.replicas = {replicas}{f' for each of {models} models of [policies]' if models > 1 else ''}"
+
+
+def deal(config: Config, replicas: int, models: int = 1) -> list[tuple[int, ...]]:
     """Return the GPUs of each server that lightning starts, by their numbers among the visible ones; empty tuples on a CPU.
     Where servers start at another place, each has the first GPUs that it sees there. Raises `ConfigError` if there are too
     few."""
-    section, each = config.policy_server, ReplicasConfig.of(config).gpus_each
+    section, each, servers = config.policy_server, ReplicasConfig.of(config).gpus_each, replicas * models
     if pick_device(section) != "cuda":
         if each is not None:
             raise ConfigError(
                 f"policy_server.gpus_each = {each} counts GPUs, and vLLM runs on the CPU here: leave it out, or set "
                 "policy_server.device = 'cuda'"
             )
-        return [()] * replicas
+        return [()] * servers
     if section.placement and section.gpus:
         raise ConfigError(
             f"policy_server.gpus = {list(section.gpus)} names GPUs of this machine, and with policy_server.placement = "
             f"{section.placement!r} vLLM gets GPUs elsewhere: leave it out (policy_server.gpus_each says how many)"
         )
     if section.placement:
-        return [tuple(range(each or 1))] * replicas
+        return [tuple(range(each or 1))] * servers
     count, trainers = visible_gpus(), _trainers_gpu(config.engine.device)
     free = list(section.gpus) or [number for number in range(count) if number != trainers]
     if len(set(free)) < len(free):
@@ -112,7 +123,7 @@ def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
             "one GPU start both yourself, each with a share of its memory, and attach to them (policy_server.attach)"
         )
     each = each or 1
-    if replicas * each > len(free):
+    if servers * each > len(free):
         where = (
             f"policy_server.gpus names {len(free)}"
             if section.gpus
@@ -121,13 +132,16 @@ def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
             if trainers is not None
             else f"{count} are visible (CUDA_VISIBLE_DEVICES)"
         )
-        most = len(free) // each
-        cure = f"set policy_server.replicas to {most}" if most else "lower policy_server.gpus_each"
+        most = len(free) // (each * models)
+        less = (
+            "lower policy_server.gpus_each" if each > 1 or models == 1 else "give policies the same base and adapters"
+        )
+        cure = f"set policy_server.replicas to {most}" if most else less
         raise ConfigError(
-            f"policy_server.replicas = {replicas} with {each} GPU{'s' * (each > 1)} each need {replicas * each} GPUs, and "
+            f"{_told(replicas, models)} with {each} GPU{'s' * (each > 1)} each need {servers * each} GPUs, and "
             f"{where}: {cure}, or have vLLMs on other machines (policy_server.placement, policy_server.attach)"
         )
-    return [tuple(free[number * each : (number + 1) * each]) for number in range(replicas)]
+    return [tuple(free[number * each : (number + 1) * each]) for number in range(servers)]
 
 
 def visible_gpus() -> int:

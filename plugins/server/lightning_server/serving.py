@@ -158,7 +158,7 @@ async def serve(
             "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
         )
     check_policy_server(config.policy_server)
-    config, *more = settings_of_servers(config)
+    config, *more = settings_of_servers(config, models=1)
     if more:
         raise ConfigError(
             f"lightning serve serves a model by one vLLM, and the settings name {1 + len(more)} (policy_server.replicas, "

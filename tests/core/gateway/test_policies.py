@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,16 @@ async def test_a_call_goes_to_its_policys_server_under_its_model_name(two) -> No
     carried = [[asked.body["model"] for asked in fake.requests if "chat" in asked.path] for fake in (shared, own)]
     assert carried == [["a/writer", shared.model], [own.model]]
     assert [call.policy for call in await house.transitions()] == ["writer", "checker", "judge"]
+
+
+async def test_a_prompt_is_tokenized_by_a_server_of_its_own_policy(two) -> None:
+    house, shared, own, _ = two
+    forwarder, policy = house.gateway.parts.forwarder, house.gateway.own
+    shared.max_model_len, own.max_model_len = 1111, 2222
+    for name, known in (("checker", 1111), ("writer", 1111), ("judge", 2222)):
+        status, payload = await forwarder.tokenize(policy, "r1", name, {"messages": HI})
+        assert (status, json.loads(payload)["max_model_len"]) == (200, known)
+    assert (await (await house.http()).get("/models")).status_code == 200, "any server has the model list"
 
 
 async def test_a_policy_that_answers_nowhere_is_refused_at_once(two) -> None:

@@ -485,7 +485,7 @@ def test_the_adapters_of_all_policies_are_one_file(open_policies: Open, tmp_path
         assert same(expected, {key: value for key, value in tensors.items() if key.startswith(f"{name}|")})
     assert "editor|model.layers.0.self_attn.q_proj.weight|lora_A" in tensors
     assert [path.name for path in file.parent.iterdir()] == ["version.safetensors"]
-    with pytest.raises(EngineError, match=r"editor, writer are adapters of one base model.*policy_server\.attach"):
+    with pytest.raises(EngineError, match=r"the policies editor, writer: .*policy_server\.attach"):
         engine.weights(tmp_path / "w")
 
 
@@ -507,9 +507,10 @@ def test_an_export_has_a_model_and_adapters_for_each_policy(open_policies: Open,
                 table = torch.log_softmax(computed(input_ids=ids).logits[0], -1)
                 found = table[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
                 np.testing.assert_allclose(found, ours, atol=2e-5)
-        told = json.loads((folder / "adapters" / name / "adapter_config.json").read_text())
+        told, lora = json.loads((folder / "adapters" / name / "adapter_config.json").read_text()), POLICIES[name].lora
+        assert lora is not None
         assert told["base_model_name_or_path"] == str(model.resolve())
-        assert (told["r"], told["lora_alpha"]) == (POLICIES[name].lora.rank, 32.0)
+        assert (told["r"], told["lora_alpha"]) == (lora.rank, 32.0)
     assert np.abs(ours - engine.logprobs([replace(sample, policy="editor")])[0][1:]).max() < 1e-6
     assert np.abs(ours - engine.logprobs([replace(sample, policy="writer")])[0][1:]).max() > 1e-3
 

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 from lightning.config import Config, LoraConfig, load_config
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, PolicyServerError
 from lightning.plugins import plugins
+from lightning.policy_server.servers import settings_of_servers
 from lightning.policy_server.weights import FromDisk
+from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.trainer import Trainer
+from lightning_attach.transfer import LocalSender, OverNetwork
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_policies.policy_set import Policies
 from lightning_policies.transfer import PolicyAdapters
+from lightning_replicas import server_set
 
 AGENTS = (
     'policies.writer.agents=["writer"]',
@@ -50,12 +54,91 @@ def test_a_policys_own_adapters_win_over_those_of_all() -> None:
     assert found.untrained == ("judge", "base")
 
 
-def test_a_trained_policy_without_adapters_is_refused_with_the_cure() -> None:
-    said = refused(*AGENTS, "policies.writer.lora.rank=4")
-    assert said.startswith(
-        "policies.editor has no adapters to train: all policies share the weights of the run's model"
+def test_policies_share_the_servers_of_their_base_but_for_those_trained_whole(tmp_path: Path) -> None:
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    (tmp_path / "link").symlink_to(other)
+    found = policies(
+        "policies.writer.lora.rank=4",
+        f"policies.judge.base={other}",
+        'policies.critic.agents=["critic"]',
+        f"policies.critic.base={tmp_path / 'link'}",
+        "policies.critic.lora.rank=2",
     )
-    assert "--set engine.lora.rank=8, or this one with --set policies.editor.lora.rank=8" in said
+    assert found.count == 3
+    served = found.models(model)
+    assert [each.folder for each in served] == [model, other, model]
+    ways = [each.transfer(FromDisk()) for each in served]
+    assert [dict(way.models("a")) for way in ways] == [
+        {"writer": "a/writer", "base": "a"},
+        {"critic": "a/critic", "judge": "a"},
+        {"editor": "a"},
+    ]
+    assert [each.trained for each in served] == [[LoraConfig(rank=4)], [LoraConfig(rank=2)], [None]]
+    assert [bool(way.args("a")) for way in ways] == [True, True, False]
+    for way, part in zip(ways, ("writer", "critic", "editor"), strict=True):
+        with pytest.raises(PolicyServerError, match=f"has no weights of the policy '{part}'"):
+            way.part(tmp_path)
+        (tmp_path / f"{part}.safetensors").touch()
+        assert way.part(tmp_path) == tmp_path / f"{part}.safetensors"
+        with pytest.raises(
+            ConfigError, match=r"policy_server\.attach names a vLLM that was not started for the policies"
+        ):
+            way.check(None)
+    with pytest.raises(ConfigError, match="weights of several policies come into vLLM as files"):
+        served[2].transfer(OverNetwork("gloo", LocalSender(), 1.0))
+
+
+def test_servers_where_no_policy_is_trained_get_no_weights(tmp_path: Path) -> None:
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    found = policies(LORA, f"policies.judge.base={other}").models(model)
+    own, judge = (each.transfer(FromDisk()) for each in found)
+    assert isinstance(own, PolicyAdapters), "one file has all that is trained"
+    assert (judge.part(tmp_path), dict(judge.models("a"))) == (None, {"judge": "a"})
+
+
+def test_the_untrained_model_is_served_where_a_policy_needs_it() -> None:
+    def names(*overrides: str) -> list[tuple[str, ...]]:
+        found = plugins().policy_set(made('policies.a.agents=["a"]', *overrides))
+        assert isinstance(found, Policies)
+        return [each.untrained for each in found._served]
+
+    assert names(LORA) == [("base",)]
+    assert names() == [()], "all weights of the only policy are trained"
+    assert names('policies.b.agents=["b"]', "policies.b.train=false") == [("b", "base"), ()]
+    assert names("policies.a.base=other/model", LORA) == [()]
+
+
+def test_a_base_that_cannot_be_is_refused_with_the_cure(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    assert "policies.judge.base: the model folder ./none does not exist" in refused(
+        *AGENTS, "policies.judge.base=./none"
+    )
+    assert "policies.judge.base: " + str(tmp_path) in refused(*AGENTS, f"policies.judge.base={tmp_path}")
+    with pytest.raises(ConfigError, match=f"policies.NAME.base = '{model}' is the run's model: leave it out"):
+        policies(LORA, f"policies.judge.base={model}").models(model)
+    assert "needs vLLMs of 3 models, and policy_server.attach names running ones" in _refused_servers(
+        'policy_server.attach="http://127.0.0.1:1"'
+    )
+
+
+def test_each_server_has_its_own_port_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = settings_of_servers(made(*AGENTS, "policy_server.port=8100", "policy_server.device=cpu"))
+    assert [one.policy_server.port for one in each] == [8100, 8101, 8102]
+    gpus = ("policy_server.device=cuda", "engine.device=cuda", "policy_server.gpus_each=2")
+    monkeypatch.setattr(server_set, "visible_gpus", lambda: 8)
+    each = settings_of_servers(made(*AGENTS, *gpus))
+    assert [one.policy_server.gpus for one in each] == [(1, 2), (3, 4), (5, 6)]
+    monkeypatch.setattr(server_set, "visible_gpus", lambda: 4)
+    said = (
+        "policy_server.replicas = 1 for each of 3 models of [policies] with 2 GPUs each need 6 GPUs, and 4 are visible"
+    )
+    assert said in _refused_servers(*gpus)
+
+
+def _refused_servers(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        settings_of_servers(made(*AGENTS, *overrides))
+    return str(error.value)
 
 
 def test_policies_take_turns_again_and_again() -> None:
@@ -101,7 +184,8 @@ def test_the_engine_trains_the_adapters_of_each_trained_policy() -> None:
 
 
 def test_weights_come_into_vllm_as_adapters_of_the_model(tmp_path: Path) -> None:
-    found = policies(LORA).transfer(FromDisk(), tmp_path)
+    (served,) = policies(LORA).models(tmp_path)
+    found = served.transfer(FromDisk())
     assert isinstance(found, PolicyAdapters)
     assert dict(found.models("a")) == {"writer": "a/writer", "editor": "a/editor", "judge": "a", "base": "a"}
 
@@ -110,6 +194,6 @@ def test_a_trainer_leaves_out_what_is_never_trained_and_refuses_what_cannot_be(t
     settings = {"policies.writer.agents": ["writer"], "engine.lora.rank": 8}
     trainer = Trainer("org/model", out=tmp_path / "run", config=settings, train_agents=["w*"])
     assert trainer.train_agents == ("w*", "!policy:base")
-    del settings["engine.lora.rank"]
-    with pytest.raises(ConfigError, match=r"policies\.writer has no adapters"):
+    settings["policies.writer.base"] = "./none"
+    with pytest.raises(ConfigError, match=r"policies\.writer\.base: the model folder \./none does not exist"):
         Trainer("org/model", out=tmp_path / "run", config=settings)

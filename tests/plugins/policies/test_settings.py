@@ -108,7 +108,7 @@ def test_a_wrong_variable_is_named() -> None:
         (['policies.a.agents=["!"]'], "policies.a.agents has '!', which matches no agent"),
         (['policies.a.agents=["model:gpt-*"]'], "only globs on agents belong there, globs on models in policies.a.models"),
         (['policies.a.models=["!gpt-*"]'], "policies.a.models has '!gpt-*': give a glob on the requested model"),
-        ([WRITER, "policies.writer.base=other/model"], "needs servers of its own, which this release does not start yet"),
+        ([WRITER, 'policies.writer.base=" "'], "policies.writer.base is empty: name a model's folder"),
         ([WRITER, JUDGE, "policies.judge.train=false", "policies.judge.lr=0.1"], "policies.judge.lr has no effect with"),
         ([WRITER, JUDGE, "policies.judge.train=false", "policies.judge.lora={}"], "policies.judge.lora has no effect with"),
         ([WRITER, "policies.writer.train=false"], "no policy is trained: train = false for policies.writer"),

@@ -58,6 +58,16 @@ async def test_a_call_has_the_policy_of_its_agent_or_of_the_model_that_it_asks_f
     assert found == [("writer", 3), ("writer", 3), ("checker", 0), ("guest", 3), ("base", 0)]
 
 
+async def test_an_agent_without_a_policy_is_refused_where_the_model_is_not_served_untrained(build: Any) -> None:
+    house = await opened(build, 'policies.writer.agents=["writer"]')
+    llm = await house.llm()
+    assert (await ask(house, llm, "writer")).status_code == 200
+    answer = await ask(house, llm, "planner")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_policy")
+    assert "set policies.untrained.agents = ['planner'] with policies.untrained.train = false" in answer.text
+    assert [call.policy for call in await house.transitions() if call.status is CallStatus.OK] == ["writer"]
+
+
 async def test_an_agent_without_a_policy_is_named_once(build: Any, warnings_of: Any) -> None:
     house = await opened(build, *SETTINGS)
     llm = await house.llm()

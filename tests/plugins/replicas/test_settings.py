@@ -104,6 +104,8 @@ def test_several_running_servers_are_one_each() -> None:
 class Told:
     """A policy server that tells facts."""
 
+    models = ()
+
     def __init__(self, url: str, **facts: object) -> None:
         self.url, self._facts = url, facts
 

@@ -1,0 +1,200 @@
+"""Policies with a base of their own, or with all weights trained: each has its own vLLM, in a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import urllib.request
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.config import config_model, with_settings
+from lightning.policy_server.model_folder import check_weights, read_header
+from lightning.policy_server.protocol import Probe, Update
+from lightning.policy_server.weights import FromDisk
+from lightning.testing import vllm_replies
+from lightning.testing.fake_vllm import Reply
+from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer import Trainer, stack
+from lightning.types import LLM, CallStatus, StepRecord, Task, Transition
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.plugins.replicas.test_training import read
+from tests.servers.replica import Replica, TellingVLLM
+
+VOCAB = 320
+GAP = 1e-3
+"""Largest difference (nats) that counts as the same policy."""
+
+
+class Own(Replica):
+    """A scripted vLLM that has the names of its own policies alone, and checks its part of new weights as ours does."""
+
+    def __init__(self, folder: Path, transfer: Any) -> None:
+        self.folder, self.way, self.parts, turn = folder, transfer(FromDisk()), list[str](), itertools.count()
+        super().__init__(lambda body: Reply(f"{next(turn)} and more"))
+
+    def _made(self, port: int, version: int) -> TellingVLLM:
+        made = super()._made(port, version)
+        (alias,) = made.aliases
+        made.aliases = (alias, *sorted({name for _, name in self.way.models(alias)} - {alias}))
+        return made
+
+    @property
+    def models(self) -> Sequence[tuple[str, str]]:  # type: ignore[override]
+        found: Sequence[tuple[str, str]] = self.way.models(self.alias)
+        return found
+
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
+        if weights is not None and (part := self.way.part(weights)) is not None:
+            check_weights(part, self.folder)
+            self.parts.append(part.name)
+        own = dict(self.models)
+        update = await super().update(weights, version, probes)
+        return Update(version, update.in_flight, served=[
+            [*probe.logprobs[1:]] if probe.policy in own else [] for probe in probes
+        ])  # fmt: skip
+
+
+def agents(*names: str) -> Any:
+    def agent(task: Task, llm: LLM) -> float:
+        """Ask as each of these agents, one after another."""
+        said = ""
+        for name in names:
+            body = {
+                "model": llm.model,
+                "messages": [{"role": "user", "content": f"{task.input} {said}"}],
+                "max_tokens": 8,
+            }
+            headers = {"authorization": f"Bearer {llm.api_key}", "content-type": "application/json"}
+            headers["x-lightning-caller"] = json.dumps({"agent": name, "path": [name]})
+            request = urllib.request.Request(f"{llm.base_url}/chat/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request) as reply:
+                said += json.load(reply)["choices"][0]["message"]["content"]
+        return float(zlib.crc32(said.encode()) % 5)
+
+    return agent
+
+
+def train(model: Path, out: Path, settings: dict[str, Any], steps: int, *names: str, algorithm: str = "") -> None:
+    Trainer(
+        model,
+        f"grpo:group_size=4{algorithm}",
+        runner="inline",
+        config=with_settings(config_model()(), {"runner.concurrency": 4, "policy_server.device": "cpu", **settings}),
+        steps=steps,
+        tasks_per_step=2,
+        lr=1e-2,
+        out=out,
+        resume=out.exists(),
+        progress=False,
+    ).fit(agents(*names), ["one", "two", "three"])
+
+
+def found(out: Path) -> tuple[list[StepRecord], list[Transition]]:
+    """The steps of a run, and its answered calls."""
+    records, calls, _ = asyncio.run(read(out))
+    return records, [call for call in calls if call.status is CallStatus.OK]
+
+
+def test_each_base_and_each_whole_policy_has_a_server_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_replies, "VOCABULARY", VOCAB)
+    model = make_tiny_model(tmp_path / "model", vocab=VOCAB)
+    other = make_tiny_model(tmp_path / "other", vocab=VOCAB, hidden=128, seed=1)
+    servers: list[Own] = []
+
+    def make(folder: Path, *_: object, transfer: Any, **__: object) -> Own:
+        servers.append(Own(folder, transfer))
+        return servers[-1]
+
+    monkeypatch.setattr(stack, "make_policy_server", make)
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "policies": {
+            "writer": {"agents": ["writer"], "lora": {"rank": 4}},
+            "editor": {"agents": ["editor"]},
+            "critic": {"agents": ["critic"], "base": "other", "lora": {"rank": 2}},
+            "judge": {"agents": ["judge"], "base": str(other), "train": False},
+        }
+    }
+    names = ("writer", "editor", "critic", "judge", "someone")
+    for steps in (1, 2):  # the second call goes on with the run
+        servers.clear()
+        train(model, tmp_path / "run", settings, steps, *names, algorithm=",correction.kind=none")
+
+    assert [server.folder for server in servers] == [model, other, model]
+    assert [sorted(dict(server.models)) for server in servers] == [["base", "writer"], ["critic", "judge"], ["editor"]]
+    parts = ["writer.safetensors", "critic.safetensors", "editor.safetensors"]
+    assert [server.parts for server in servers] == [[part] * 2 for part in parts], "at the resume, and after the step"
+    records, calls = found(tmp_path / "run")
+    assert [record.step for record in records] == [1, 2]
+    asked = [{request.request_id for request in server.fake.requests} for server in servers]
+    answered: dict[str, set[int]] = defaultdict(set)
+    for call in calls:
+        step = int(call.rollout.split("/")[1])
+        trained = call.policy in ("writer", "editor", "critic")
+        assert {run.version for run in call.versions} == {step - 1 if trained else 0}
+        answered[call.policy] |= {
+            number for number, ids in enumerate(asked) if call.id.removeprefix("chatcmpl-") in ids
+        }
+    assert answered == {"writer": {0}, "base": {0}, "critic": {1}, "judge": {1}, "editor": {2}}
+
+    assert {f"policy/{name}/grad_norm" for name in ("writer", "editor", "critic")} <= records[-1].metrics.keys()
+    exported, state = tmp_path / "run" / "model", tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert {path.name for path in (exported / "adapters").iterdir()} == {"writer", "critic"}
+    for name, base in (("writer", model), ("critic", other), ("editor", model)):
+        check_weights(exported / name, base)
+        assert AutoModelForCausalLM.from_pretrained(exported / name).config.hidden_size == (
+            128 if base is other else 64
+        )
+    kept, begun = load_file(state / "editor" / "weights.safetensors"), load_file(model / "model.safetensors")
+    left = load_file(exported / "editor" / "model.safetensors")
+    assert all(torch.equal(left[key], kept[key]) for key in left)
+    assert not torch.equal(left["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_real_vllms_of_two_bases_are_both_trained_whole(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", vocab=VOCAB)
+    other = make_tiny_model(tmp_path / "other", vocab=400, hidden=128, seed=1)
+    settings = {
+        "policies": {"writer": {"agents": ["writer"]}, "critic": {"agents": ["critic"], "base": str(other)}},
+        "policy_server.max_model_len": 512,
+        "engine.dtype": "float32",
+    }
+    train(model, tmp_path / "run", settings, 2, "writer", "critic")
+    records, calls = found(tmp_path / "run")
+    assert [record.step for record in records] == [1, 2]
+    assert len(calls) >= 32
+    for call in calls:
+        assert {(run.policy, run.version) for run in call.versions} == {
+            (call.policy, int(call.rollout.split("/")[1]) - 1)
+        }
+    vocabulary = {"writer": VOCAB, "critic": 400}
+    for name, base in (("writer", model), ("critic", other)):
+        own = [call for call in calls if call.policy == name]
+        assert len(own) >= 16
+        assert max(max(call.response_ids) for call in own) < vocabulary[name]
+        for record in records:
+            if f"policy/{name}/tokens" in record.metrics:
+                assert record.metrics[f"policy/{name}/max_logprob_gap"] <= GAP, "vLLM has this policy's weights"
+        exported = load_file(tmp_path / "run" / "model" / name / "model.safetensors")
+        kept = load_file(tmp_path / "run" / "checkpoints" / "step-00000002" / name / "weights.safetensors")
+        assert exported.keys() == read_header(base / "model.safetensors").keys()
+        assert all(torch.equal(exported[key], kept[key]) for key in exported)
+        begun = load_file(base / "model.safetensors")
+        assert any(not torch.equal(exported[key], begun[key]) for key in begun), "it was trained"
+    assert any(call.policy == "critic" and max(call.response_ids) >= VOCAB for call in calls), (
+        "ids of its own tokenizer"
+    )
+    assert all("probe_gap" in record.metrics for record in records), "both were probed"
