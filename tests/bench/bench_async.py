@@ -173,7 +173,7 @@ async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
         engine = TorchEngine(device="cpu")
         resources.callback(engine.close)
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
-        weights_folder = WeightsFolder(config.policy_server, model, folder)
+        weights_folder = WeightsFolder(config.policy_server, [model], folder)
         resources.callback(weights_folder.close)
         stack = Stack(run, config, folder, store, [ScriptedPolicy(fake)], gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)

@@ -236,7 +236,7 @@ async def run(folder: Path, setting: Setting, seed: int) -> None:
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
         await gateway.start()
         resources.push_async_callback(gateway.close)
-        weights_folder = WeightsFolder(config.policy_server, folder, folder)
+        weights_folder = WeightsFolder(config.policy_server, [folder], folder)
         resources.callback(weights_folder.close)
         stack = Stack(stored, config, folder, store, [ScriptedPolicy(fake)], gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)

@@ -93,13 +93,11 @@ class FromDisk:
 
 
 class WeightsFolder:
-    """The folder for the weight files of a `model` and of `more` of them, made when its path is first asked for. `run` is the
+    """The folder for the weight files of the `models` that a run serves, made when its path is first asked for. `run` is the
     run's own folder. `here` says whether this process writes the files."""
 
-    def __init__(
-        self, config: PolicyServerConfig, model: Path, run: Path, *, more: Sequence[Path] = (), here: bool = True
-    ) -> None:
-        self._config, self._models, self._run, self._here = config, (model, *more), run, here
+    def __init__(self, config: PolicyServerConfig, models: Sequence[Path], run: Path, *, here: bool = True) -> None:
+        self._config, self._models, self._run, self._here = config, models, run, here
         self._made: Path | None = None
         self._lock = -1
 

@@ -446,8 +446,7 @@ async def open_stack(
     processes may answer the calls.
     """
     models = await asyncio.to_thread(served_models, model, config)
-    first, *more = (served.folder for served in models)
-    weights_folder = WeightsFolder(config.policy_server, first, folder, more=more, here=sender is None)
+    weights_folder = WeightsFolder(config.policy_server, [each.folder for each in models], folder, here=sender is None)
     resources.callback(weights_folder.close)  # after vLLM has ended
     door = door_for(runner, config)
     served, each = config if door is None else door.config, settings_of_servers(config)

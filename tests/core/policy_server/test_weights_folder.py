@@ -32,7 +32,7 @@ def test_it_is_this_users_alone_and_goes_with_the_run(
     shared: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    folder = WeightsFolder(PolicyServerConfig(), model, tmp_path / "run")
+    folder = WeightsFolder(PolicyServerConfig(), [model], tmp_path / "run")
     made = folder.path()
     assert made.parent == shared
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
@@ -45,7 +45,7 @@ def test_it_is_this_users_alone_and_goes_with_the_run(
 
 
 def test_what_a_killed_run_left_is_removed_and_a_living_ones_is_not(shared: Path, model: Path, tmp_path: Path) -> None:
-    living = WeightsFolder(PolicyServerConfig(), model, tmp_path / "run")
+    living = WeightsFolder(PolicyServerConfig(), [model], tmp_path / "run")
     (shared / "lightning-weights-killed").mkdir()
     (shared / "lightning-weights-killed" / "version-1").write_text("x")
     kept = living.path()
@@ -54,7 +54,7 @@ def test_what_a_killed_run_left_is_removed_and_a_living_ones_is_not(shared: Path
     with pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(lock)
-    next_one = WeightsFolder(PolicyServerConfig(), model, tmp_path / "run")
+    next_one = WeightsFolder(PolicyServerConfig(), [model], tmp_path / "run")
     other = next_one.path()
     assert {*shared.iterdir()} == {kept, other}
     living.close()
@@ -84,7 +84,7 @@ def test_where_it_has_no_room_a_file_is_taken_and_told(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(module, "free_memory", lambda: 1000)
     config = PolicyServerConfig.model_validate({"weight_transfer": kind, "attach": attach})
-    folder = WeightsFolder(config, model, tmp_path / "run")
+    folder = WeightsFolder(config, [model], tmp_path / "run")
     assert folder.path() == tmp_path / "run" / "weights"
     assert list(shared.iterdir()) == []
     (record,) = caplog.records

@@ -300,7 +300,7 @@ async def open_bench(
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32, run=run.id)
         await gateway.start()
         resources.push_async_callback(gateway.close)
-        weights_folder = WeightsFolder(config.policy_server, folder, folder)
+        weights_folder = WeightsFolder(config.policy_server, [folder], folder)
         resources.callback(weights_folder.close)
         stack = Stack(run, config, folder, store, [policy], gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)

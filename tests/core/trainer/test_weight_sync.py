@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.errors import PolicyServerError
+from lightning.policy_server.protocol import Probe, Update
 
 
 @pytest.mark.parametrize(
@@ -41,3 +45,19 @@ async def test_adapters_go_alone_where_vllm_can_merge_them(
         await made.loop.publish()
         assert did == [written]
         assert len(await made.loop.publisher.digest()) == 64
+
+
+async def test_an_update_fails_if_no_server_answers_for_a_policy_that_is_probed(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as made:
+        update = made.policy.update
+
+        async def elsewhere(weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
+            found: Update = await update(weights, version, probes)
+            return replace(found, served=[[] for _ in probes])
+
+        made.loop.publisher.prober.recall([1, 2, 3, 4], [5, 6, 7], "critic")
+        monkeypatch.setattr(made.policy, "update", elsewhere)
+        with pytest.raises(PolicyServerError, match="no policy server answers for the policy 'critic'"):
+            await made.loop.publish()
