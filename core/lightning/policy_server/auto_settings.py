@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lightning.installation import version_of
+from lightning.policy_server.gathering import LEAST
 from lightning.policy_server.model_folder import ModelFacts
 from lightning.policy_server.parsers import parsers_for
 from lightning.policy_server.servers import settings_of_servers
@@ -123,6 +124,8 @@ class Chosen:
     threads: int | None = None
     kv_cache_bytes: int | None = None
     max_model_len: int | None = None
+    gathers: int = 0
+    """How many requests run at once, where a step waits for those that are about to come (`gathering`); 0 if none waits."""
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     sleeps: bool = False
@@ -175,10 +178,14 @@ def choose(
     dtype, why = (config.dtype, "set") if config.dtype != "auto" else choose_dtype(facts, device, machine)
     reasons = [f"dtype {dtype} ({why})"]
     threads = block = None
+    gathers = 0
     kv = config.kv_cache_bytes
     if device == "cpu":
         threads, why = _threads(facts, machine, demand, env)
         reasons.append(f"{threads if threads is not None else 'own'} threads ({why})")
+        if facts.parameters < REAL_PARAMETERS and demand.requests >= LEAST:
+            gathers = demand.requests
+            reasons.append(f"steps wait for more of {gathers} requests (a step takes as long for one as for many)")
         block = BLOCK_TOKENS if facts.plain_attention else None
         why = "the least on a CPU" if block else "vLLM's: not plain attention"
         reasons.append(f"blocks of {block or 'its own number of'} tokens ({why})")
@@ -200,7 +207,7 @@ def choose(
     reasons.append(f"reasoning: {reasoning or 'no parser'}")
     sleeps = device == "cuda" and demand.shares_gpu and not demand.trains_meanwhile
     seconds = config.start_timeout or START_SECONDS[device] + facts.bytes / READ_BYTES
-    return Chosen(dtype, seconds, block, threads, kv, length, tool, reasoning, sleeps, tuple(reasons))
+    return Chosen(dtype, seconds, block, threads, kv, length, gathers, tool, reasoning, sleeps, tuple(reasons))
 
 
 def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[str, str]) -> tuple[int | None, str]:

@@ -72,6 +72,13 @@ def test_a_tiny_model_is_float32_on_one_thread_with_the_least_cache() -> None:
     assert found.kv_cache_bytes == LEAST_KV_BYTES
 
 
+def test_steps_of_a_small_model_wait_for_more_requests_where_many_agents_run() -> None:
+    found = [chosen(facts, demand=Demand(requests=count)) for facts, count in ((TINY, 16), (TINY, 15), (SMOLLM2, 32))]
+    assert [each.gathers for each in found] == [16, 0, 0]
+    assert ["steps wait" in "; ".join(each.reasons) for each in found] == [True, False, False]
+    assert choose(PolicyServerConfig(), TINY, "cuda", OLD, env={}).gathers == 0
+
+
 def test_a_cpu_without_bfloat16_stays_float32_and_a_token_takes_twice_the_cache() -> None:
     found = chosen(machine=OLD)
     assert found.dtype == "float32"
