@@ -185,7 +185,7 @@ def choose(
         reasons.append(f"{threads if threads is not None else 'own'} threads ({why})")
         if facts.parameters < REAL_PARAMETERS and demand.requests >= LEAST:
             gathers = demand.requests
-            reasons.append(f"steps wait for more of {gathers} requests (a step takes as long for one as for many)")
+            reasons.append(f"steps wait for more of {gathers} requests while the cores are busy (set LIGHTNING_GATHER=0 for none)")
         block = BLOCK_TOKENS if facts.plain_attention else None
         why = "the least on a CPU" if block else "vLLM's: not plain attention"
         reasons.append(f"blocks of {block or 'its own number of'} tokens ({why})")

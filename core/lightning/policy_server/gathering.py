@@ -3,9 +3,10 @@
 The invariant: a step waits only while other processes could use every core, and never longer than `LONGEST`. The wait changes
 when a token is sampled, and not which one.
 
-On a CPU a step of a small model takes about as long for one request as for twenty, because calls to kernels take the time. The
-engine shares its cores with the agents, the gateway and vLLM's HTTP server, which bring it its requests. An engine that begins
-at once therefore takes time from them for a step with one or two requests (docs/benchmarks.md has the measurement).
+On a CPU a step of a small model takes only about twice as long for sixteen requests as for one, because calls to kernels take
+the time. The engine shares its cores with the agents, the gateway and vLLM's HTTP server, which bring it its requests. An
+engine that begins at once therefore takes time from them for a step with one or two requests (docs/benchmarks.md has the
+measurement).
 """
 
 from __future__ import annotations
