@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lightning.errors import ConfigError
 from lightning.installation import version_of
-from lightning.policy_server.gathering import LEAST
+from lightning.policy_server.gathering import AT_ONCE, LEAST
 from lightning.policy_server.model_folder import ModelFacts
 from lightning.policy_server.parsers import parsers_for
 from lightning.policy_server.servers import settings_of_servers
@@ -174,7 +175,8 @@ def choose(
     demand: Demand = DEFAULT_DEMAND,
     env: Mapping[str, str] = os.environ,
 ) -> Chosen:
-    """Choose every setting of a start of vLLM. The result depends on the arguments alone."""
+    """Choose every setting of a start of vLLM. The result depends on the arguments alone. Raises ConfigError for a variable of
+    `env` that cannot be used."""
     dtype, why = (config.dtype, "set") if config.dtype != "auto" else choose_dtype(facts, device, machine)
     reasons = [f"dtype {dtype} ({why})"]
     threads = block = None
@@ -183,9 +185,8 @@ def choose(
     if device == "cpu":
         threads, why = _threads(facts, machine, demand, env)
         reasons.append(f"{threads if threads is not None else 'own'} threads ({why})")
-        if facts.parameters < REAL_PARAMETERS and demand.requests >= LEAST:
-            gathers = demand.requests
-            reasons.append(f"steps wait for more of {gathers} requests while the cores are busy (set LIGHTNING_GATHER=0 for none)")
+        gathers, why = _gathers(facts, demand, env)
+        reasons.append(f"steps wait for more of {gathers} requests ({why})" if gathers else f"no step waits ({why})")
         block = BLOCK_TOKENS if facts.plain_attention else None
         why = "the least on a CPU" if block else "vLLM's: not plain attention"
         reasons.append(f"blocks of {block or 'its own number of'} tokens ({why})")
@@ -223,6 +224,20 @@ def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[s
     if demand.servers > 1:
         cores, why = max(1, cores // demand.servers), f"{why}, divided among {demand.servers} servers"
     return cores, why
+
+
+def _gathers(facts: ModelFacts, demand: Demand, env: Mapping[str, str]) -> tuple[int, str]:
+    """Return the requests that a step on a CPU waits for (0: none), and the reason. Raises ConfigError for a setting that is no
+    number."""
+    if by_hand := env.get(AT_ONCE):
+        if not by_hand.isdigit():
+            raise ConfigError(f"{AT_ONCE}={by_hand} in the environment is no number of requests; 0 lets no step wait")
+        return int(by_hand) if int(by_hand) >= LEAST else 0, f"{AT_ONCE}={by_hand} of the environment"
+    if facts.parameters >= REAL_PARAMETERS:
+        return 0, f"at least {REAL_PARAMETERS // 10**6} M parameters"
+    if demand.requests < LEAST:
+        return 0, f"fewer than {LEAST} requests at once"
+    return demand.requests, "while the cores are busy"
 
 
 def _kv_bytes(

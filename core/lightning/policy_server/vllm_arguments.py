@@ -135,7 +135,7 @@ def server_env(
         if threads is not None:
             env |= {"OMP_NUM_THREADS": str(threads)}
         if gathers:
-            env.setdefault(AT_ONCE, str(gathers))
+            env[AT_ONCE] = str(gathers)
         # Agents, gateway and trainer want the same cores. Beside them a second thread that spins while it waits took two thirds
         # of the speed of one (5 against 16 passes a second of a real model's layers); one that sleeps added to it (12 to 22).
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
