@@ -126,12 +126,18 @@ class PolicyEngine:
             base, lora = folders[self._policies[name].base], self._policies[name].lora
             with _of_policy(name):
                 remarks.append(engine.check(base) if isinstance(engine, ChecksModel) else "")
-                adapted = read_model(base, device_map="meta")
                 if lora is None:
                     continue
+                adapted = read_model(base, device_map="meta")
                 add_adapters(adapted, lora)
                 if write_adapters(base, adapted, torch.float32, base, wanted=False) is None:
                     raise ConfigError(f"{NOT_ALONE} ({base})")
+        whole = [name for name, policy in self._policies.items() if policy.lora is None]
+        if len({self._policies[name].base for name in whole}) < len(whole):
+            remarks.append(
+                f"all weights of the policies {', '.join(whole)} are trained, so that each has a vLLM of its own and a model in "
+                "the trainer's memory; with adapters (engine.lora) policies share those of one base."
+            )
         return " ".join(filter(None, dict.fromkeys(remarks)))
 
     def check_teacher(self, teacher: Path) -> None:

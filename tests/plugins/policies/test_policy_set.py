@@ -88,6 +88,14 @@ def test_policies_share_the_servers_of_their_base_but_for_those_trained_whole(tm
         served[2].transfer(OverNetwork("gloo", LocalSender(), 1.0))
 
 
+def test_it_is_said_that_policies_of_one_base_without_adapters_share_nothing(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    for overrides, said in (((), True), (("policies.editor.lora.rank=2",), False), ((LORA,), False)):
+        engine = plugins().engine("torch")(made(*AGENTS, *overrides))
+        assert isinstance(engine, PolicyEngine)
+        assert ("all weights of the policies editor, writer are trained" in engine.check(model)) is said
+
+
 def test_servers_where_no_policy_is_trained_get_no_weights(tmp_path: Path) -> None:
     model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
     found = policies(LORA, f"policies.judge.base={other}").models(model)
