@@ -135,8 +135,8 @@ class PolicyEngine:
         whole = [name for name, policy in self._policies.items() if policy.lora is None]
         if len({self._policies[name].base for name in whole}) < len(whole):
             remarks.append(
-                f"all weights of the policies {', '.join(whole)} are trained, so that each has a vLLM of its own and a model in "
-                "the trainer's memory; with adapters (engine.lora) policies share those of one base."
+                f"all weights of the policies {', '.join(whole)} are trained, so that each has a vLLM of its own and a model "
+                "in the trainer's memory; with adapters (engine.lora) policies share those of one base."
             )
         return " ".join(filter(None, dict.fromkeys(remarks)))
 
