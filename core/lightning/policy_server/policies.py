@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+    from lightning.types import Caller
 
 
 class PolicySet(Protocol):
@@ -25,6 +26,10 @@ class PolicySet(Protocol):
     @property
     def untrained(self) -> Sequence[str]:
         """The names under which calls are recorded that are never trained."""
+
+    def policy_of(self, caller: Caller, model: str) -> str:
+        """Return the name under which a call of this agent, which asks for this model, is recorded. Raises `ConfigError` for a
+        call that several policies match."""
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""

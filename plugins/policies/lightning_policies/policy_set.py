@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
 
-from lightning_policies.calls import BASE
+from lightning_policies.calls import BASE, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+    from lightning.types import Caller
 
 
 class Policies:
@@ -33,6 +34,11 @@ class Policies:
     def untrained(self) -> Sequence[str]:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
+
+    def policy_of(self, caller: Caller, model: str) -> str:
+        """Return the name of the policy of an agent that asks for a model, or that of the untrained model. Raises `ConfigError`
+        for a call that several policies match."""
+        return policy_of(self._policies, caller, model)
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""
