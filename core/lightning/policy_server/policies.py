@@ -7,13 +7,13 @@ that is not trained has version 0 in every record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning.config import Config
+    from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
     from lightning.types import Caller
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 class PolicySet(Protocol):
     """The policies of one run, as a plugin registers them with `register_policy_sets`. A call stage of the plugin says which of
     them answers a call (`Call.policy_name`)."""
+
+    @property
+    def adapters(self) -> Mapping[str, LoraConfig]:
+        """The adapters of each trained policy, by its name."""
 
     @property
     def untrained(self) -> Sequence[str]:

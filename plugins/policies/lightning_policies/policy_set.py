@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 
 class Policies:
-    """Implements `lightning.policy_server.policies.PolicySet`. `adapters` are those of each trained policy, by its name."""
+    """Implements `lightning.policy_server.policies.PolicySet`."""
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
         self._policies = policies
-        self.adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
-        self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
+        self._adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
+        self._turns = [name for name, steps in _turns(config, self._adapters) for _ in range(steps)]
+
+    @property
+    def adapters(self) -> Mapping[str, LoraConfig]:
+        """The adapters of each trained policy, by its name."""
+        return self._adapters
 
     @property
     def untrained(self) -> Sequence[str]:
