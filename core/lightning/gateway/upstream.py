@@ -48,7 +48,6 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import MODEL, NO_RETRY
 from lightning.memory_budget import bounded
-from lightning.types import POLICY
 
 if TYPE_CHECKING:
     from lightning.gateway.policy import LiveCall, Policy
@@ -144,6 +143,10 @@ class Upstream:
         """Return the model name that a policy's calls carry; None if the policy does not answer there."""
         return dict(self.models).get(policy) if self.models else self.model
 
+    def answers(self, policy: str | None) -> bool:
+        """Whether a policy answers there; of None, which is any policy, always."""
+        return policy is None or self.model_of(policy) is not None
+
 
 class Found(Enum):
     """The result of a check of a server."""
@@ -227,10 +230,10 @@ class Pool:
             slot.version = version
 
     async def pick(
-        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str = POLICY
+        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str | None = None
     ) -> Slot:
-        """Return the rollout's server, of the healthy servers where this `policy` answers and that were not `tried` yet: that
-        in the slot `home`, else one by rendezvous hashing.
+        """Return the rollout's server, of the healthy servers where this `policy` answers (None: any) and that were not `tried`
+        yet: that in the slot `home`, else one by rendezvous hashing.
 
         If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError`: 503 if none comes up, 404 if
         the policy answers nowhere.
@@ -238,7 +241,7 @@ class Pool:
         found = self._choose(rollout, tried, home, policy)
         if found is not None:
             return found
-        if self.slots and all(slot.upstream.model_of(policy) is None for slot in self.slots):
+        if self.slots and not any(slot.upstream.answers(policy) for slot in self.slots):
             message = f"No policy server answers for the policy {policy!r} of this run."
             raise RefusalError(404, "no_such_policy", message, [NO_RETRY])
         try:
@@ -256,10 +259,10 @@ class Pool:
         return found
 
     def _choose(
-        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str = POLICY
+        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str | None = None
     ) -> Slot | None:
         well = (slot for slot in self.slots if slot.healthy and slot not in tried)
-        candidates = [slot for slot in well if slot.upstream.model_of(policy) is not None]
+        candidates = [slot for slot in well if slot.upstream.answers(policy)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         at_home = next((slot for slot in candidates if slot.number == home), None)

@@ -7,15 +7,16 @@ that is not trained has version 0 in every record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning.config import Config
+    from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+    from lightning.types import Caller
 
 
 class PolicySet(Protocol):
@@ -23,8 +24,16 @@ class PolicySet(Protocol):
     them answers a call (`Call.policy_name`)."""
 
     @property
+    def adapters(self) -> Mapping[str, LoraConfig]:
+        """The adapters of each trained policy, by its name."""
+
+    @property
     def untrained(self) -> Sequence[str]:
         """The names under which calls are recorded that are never trained."""
+
+    def policy_of(self, caller: Caller, model: str) -> str:
+        """Return the name under which a call of this agent, which asks for this model, is recorded. Raises `ConfigError` for a
+        call that several policies match."""
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""

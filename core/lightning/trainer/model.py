@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, cast
 
-from lightning.config import Config
+from lightning.config import Config, LoraConfig
 from lightning.config.load import with_settings
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
@@ -104,10 +104,17 @@ def default_rate(config: Config, model: Path) -> tuple[float, str]:
         size = math.inf
     rate = next(rate for most, rate in RATES if size <= most)
     trained = "all weights"
-    if config.engine.lora is not None:
+    if adapters_of(config):
         rate, trained = rate * ADAPTER_RATE_FACTOR, "adapters"
     of = f"with {size / 1e6:,.3g} M parameters" if math.isfinite(size) else "whose size cannot be read"
     return rate, f"the default for training {trained} of a model {of}"
+
+
+def adapters_of(config: Config) -> list[LoraConfig]:
+    """Return the adapters that a run trains, one of each policy; empty for a run that trains all weights."""
+    if (several := plugins().policy_set(config)) is not None:
+        return [*several.adapters.values()]
+    return [] if config.engine.lora is None else [config.engine.lora]
 
 
 EARLIER_STEPS: Final = "earlier_steps"

@@ -187,15 +187,15 @@ class _Watcher:
     def end(self, engine: Engine) -> None:
         """Compare the weights after the last step with the run's last checkpoint, if there is one. Raises `_DiffersError`."""
         self.taken = steps = len(self._records)
-        kept = self._checkpoint(steps)
-        if kept is None:
+        kept = _weights_in(self._checkpoint(steps))
+        if not kept:
             return
         engine.save(self._scratch / "end")
-        made = self._scratch / "end" / WEIGHTS
-        if not made.is_file():  # another engine's checkpoint
+        made = _weights_in(self._scratch / "end")
+        if not made:  # another engine's checkpoint
             return
         self.compared += 1
-        if hash_weights(made) != hash_weights(kept):
+        if made.keys() != kept.keys() or any(hash_weights(made[name]) != hash_weights(kept[name]) for name in kept):
             raise _DiffersError(steps, f"the weights after it are others than in its checkpoint{_distance(made, kept)}")
 
     def _compare(self, engine: Engine, record: StepRecord) -> None:
@@ -206,11 +206,11 @@ class _Watcher:
             recorded = self._first
         self.compared += 1
         if self._digest(engine, record) != recorded:
-            kept, made = self._checkpoint(step), self._scratch / "now"
+            kept, made = _weights_in(self._checkpoint(step)), self._scratch / "now"
             far = ""
-            if kept is not None:
+            if kept:
                 engine.save(made)
-                far = _distance(made / WEIGHTS, kept)
+                far = _distance(_weights_in(made), kept)
             raise _DiffersError(step, f"the weights after it have another digest than the recorded one{far}")
 
     def _digest(self, engine: Engine, record: StepRecord) -> str:
@@ -222,18 +222,26 @@ class _Watcher:
             engine.weights(file)
         return hash_weights(file)
 
-    def _checkpoint(self, step: int) -> Path | None:
-        file = self._folder / "checkpoints" / f"step-{step:08d}" / WEIGHTS
-        return file if file.is_file() else None
+    def _checkpoint(self, step: int) -> Path:
+        return self._folder / "checkpoints" / f"step-{step:08d}"
 
 
-def _distance(made: Path, kept: Path) -> str:
-    """Return a text with the largest difference between two files of weights; empty if the engine wrote no such file."""
-    if not made.is_file():
+def _weights_in(checkpoint: Path) -> dict[str, Path]:
+    """Return the files of weights in a training state, by their paths in it: one, or one of each policy; none for the state of
+    an engine that writes no such file, and if there is no state."""
+    return {str(file.relative_to(checkpoint)): file for file in sorted(checkpoint.rglob(WEIGHTS))}
+
+
+def _distance(made: Mapping[str, Path], kept: Mapping[str, Path]) -> str:
+    """Return a text with the largest difference between two training states; empty if the engine wrote no weights."""
+    if not made:
         return ""
     from safetensors.torch import load_file
 
-    ours, theirs = load_file(made), load_file(kept)
+    ours, theirs = (
+        {(name, key): tensor for name, file in state.items() for key, tensor in load_file(file).items()}
+        for state in (made, kept)
+    )
     if ours.keys() != theirs.keys():
         return " (and other tensors)"
     most = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)

@@ -36,6 +36,7 @@ class PoliciesConfig(NamedSettings):
     that no policy names is answered by the untrained model and is not trained."""
 
     place: ClassVar[str] = "policies"
+    of_training_state: ClassVar[tuple[str, ...]] = ("lora", "train")
     of_run: ClassVar[tuple[str, ...]] = ("agents", "models", "base", "lora", "train")
     __pydantic_extra__: dict[str, PolicyConfig] = Field(init=False)
 

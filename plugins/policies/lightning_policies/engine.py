@@ -40,7 +40,7 @@ from lightning.engines.rows import name as row_name
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B
+from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B, POLICIES
 from lightning.trainer.context import Numeric
 from lightning.types import Json
 from safetensors import safe_open
@@ -48,9 +48,6 @@ from safetensors.torch import save_file
 
 logger = logging.getLogger(__name__)
 
-POLICIES = "policies"
-"""The metadata key of a file with the adapters of several policies: a JSON object that maps each policy's name to the metadata
-`ADAPTERS` of a file with its adapters alone."""
 EXPORTED = "adapters"
 """The subfolder of an export that holds a PEFT adapter folder for each policy, so no policy has this name."""
 
@@ -167,9 +164,10 @@ class PolicyEngine:
 
         The rate of a policy is `lr` times the policy's own rate, divided by the run's. An update that is not finite is skipped
         for its policy alone (`skipped_nonfinite`), and each policy counts its skipped updates in a row; `stepped` is 1 if any
-        policy was updated. Raises `DataError`, before any policy is updated, for a row of a policy that is not trained.
+        policy was updated. Raises, before any policy is updated, `DataError` for a row of a policy that is not trained, and
+        `ConfigError` for rows of several policies with a loss that compares rows (`StepLoss`, `whole_step`).
         """
-        places, found, self._pending = self._places(samples), dict[str, StepResult](), {}
+        places, found, self._pending = self._places(samples, loss), dict[str, StepResult](), {}
         with self._whole("a step was taken", found):
             for name, own in places.items():
                 with _of_policy(name):
@@ -177,9 +175,9 @@ class PolicyEngine:
         return merged(found, self._lr if lr is None else lr, each=bool(samples))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Add the gradient of these rows to the gradients of their policies (`Engine.forward_backward`). After an error no
-        policy has a gradient."""
-        places, found = self._places(samples), dict[str, StepResult]()
+        """Add the gradient of these rows to the gradients of their policies (`Engine.forward_backward`). If the
+        computation fails, no policy has a gradient. Rows that `step` refuses are refused, too, and change nothing."""
+        places, found = self._places(samples, loss), dict[str, StepResult]()
         try:
             for name, own in places.items():
                 with _of_policy(name):
@@ -287,9 +285,9 @@ class PolicyEngine:
         for engine in self._engines.values():
             engine.close()
 
-    def _places(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
+    def _places(self, samples: Sequence[Sample], loss: Loss | None = None) -> dict[str, list[int]]:
         """Return the indices of each policy's rows, in the order of the policies' names. Without any row, the first policy has
-        none. Raises `DataError` for a row of a policy that is not trained."""
+        none. Raises the errors of `step`."""
         self._usable()
         for sample in samples:
             if sample.policy not in self._engines:
@@ -300,7 +298,14 @@ class PolicyEngine:
         found = {
             name: [place for place, sample in enumerate(samples) if sample.policy == name] for name in self._engines
         }
-        return {name: places for name, places in found.items() if places} or {next(iter(found)): []}
+        having = {name: places for name, places in found.items() if places}
+        if len(having) > 1 and getattr(loss, "whole_step", False):
+            turns = ",".join(f"{name}:1" for name in having)
+            raise ConfigError(
+                f"{type(loss).__name__} compares rollouts over all rows of a step, and each policy learns from its own rows "
+                f"alone: let the policies take turns (trainer.policy_turns = {turns!r}), or take another algorithm"
+            )
+        return having or {next(iter(found)): []}
 
     def _routed(
         self, samples: Sequence[Sample], compute: Callable[[Engine, Sequence[Sample]], list[FloatArray]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
 
-from lightning_policies.calls import BASE
+from lightning_policies.calls import BASE, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -19,20 +19,31 @@ if TYPE_CHECKING:
     from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+    from lightning.types import Caller
 
 
 class Policies:
-    """Implements `lightning.policy_server.policies.PolicySet`. `adapters` are those of each trained policy, by its name."""
+    """Implements `lightning.policy_server.policies.PolicySet`."""
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
         self._policies = policies
-        self.adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
-        self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
+        self._adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
+        self._turns = [name for name, steps in _turns(config, self._adapters) for _ in range(steps)]
+
+    @property
+    def adapters(self) -> Mapping[str, LoraConfig]:
+        """The adapters of each trained policy, by its name."""
+        return self._adapters
 
     @property
     def untrained(self) -> Sequence[str]:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
+
+    def policy_of(self, caller: Caller, model: str) -> str:
+        """Return the name of the policy of an agent that asks for a model, or that of the untrained model. Raises `ConfigError`
+        for a call that several policies match."""
+        return policy_of(self._policies, caller, model)
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from lightning.bounded import Bounded, Once
 from lightning.config import recorded_config
+from lightning.errors import ConfigError
 from lightning.gateway.call import Call, Request
 from lightning.gateway.calls import Parts
 from lightning.gateway.http import RefusalError
@@ -18,7 +19,7 @@ from lightning.gateway.stages import CallStage
 from lightning.store.protocol import Store
 from lightning.types import Run
 
-from lightning_policies.calls import BASE, policies_of
+from lightning_policies.calls import BASE, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig
 
 log = logging.getLogger(__name__)
@@ -44,18 +45,18 @@ class PoliciesStage(CallStage):
         if not (policies := await self._of(run)):
             return
         model = request.model if isinstance(request.model, str) else ""
-        found = policies_of(policies, call.caller, model)
-        if len(found) > 1:
-            raise RefusalError(400, "several_policies", _several(call.caller.name, model, found))
-        if not found and self._said.first((run, call.caller.name)):
+        try:
+            name = policy_of(policies, call.caller, model)
+        except ConfigError as error:
+            raise RefusalError(400, "several_policies", str(error)) from error
+        if name == BASE and self._said.first((run, call.caller.name)):
             log.warning(
                 "the agent %r of run %s has no policy: it is answered by the untrained model, and is not trained. To train it, "
                 "add it to policies.NAME.agents (said once for each agent)",
                 call.caller.name,
                 run,
             )
-        call.policy_name = found[0] if found else BASE
-        call.frozen = not found or not policies[found[0]].train
+        call.policy_name, call.frozen = name, name == BASE or not policies[name].train
 
     async def _of(self, run: str) -> Mapping[str, PolicyConfig]:
         """Return the policies of a run; empty for a run without, and for calls of no run. Raises `StoreError`."""
@@ -72,16 +73,6 @@ def recorded_policies(run: Run) -> Mapping[str, PolicyConfig]:
     if not isinstance(said, Mapping) or not said.get(PoliciesConfig.place):
         return {}
     return PoliciesConfig.of(recorded_config({PoliciesConfig.place: said[PoliciesConfig.place]})[0]).by_name
-
-
-def _several(agent: str, model: str, found: list[str]) -> str:
-    """Return the message for a call that several policies match."""
-    names = " and ".join(f"policies.{name}" for name in found)
-    asked = f" (model {model!r})" if model else ""
-    return (
-        f"The call of the agent {agent!r}{asked} matches {names}, and a call has one policy: take the agent out of all but one "
-        f"with a glob such as '!{agent}' in policies.{found[-1]}.agents."
-    )
 
 
 def stage(parts: Parts) -> PoliciesStage:

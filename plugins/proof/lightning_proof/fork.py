@@ -65,7 +65,7 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
                 step,
                 ", ".join(lost),
             )
-            await theirs.make(lambda brought: brought.export(into / MODEL), model, config, into / BETWEEN)
+            await theirs.export(into / MODEL, model, config, into / BETWEEN)
         elif theirs.checkpoints.newest(step) == step:
             try:
                 await asyncio.to_thread(shutil.copytree, theirs.checkpoints.path(step), target)
@@ -81,9 +81,7 @@ async def export_step(parent: str, into: Path, target: Path, config: Config, sto
     """Write the model of the run `parent` at its step (`RUN@STEP`, as for `fork`) to the folder `target`. `into` is the folder
     of the run that needs it. Raises `ConfigError` as `fork` does."""
     async with _opened(parent, into, store) as theirs:
-        await theirs.make(
-            lambda brought: brought.export(target), model_of(theirs.run, theirs.folder), config, into / BETWEEN
-        )
+        await theirs.export(target, model_of(theirs.run, theirs.folder), config, into / BETWEEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +105,18 @@ class RunAt:
         """The steps of the run that have a checkpoint, as a text for errors."""
         return ", ".join(f"{self.run.id}@{saved}" for saved in self.checkpoints.steps()) or "none"
 
+    async def export(self, target: Path, model: Path, config: Config, between: Path) -> None:
+        """Write the run's model at the step to the folder `target`. Raises `ConfigError` as `make` does, and for a run with
+        several policies, each of which is a model."""
+        await self.make(lambda brought: brought.export(target), model, config, between)
+        if not (models := await asyncio.to_thread(_models_below, target)):
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        raise ConfigError(
+            f"{self.run.id}@{self.step} has a model for each of its policies ({', '.join(models)}), and one model is needed "
+            f"here: name the folder of one, such as {self.folder / 'model' / models[0]}, which has the run's last step"
+        )
+
     async def make(self, use: Callable[[Engine], object], model: Path, config: Config, between: Path) -> None:
         """Call `use` (in a thread) with an engine that has the run's state at the step. `model` is the model that the run began
         with, `config` has the settings of this machine, and `between` is a temporary folder. Raises `ConfigError`, which lists
@@ -125,6 +135,13 @@ class RunAt:
     def lost(self, error: Exception) -> ConfigError:
         """Return the error which says that the run's state at the step cannot be computed again."""
         return ConfigError(f"{self.run.id}@{self.step} cannot be made again ({error}). Checkpoints: {self.there}")
+
+
+def _models_below(folder: Path) -> list[str]:
+    """Return the names of the models inside a folder that is no model itself; none for a model's folder."""
+    return (
+        [] if (folder / "config.json").is_file() else sorted(file.parent.name for file in folder.glob("*/config.json"))
+    )
 
 
 def model_of(run: Run, folder: Path) -> Path:

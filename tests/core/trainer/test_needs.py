@@ -56,6 +56,11 @@ def test_disk_is_said_before_and_after(model: Path, tmp_path: Path, monkeypatch:
     assert said_of_disk(out) == f"On the disk {out} takes 2 MB."
     (out / "checkpoints/step-00000001/weights").write_bytes(bytes(3_000_000))
     assert f"takes 5 MB, of which 3 MB are checkpoints. `rm -r {out / 'checkpoints'}` frees these" in said_of_disk(out)
+    (out / "checkpoints/step-00000002/writer").mkdir(parents=True)
+    (out / "checkpoints/step-00000002/writer/weights").write_bytes(bytes(1000))
+    again = disk_need(out, model, made())
+    assert again is not None
+    assert again.free == 5e9 + 3_001_000, "a resumed run writes over these"
     spaced = out.rename(tmp_path / "my run")
     assert f"`rm -r '{spaced / 'checkpoints'}'` frees these" in said_of_disk(spaced), (
         "a copied command removes nothing else"

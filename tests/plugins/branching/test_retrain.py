@@ -134,3 +134,13 @@ def test_without_a_checkpoint_of_the_last_step_nothing_is_proven(train: Any) -> 
     found = retrained(folder)
     assert found.equal is None
     assert "the weights after 1 of 1 step are nowhere recorded" in found.why
+
+
+def test_the_last_step_of_policies_is_compared_with_the_checkpoint_of_each(train: Any) -> None:
+    folder = train("run", 2, policies__writer__agents=["*"], engine__lora={"rank": 2}, **KEPT)
+    assert retrained(folder) == Retraining("run", 2, 2, equal=True)
+    file = folder / "checkpoints" / "step-00000002" / "writer" / "weights.safetensors"
+    save_file({name: tensor + 0.5 for name, tensor in load_file(file).items()}, file)
+    found = retrained(folder)
+    assert (found.equal, found.step) == (False, 2)
+    assert "the weights after it are others than in its checkpoint, by up to 0.5" in str(found)

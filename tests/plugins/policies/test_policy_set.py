@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from lightning.config import Config, LoraConfig, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.policy_server.model_folder import folder_tensors
 from lightning.policy_server.weights import FromDisk
+from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer.model import default_rate
+from lightning.trainer.needs import disk_need
 from lightning.trainer.trainer import Trainer
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_policies.policy_set import Policies
@@ -113,3 +118,15 @@ def test_a_trainer_leaves_out_what_is_never_trained_and_refuses_what_cannot_be(t
     del settings["engine.lora.rank"]
     with pytest.raises(ConfigError, match=r"policies\.writer has no adapters"):
         Trainer("org/model", out=tmp_path / "run", config=settings)
+
+
+def test_the_disk_and_the_rate_of_a_run_are_those_of_its_policies_adapters(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    named = ("policies.writer.lora.rank=2", "policies.editor.lora.rank=4", "trainer.keep_checkpoints=1")
+    several, one = made(*AGENTS, *named), made("engine.lora.rank=6", "trainer.keep_checkpoints=1")
+    needs = [disk_need(tmp_path, model, config) for config in (several, one)]
+    numbers = sum(math.prod(spec.shape) for spec in folder_tensors(model).values())
+    assert needs[0] is not None
+    assert needs[1] is not None
+    assert needs[0].bytes - needs[1].bytes == 4 * numbers, "each trained policy has an exported model"
+    assert default_rate(several, model) == default_rate(one, model)
