@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
@@ -35,6 +37,6 @@ class PolicySet(Protocol):
         """Return one engine that trains each row with the policy of `Sample.policy`. `make` makes an engine for one policy.
         Raises `ConfigError` if this engine cannot train several."""
 
-    def transfer(self, transfer: WeightTransfer) -> WeightTransfer:
-        """Return how the weights of all policies come into a vLLM, by `transfer` where that is the same as for one. Raises
-        `ConfigError` if it cannot carry them."""
+    def transfer(self, transfer: WeightTransfer, model: Path) -> WeightTransfer:
+        """Return how the weights of all policies come into a vLLM that is started with the folder `model`, by `transfer` where
+        that is the same as for one. Raises `ConfigError` if it cannot carry them."""
