@@ -27,6 +27,10 @@ class PolicySet(Protocol):
         """The names under which calls are recorded that are never trained."""
 
     @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+
+    @property
     def adapters(self) -> Mapping[str, LoraConfig]:
         """The adapters of each trained policy, by its name."""
 

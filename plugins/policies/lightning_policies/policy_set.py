@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
 
-from lightning_policies.calls import BASE
+from lightning_policies.calls import BASE, globs_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ class Policies:
         self._policies = policies
         self.adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
         self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
+
+    @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+        return {name: globs_of(policy) for name, policy in self._policies.items()}
 
     @property
     def untrained(self) -> Sequence[str]:
