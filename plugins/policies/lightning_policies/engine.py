@@ -40,7 +40,7 @@ from lightning.engines.rows import name as row_name
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B, POLICIES
+from lightning.policy_server.model_folder import ADAPTERS, ADAPTERS_OF_ALL, LORA_A, LORA_B, POLICIES
 from lightning.trainer.context import Numeric
 from lightning.types import Json
 from safetensors import safe_open
@@ -238,13 +238,15 @@ class PolicyEngine:
 
     def export(self, folder: Path) -> Path:
         """Write, atomically, for each policy `folder`/NAME, a model folder with its adapters merged, and
-        `folder`/adapters/NAME, the adapters alone as a folder of PEFT. Return `folder`."""
+        `folder`/adapters/NAME, the adapters alone as a folder of PEFT; and the file of `adapters` as `ADAPTERS_OF_ALL`. Return
+        `folder`."""
         self._usable()
         with whole_folder(folder) as path, TemporaryDirectory(dir=path) as scratch:
             for name, engine in self._engines.items():
                 engine.export(path / name)
                 file = self._written(name, Path(scratch) / name)
                 write_peft_folder(path / EXPORTED / name, file, self._policies[name].lora)
+            self.adapters(path / ADAPTERS_OF_ALL)
         return folder
 
     def export_policy(self, policy: str, folder: Path) -> Path:

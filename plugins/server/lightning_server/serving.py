@@ -52,6 +52,7 @@ from lightning_server.control import (
 )
 from lightning_server.errors import ApiError
 from lightning_server.following import Follower
+from lightning_server.policies import ServedPolicies
 from lightning_server.protocol import SESSION_OF, Host, WebApp
 from lightning_server.weight_files import MOUNT, WeightFiles
 
@@ -142,10 +143,14 @@ class Followed:
 
 @asynccontextmanager
 async def serve(
-    model: Path, config: Config, folder: Path, follows: Followed | None = None
+    model: Path,
+    config: Config,
+    folder: Path,
+    follows: Followed | None = None,
+    policies: ServedPolicies | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve a model folder through a gateway that records into `folder`. `follows` says which version of weights the model is;
-    if an alias named it, the server follows the alias.
+    if an alias named it, the server follows the alias. `policies` are several that began as the model, and all are served.
 
     Raises `ConfigError` for settings that change the agents, which run elsewhere, and for an address beyond loopback before
     anybody has made a token; `PluginError` where no plugin tells conversations apart; and the errors of policy server, gateway
@@ -174,17 +179,21 @@ async def serve(
         resources.enter_context(claim_folder(folder))
         store = await resources.enter_async_context(plugins().opened_store(sqlite_url(database)))
         await check_exposure(store, config.gateway.host, place=sqlite_url(database))
-        run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
+        said = {} if policies is None else {"config": policies.said}
+        run = Run(database.parent.name, "serve", {"model": str(model), **said}, time.time())
         check_ports(config.gateway, config.policy_server)
         demand = Demand(config.runner.concurrency)
         if follows is not None:
             config = with_dtypes(config, model, "torch")
-        version, log, claims = follows.resource.version if follows else 0, folder / "vllm.log", follows is not None
+        version, log = follows.resource.version if follows else 0, folder / "vllm.log"
+        config, claims = policies.within(config) if policies else config, bool(follows or policies)
         policy = make_policy_server(model, config, log=log, version=version, claims=claims, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
         if follows is not None and policy.version != version:  # an attached vLLM still has its last weights
             await policy.update(model, version)
+        if policies is not None:
+            await policy.update(policies.adapters, version + 1)
         gateway = await make_gateway(store, [policy], config, run.id)
         resources.push_async_callback(gateway.close)
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)

@@ -55,7 +55,7 @@ def test_each_policy_has_a_training_state_a_model_and_adapters_on_the_disk(model
     )
     need = disk_need(tmp_path, model, config)
     assert need is not None
-    assert need.bytes == 2 * 12 * 4 * width + 2 * 4 * numbers + 4 * 4 * width
+    assert need.bytes == 2 * 12 * 4 * width + 2 * 4 * numbers + 2 * 4 * 4 * width
     assert "adapters alone" not in need.cure
 
 
