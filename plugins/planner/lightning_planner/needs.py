@@ -91,7 +91,7 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
     trained = base + TRAINING_BYTES * adapters if adapters else TRAINING_BYTES * facts.parameters
     parts, served = [f"training {size(trained)} and its activations"], 0
     machine = this_machine()
-    if not config.policy_server.attach:
+    if not config.policy_server.is_elsewhere:
         count = len(settings_of_servers(config))
         demand = Demand(-(-requests // count), servers=count)
         chosen = choose(config.policy_server, facts, "cpu", machine, demand=demand)
