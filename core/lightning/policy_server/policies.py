@@ -7,13 +7,13 @@ that is not trained has version 0 in every record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning.config import Config
+    from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
 
@@ -25,6 +25,10 @@ class PolicySet(Protocol):
     @property
     def untrained(self) -> Sequence[str]:
         """The names under which calls are recorded that are never trained."""
+
+    @property
+    def adapters(self) -> Mapping[str, LoraConfig]:
+        """The adapters of each trained policy, by its name."""
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
