@@ -34,6 +34,9 @@ class PolicySet(Protocol):
     def adapters(self) -> Mapping[str, LoraConfig]:
         """The adapters of each trained policy, by its name."""
 
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
 

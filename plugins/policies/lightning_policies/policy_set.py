@@ -39,6 +39,11 @@ class Policies:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
 
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+        trainer = config.trainer.model_copy(update={"policy_turns": ""})
+        return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(), TurnsConfig.place: trainer})
+
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""
         if not self._turns:

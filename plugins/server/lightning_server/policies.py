@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.config import Config
-from lightning.config.load import recorded_config
+from lightning.config import Config, recorded_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import ADAPTERS_OF_ALL

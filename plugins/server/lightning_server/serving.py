@@ -33,7 +33,7 @@ from lightning.policy_server.servers import settings_of_servers
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.model import with_dtypes
+from lightning.trainer.model import with_dtypes, with_one_policy
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
 from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Task, new_id
@@ -156,24 +156,7 @@ async def serve(
     anybody has made a token; `PluginError` where no plugin tells conversations apart; and the errors of policy server, gateway
     and store.
     """
-    if config.runner.prompts:
-        raise ConfigError(
-            f"runner.prompts gives prompts to {', '.join(sorted(config.runner.prompts))}, but a served model's agents run "
-            "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
-            "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
-        )
-    check_policy_server(config.policy_server)
-    config, *more = settings_of_servers(config)
-    if more:
-        raise ConfigError(
-            f"lightning serve serves a model by one vLLM, and the settings name {1 + len(more)} (policy_server.replicas, "
-            "policy_server.attach): leave out all but one, or give vLLM --data-parallel-size in policy_server.args"
-        )
-    if why := check_gateway(config.gateway).why_not("session"):
-        raise PluginError(
-            "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
-            f"{why}.{plugins().left_out()}"
-        )
+    config = _checked(config)
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))
@@ -213,6 +196,30 @@ async def serve(
             following = asyncio.create_task(follower.follow(), name="lightning-follow")
             resources.push_async_callback(end, following)
         yield RunningServer(run, store, policy, gateway, log, tuple(web_apps), following)
+
+
+def _checked(config: Config) -> Config:
+    """Return the settings of the one vLLM that serves a model. Raises `ConfigError` for settings that cannot be carried out,
+    and `PluginError` without a plugin that tells conversations apart."""
+    if config.runner.prompts:
+        raise ConfigError(
+            f"runner.prompts gives prompts to {', '.join(sorted(config.runner.prompts))}, but a served model's agents run "
+            "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
+            "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
+        )
+    check_policy_server(config.policy_server)
+    config, *more = settings_of_servers(config)
+    if more:
+        raise ConfigError(
+            f"lightning serve serves a model by one vLLM, and the settings name {1 + len(more)} (policy_server.replicas, "
+            "policy_server.attach): leave out all but one, or give vLLM --data-parallel-size in policy_server.args"
+        )
+    if why := check_gateway(config.gateway).why_not("session"):
+        raise PluginError(
+            "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
+            f"{why}.{plugins().left_out()}"
+        )
+    return with_one_policy(config)
 
 
 @dataclass(frozen=True, slots=True)
