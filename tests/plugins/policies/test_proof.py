@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.types import LLM, Task, Transition
+from lightning.policy_server.model_folder import hash_weights
+from lightning.types import LLM, POLICY, Task, Transition
+from lightning_branching.branching import BranchReport, branch
 from lightning_branching.retrain import Retraining
 from lightning_proof.audit import audit
 from safetensors.torch import load_file, save_file
@@ -95,3 +97,24 @@ def test_each_step_is_equal_also_after_a_change_of_one_policys_rate_and_turns(ru
     next(iter(tensors.values())).view(-1)[0] += 0.5
     save_file(tensors, file)
     assert "the weights of editor after it are others than in its checkpoint, by up to 0.5" in str(retrained(folder))
+
+
+def test_branches_are_answered_by_all_policies_of_the_step(run: Any, tmp_path: Path) -> None:
+    folder = run("runs/mine", 2)
+    how: dict[str, Any] = {"n": 2, "runs": str(tmp_path / "runs"), "runner": "inline"}
+
+    def answered(report: BranchReport) -> set[tuple[str, int]]:
+        assert report.valid == 2, report
+        calls = asked(folder, lambda store: store.transitions_of([(each.id, 1) for each in report.branches]))
+        return {(call.policy, call.versions[0].version) for own in calls for call in own}
+
+    first = branch("mine/2/0/1", trio, at=2, **how)
+    assert answered(first) == {("editor", 1), ("judge", 0)}
+    assert first.model == f"mine@1 of {folder}"
+    (made,) = (folder / "branches/models").glob("mine@1-*.safetensors")
+    assert hash_weights(made) == steps_of(folder)[1].context["weights"], "bit for bit the adapters that vLLM had"
+    assert answered(branch("mine/2/0/1", trio, at=3, **how)) == {("judge", 0)}
+    assert len([*(folder / "branches/models").glob("*.safetensors")]) == 1, (
+        "the judge is answered beside the same weights"
+    )
+    assert answered(branch("mine/2/0/1", trio, at=2, weights="mine/model/writer@1", **how)) == {(POLICY, 0)}
