@@ -35,6 +35,13 @@ class PolicySet(Protocol):
         """Return the name under which a call of this agent, which asks for this model, is recorded. Raises `ConfigError` for a
         call that several policies match."""
 
+    @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
 

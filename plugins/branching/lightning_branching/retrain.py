@@ -187,7 +187,7 @@ class _Watcher:
     def end(self, engine: Engine) -> None:
         """Compare the weights after the last step with the run's last checkpoint, if there is one. Raises `_DiffersError`."""
         self.taken = steps = len(self._records)
-        kept = _weights_in(self._checkpoint(steps))
+        kept = self._checkpoint(steps)
         if not kept:
             return
         engine.save(self._scratch / "end")
@@ -195,8 +195,13 @@ class _Watcher:
         if not made:  # another engine's checkpoint
             return
         self.compared += 1
-        if made.keys() != kept.keys() or any(hash_weights(made[name]) != hash_weights(kept[name]) for name in kept):
-            raise _DiffersError(steps, f"the weights after it are others than in its checkpoint{_distance(made, kept)}")
+        if made.keys() != kept.keys():
+            raise _DiffersError(steps, "its checkpoint has other policies")
+        for policy, file in made.items():
+            if hash_weights(file) != hash_weights(kept[policy]):
+                which = f"the weights of {policy}" if policy else "the weights"
+                far = _distance(file, kept[policy])
+                raise _DiffersError(steps, f"{which} after it are others than in its checkpoint{far}")
 
     def _compare(self, engine: Engine, record: StepRecord) -> None:
         recorded, step = str(record.context.get("weights", "")), self.taken
@@ -206,11 +211,12 @@ class _Watcher:
             recorded = self._first
         self.compared += 1
         if self._digest(engine, record) != recorded:
-            kept, made = _weights_in(self._checkpoint(step)), self._scratch / "now"
+            kept, made = self._checkpoint(step), self._scratch / "now"
             far = ""
             if kept:
                 engine.save(made)
-                far = _distance(_weights_in(made), kept)
+                now = _weights_in(made)
+                far = "".join(_distance(now[policy], kept[policy]) for policy in now.keys() & kept.keys())
             raise _DiffersError(step, f"the weights after it have another digest than the recorded one{far}")
 
     def _digest(self, engine: Engine, record: StepRecord) -> str:
@@ -222,26 +228,22 @@ class _Watcher:
             engine.weights(file)
         return hash_weights(file)
 
-    def _checkpoint(self, step: int) -> Path:
-        return self._folder / "checkpoints" / f"step-{step:08d}"
+    def _checkpoint(self, step: int) -> dict[str, Path]:
+        return _weights_in(self._folder / "checkpoints" / f"step-{step:08d}")
 
 
-def _weights_in(checkpoint: Path) -> dict[str, Path]:
-    """Return the files of weights in a training state, by their paths in it: one, or one of each policy; none for the state of
-    an engine that writes no such file, and if there is no state."""
-    return {str(file.relative_to(checkpoint)): file for file in sorted(checkpoint.rglob(WEIGHTS))}
+def _weights_in(state: Path) -> dict[str, Path]:
+    """Return the files of weights in a training state by policy, "" for the one policy of a run; none of another engine."""
+    if (state / WEIGHTS).is_file():
+        return {"": state / WEIGHTS}
+    return {file.parent.name: file for file in sorted(state.glob(f"*/{WEIGHTS}"))}
 
 
-def _distance(made: Mapping[str, Path], kept: Mapping[str, Path]) -> str:
-    """Return a text with the largest difference between two training states; empty if the engine wrote no weights."""
-    if not made:
-        return ""
+def _distance(made: Path, kept: Path) -> str:
+    """Return a text with the largest difference between two files of weights."""
     from safetensors.torch import load_file
 
-    ours, theirs = (
-        {(name, key): tensor for name, file in state.items() for key, tensor in load_file(file).items()}
-        for state in (made, kept)
-    )
+    ours, theirs = load_file(made), load_file(kept)
     if ours.keys() != theirs.keys():
         return " (and other tensors)"
     most = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)

@@ -17,7 +17,7 @@ from lightning.config import Config, LoraConfig, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.safe_text import counted
-from lightning.trainer.model import adapters_of
+from lightning.trainer.needs import ranks_of_adapters
 from lightning_replicas.config import ReplicasConfig
 from lightning_server.config import GatewayProcessesConfig
 
@@ -117,7 +117,7 @@ def _with_all_adapters(config: Config) -> Config:
     """Return the settings with the adapters of all policies as those of one: together they have as many weights."""
     if plugins().policy_set(config) is None:
         return config
-    rank = sum(lora.rank for lora in adapters_of(config))
+    rank = ranks_of_adapters(config)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"lora": LoraConfig(rank=rank)})})
 
 

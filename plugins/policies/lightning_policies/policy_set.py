@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
 
-from lightning_policies.calls import BASE, policy_of
+from lightning_policies.calls import BASE, globs_of, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class Policies:
         return self._adapters
 
     @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+        return {name: globs_of(policy) for name, policy in self._policies.items()}
+
+    @property
     def untrained(self) -> Sequence[str]:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
@@ -44,6 +49,11 @@ class Policies:
         """Return the name of the policy of an agent that asks for a model, or that of the untrained model. Raises `ConfigError`
         for a call that several policies match."""
         return policy_of(self._policies, caller, model)
+
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+        trainer = config.trainer.model_copy(update={"policy_turns": ""})
+        return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(), TurnsConfig.place: trainer})
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""

@@ -39,9 +39,9 @@ class PoliciesStage(CallStage):
         self._said = Once()
 
     async def admitted(self, call: Call, request: Request) -> None:
-        """Set the policy of a call, and whether it is frozen, if the call's run has policies. Raises `RefusalError` for a call
-        that two policies match."""
-        run = call.claims.run
+        """Set the policy of a call, and whether it is frozen, if the call's run has policies; that of a served model is the
+        session. Raises `RefusalError` for a call that two policies match, and for a call of no served policy."""
+        run = call.claims.run or call.claims.session
         if not (policies := await self._of(run)):
             return
         model = request.model if isinstance(request.model, str) else ""
@@ -49,6 +49,9 @@ class PoliciesStage(CallStage):
             name = policy_of(policies, call.caller, model)
         except ConfigError as error:
             raise RefusalError(400, "several_policies", str(error)) from error
+        if name == BASE and not call.claims.run:
+            told = f"No policy has the agent {call.caller.name!r} or the model {model!r}: ask for the model "
+            raise RefusalError(404, "no_policy", f"{told}{' or '.join(map(repr, policies))}.")
         if name == BASE and self._said.first((run, call.caller.name)):
             log.warning(
                 "the agent %r of run %s has no policy: it is answered by the untrained model, and is not trained. To train it, "

@@ -36,7 +36,6 @@ from lightning.trainer.run_stages import API, BringForward, RunStage, Start
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.trainer.training_data import agents_of_step, load_groups
 from lightning.types import Json, StepRecord
-from lightning_policies.config import PoliciesConfig
 
 from lightning_proof.recorded_step import OWN_LOOP, is_batch_of, recorded_values, rollouts_of
 
@@ -219,10 +218,10 @@ class Rewinder:
 
 def _opened_with(config: Config, teacher: Teacher | None) -> object:
     """Return the values that determine how an engine is opened, to compare. The number of steps is one of them only if the
-    learning rate depends on it. Policies have learning rates of their own."""
+    learning rate depends on it. Policies have rates of their own."""
     falls = config.engine.lr_schedule != "constant"
     digest = None if teacher is None else teacher.digest
-    policies = PoliciesConfig.of(config).by_name
+    policies = getattr(config, "policies", None)  # absent without the plugin
     return config.engine, policies, config.trainer.seed, config.trainer.steps if falls else None, digest
 
 

@@ -12,7 +12,7 @@ from lightning.plugins import plugins
 from lightning.policy_server.model_folder import folder_tensors
 from lightning.policy_server.weights import FromDisk
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer.model import default_rate
+from lightning.trainer.model import default_rate, with_one_policy
 from lightning.trainer.needs import disk_need
 from lightning.trainer.trainer import Trainer
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
@@ -61,6 +61,11 @@ def test_a_trained_policy_without_adapters_is_refused_with_the_cure() -> None:
         "policies.editor has no adapters to train: all policies share the weights of the run's model"
     )
     assert "--set engine.lora.rank=8, or this one with --set policies.editor.lora.rank=8" in said
+
+
+def test_a_server_of_one_model_has_no_policies() -> None:
+    config = made(*AGENTS, LORA, 'trainer.policy_turns="writer:1,editor:1"', "trainer.steps=3")
+    assert with_one_policy(config) == made(LORA, "trainer.steps=3")
 
 
 def test_policies_take_turns_again_and_again() -> None:
