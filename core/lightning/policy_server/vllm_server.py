@@ -440,9 +440,13 @@ class OwnedVLLM(VLLMServer):
                 self._folder, self._config, chosen, device=device, names=names, port=self._port, transfer=self._transfer
             )
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
-            env = server_env(os.environ, device=device, threads=chosen.threads, gpus=self._config.gpus) | {
-                SECRET: secret
-            }
+            env = server_env(
+                os.environ,
+                device=device,
+                threads=chosen.threads,
+                gathers=chosen.gathers,
+                gpus=self._config.gpus,
+            ) | {SECRET: secret}
             self._process = ServerProcess(args, env, self._log)
             self._control = VLLMControl(f"http://{host}:{self._port}", secret)
             try:
