@@ -145,11 +145,18 @@ def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) ->
 
 
 def _machine_settings(record: StepRecord) -> Mapping[str, object]:
-    """Return the settings of the engine that were in effect when a step was computed. The section `verl` is this machine's own,
-    because it names hosts and modules that workers import."""
-    known = {name: record.context[name] for name in ("threads", "tokens_per_microbatch") if record.context.get(name)}
+    """Return the settings of the engine that were in effect when a step was computed; of numbers that differed between policies
+    the least. The section `verl` is this machine's own, because it names hosts and modules that workers import."""
+    found = {name: record.context.get(name) for name in ("threads", "tokens_per_microbatch")}
+    least = {name: _least(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+    known = {name: value for name, value in least.items() if value}
     device = str(record.context.get("device") or "auto")  # of a GPU it is the product's name
     return {**known, "device": device if device in ("auto", "cpu") else "cuda", "verl": VerlConfig()}
+
+
+def _least(by_policy: Mapping[str, Json]) -> float | None:
+    """Return the least number of the policies that have one."""
+    return min((number for number in by_policy.values() if isinstance(number, int | float)), default=None)
 
 
 class _Watcher:
