@@ -13,6 +13,7 @@ only. If `max_model_len` is not set, our own vLLM is started with the length bef
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import warnings
@@ -263,6 +264,17 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype is torch.bfloat16:
             parameter.data = parameter.data.float()
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model with adapters, without the adapters. The copy has modules of its own, but the tensors are the
+    model's: frozen parameters and buffers are in memory once."""
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    for key, layer in adapted_layers(twin).items():
+        twin.set_submodule(key.removesuffix(".weight"), layer.get_base_layer())
+    if hasattr(twin, "peft_config"):
+        del twin.peft_config
+    return twin
 
 
 def _refuse_unknown(model: PreTrainedModel, targets: list[str]) -> None:

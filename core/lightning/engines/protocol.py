@@ -158,6 +158,19 @@ class WritesAdapters(Protocol):
 
 
 @runtime_checkable
+class SharesBase(Protocol):
+    """An engine of adapters that can be opened beside another engine of its class, with the same base model in memory. So the
+    adapters of several policies are trained in the memory of one base."""
+
+    def open_beside(self, other: Engine, optimizer: OptimizerConfig, *, seed: int, head: Head | None = None) -> None:
+        """Open as `Engine.open` does, with the model folder, the base model and the reference model of `other`, which is open.
+        Adapters, optimizer and head are this engine's own. Raises `EngineError` if one of the two trains all weights."""
+
+    def discard_gradient(self) -> None:
+        """Discard the gradient that `forward_backward` added up; without one do nothing."""
+
+
+@runtime_checkable
 class SendsWeights(Protocol):
     """An engine whose weights are in another process than the trainer's, perhaps on another machine."""
 

@@ -65,7 +65,7 @@ def gradient(
 ) -> torch.Tensor:
     """The step's gradient, behind its losses."""
     engine._kind, engine._budget = kind, budget  # type: ignore[assignment]
-    engine._forget()
+    engine.discard_gradient()
     metrics = engine.forward_backward(samples, loss).metrics
     found = [torch.tensor([metrics["loss"], metrics.get("value_loss", 0.0)], dtype=torch.float64)]
     for parameter in engine._learning().values():

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from lightning.batch.sample import Sample
 from lightning.config import Config, EngineConfig, LoraConfig
+from lightning.engines.loading import read_model
 from lightning.engines.plugin import torch_engine
-from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.engines.protocol import Engine, OptimizerConfig, SharesBase
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.model import AddingEmbedding, AddingLinear
 from lightning.errors import EngineError, MissingExtraError
@@ -142,3 +145,51 @@ def test_what_is_trained_adds_its_gradients_up_in_place(
     in_place = [isinstance(module, AddingLinear | AddingEmbedding) for module in layers]
     assert in_place == [module.weight.requires_grad for module in layers]
     assert any(in_place)
+
+
+def test_engines_of_adapters_share_the_tensors_of_their_base(open_engine: Open, tied_model: Path) -> None:
+    lora, other = LoraConfig(rank=4), LoraConfig(rank=2, target_modules=("q_proj",))
+    first, second = (TorchEngine(device="cpu", lora=each, gradient_checkpointing=True) for each in (lora, other))
+    first.open(tied_model, OptimizerConfig(), seed=0)
+    second.open_beside(first, OptimizerConfig(), seed=1)
+    base, beside = (
+        {
+            name.replace(".base_layer.", "."): tensor.data_ptr()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if ".lora_" not in name
+        }
+        for model in (first._opened().model, second._opened().model)
+    )
+    assert base == beside
+    assert len(base) > 20
+    alone = open_engine(tied_model, lora=other, seed=1)
+    assert alone._parameters.keys() == second._parameters.keys()
+    for name, value in alone._parameters.items():
+        assert torch.equal(value, second._parameters[name])
+    first.close()
+    row = np.arange(1, 9, dtype=np.int32)
+    sample = Sample(row, *(np.zeros(8, np.float32) for _ in range(3)), np.full(8, -1, np.int32), ())
+    np.testing.assert_array_equal(second.logprobs([sample])[0], alone.logprobs([sample])[0])
+    second.close()
+
+
+def test_only_adapters_share_a_base(open_engine: Open) -> None:
+    whole = open_engine()
+    assert isinstance(whole, SharesBase)
+    for engine in (TorchEngine(device="cpu", lora=LoraConfig(rank=2)), TorchEngine(device="cpu")):
+        with pytest.raises(EngineError, match=r"only adapters share a base model: set engine\.lora"):
+            engine.open_beside(whole, OptimizerConfig(), seed=0)
+
+
+def test_random_numbers_that_loading_draws_change_no_adapters(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = open_engine(lora=LoraConfig(rank=2))._parameters
+
+    def drawing(folder: Path, **how: object) -> nn.Module:
+        torch.rand(3)
+        return read_model(folder, **how)
+
+    monkeypatch.setattr("lightning.engines.torch.model.read_model", drawing)
+    for name, value in open_engine(lora=LoraConfig(rank=2))._parameters.items():
+        assert torch.equal(value, expected[name])

@@ -53,7 +53,7 @@ def gradient(engine: TorchEngine, samples: Sequence[Sample], kind: str, budget: 
     """The step's gradient, behind its loss."""
     engine._budget, engine._kind = budget, kind  # type: ignore[assignment]
     chosen = [row for sample in samples for row in rows.by_call(sample)] if kind == "per-call" else list(samples)
-    engine._forget()
+    engine.discard_gradient()
     metrics = engine.forward_backward(chosen, LOSS).metrics
     assert metrics["tree"] == (kind == "tree")
     grads = [parameter.grad.flatten() for parameter in engine._parameters.values() if parameter.grad is not None]

@@ -23,7 +23,7 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.export import contents, whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.loading import read_model
-from lightning.engines.protocol import Head, OptimizerConfig, StepResult
+from lightning.engines.protocol import Engine, Head, OptimizerConfig, StepResult
 from lightning.engines.rows import (
     Numbers,
     States,
@@ -114,27 +114,51 @@ class TorchEngine:
         reference: Path | None = None,
     ) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
+        lm = self._load(model, seed)
+        self._reference = Reference(lm, lora=self._lora is not None, folder=reference, max_model_len=self._served)
+        self._begin(lm, optimizer, seed, head)
+
+    def open_beside(self, other: Engine, optimizer: OptimizerConfig, *, seed: int, head: Head | None = None) -> None:
+        """Open with new adapters on the base model of another torch engine (`SharesBase.open_beside`). Sets torch's CPU threads
+        and random seed for the process."""
+        shared = other.shared() if isinstance(other, TorchEngine) and self._lora is not None else None
+        if shared is None:
+            raise EngineError("only adapters share a base model: set engine.lora for both torch engines")
+        base, reference = shared
+        lm = self._load(base.folder, seed, base)
+        self._reference = reference.beside(lm)
+        self._begin(lm, optimizer, seed, head)
+
+    def shared(self) -> tuple[CausalLM, Reference] | None:
+        """Return the open model and its reference model, on whose base other engines can train adapters; None if this engine
+        trains all weights."""
+        lm, reference = self._opened(), self._reference
+        return None if self._lora is None or reference is None else (lm, reference)
+
+    def _load(self, folder: Path, seed: int, base: CausalLM | None = None) -> CausalLM:
         device = resolve_device(self._device_name)
         if device.type == "cpu":
             self._threads = self._threads or torch.get_num_threads()
             torch.set_num_threads(self._threads)
         torch.manual_seed(seed)
-        with needing_room(f"loading {model} onto {device}"):
-            self._lm = load_model(
-                model,
+        with needing_room(f"loading {folder} onto {device}"):
+            return load_model(
+                folder,
                 dtype=self._dtype,
                 device=device,
                 lora=self._lora,
                 gradient_checkpointing=self._gradient_checkpointing,
                 max_model_len=self._served,
+                base=base,
             )
-        self._reference = Reference(self._lm, lora=self._lora is not None, folder=reference, max_model_len=self._served)
-        self._head = MadeHead(head, head.module(self._lm.model, dtype=self._lm.dtype, device=device)) if head else None
-        self._parameters = self._lm.trainable()
+
+    def _begin(self, lm: CausalLM, optimizer: OptimizerConfig, seed: int, head: Head | None) -> None:
+        self._lm, self._parameters = lm, lm.trainable()
+        self._head = MadeHead(head, head.module(lm.model, dtype=lm.dtype, device=lm.device)) if head else None
         self._optimizer = _adamw(self._parameters, self._head, optimizer)
         self._config, self._no_tree = optimizer, None
         self._driver.begin(optimizer, seed)
-        self._forget()
+        self.discard_gradient()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Return the current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
@@ -166,10 +190,10 @@ class TorchEngine:
         """
         self._check_trainable(samples)
         try:
-            self._forget()
+            self.discard_gradient()
             return self._driver.step(self, samples, loss, lr)
         finally:
-            self._forget()
+            self.discard_gradient()
             torch.cuda.empty_cache()  # a vLLM on the same GPU needs its memory back; does nothing without a GPU
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
@@ -178,7 +202,7 @@ class TorchEngine:
         try:
             return self._driver.forward_backward(self, samples, loss)
         except BaseException:
-            self._forget()
+            self.discard_gradient()
             raise
         finally:
             torch.cuda.empty_cache()
@@ -222,7 +246,7 @@ class TorchEngine:
         try:
             tally = self._within_memory(layout, attempt)
         except BaseException:
-            self._forget()
+            self.discard_gradient()
             raise
         self._summed.append((layout, loss))
         return tally
@@ -238,11 +262,11 @@ class TorchEngine:
             with needing_room(f"taking step {step}", cures):
                 optimizer.step()  # the first step allocates the moments
         finally:
-            self._forget()
+            self.discard_gradient()
         return norms
 
-    def _forget(self) -> None:
-        """Discard the accumulated gradient."""
+    def discard_gradient(self) -> None:
+        """Discard the accumulated gradient (`SharesBase.discard_gradient`)."""
         self._driver.dropped()
         self._summed, self._known = [], None
         if self._optimizer is not None:
@@ -271,7 +295,7 @@ class TorchEngine:
         if saved < self._budget:
             logger.warning("going on with the %d tokens per micro-batch that the training state was saved with", saved)
         self._driver.steps, self._budget = progress.steps, min(saved, self._budget)
-        self._forget()
+        self.discard_gradient()
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, adapters merged, and return it."""

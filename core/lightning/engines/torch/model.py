@@ -27,7 +27,14 @@ import torch
 import transformers
 from torch import nn
 
-from lightning.engines.loading import add_adapters, beside_text, fix_positions, gradient_mode, read_model
+from lightning.engines.loading import (
+    add_adapters,
+    base_of,
+    beside_text,
+    fix_positions,
+    gradient_mode,
+    read_model,
+)
 from lightning.engines.logprobs import Logits, outputs_of, same_output, trunk
 from lightning.engines.sameness import refuse_dependence
 from lightning.engines.step import needing_room
@@ -190,12 +197,16 @@ def load_model(
     lora: LoraConfig | None = None,
     gradient_checkpointing: bool = False,
     max_model_len: int | None = None,
+    base: CausalLM | None = None,
 ) -> CausalLM:
     """Load a `transformers` causal LM folder for training with a vLLM of this `max_model_len` (None and 0 as in
-    `engines.loading.served_length`). Raises `EngineError` naming the folder and what is wrong."""
+    `engines.loading.served_length`). With `base`, a model with adapters from the same folder, on the same device and in the
+    same dtype, nothing is read: the two share the tensors of their base model. Raises `EngineError` naming the folder and
+    what is wrong."""
     kind = _resolve_dtype(dtype, device)
     held = torch.float32 if kind is torch.bfloat16 and lora is None else kind
-    model = read_model(folder, dtype=held).to(device)
+    with torch.random.fork_rng([]):  # some families draw random numbers at loading, which would change the first adapters
+        model = base_of(base.model) if base else read_model(folder, dtype=held).to(device)
     context = fix_positions(model, folder, max_model_len)
     if lora is not None:
         add_adapters(model, lora)
@@ -293,6 +304,10 @@ class Reference:
         self.takes_trees: bool | None = True if folder is None else None
         """Whether the reference can be computed over a tree if the trained model can; None means not tested yet."""
         self._copy: CausalLM | None = None
+
+    def beside(self, trained: CausalLM) -> Reference:
+        """Return the reference model of another trained model on the same base."""
+        return Reference(trained, lora=True) if self._lora else self
 
     @contextmanager
     def model(self) -> Iterator[CausalLM]:

@@ -1,0 +1,429 @@
+"""The engine of several policies: one engine of adapters for each trained policy, on one base model in memory.
+
+The invariant: a policy's adapters, optimizer and head change by the policy's own rows alone, bit for bit as in an engine that
+trains this policy by itself. The gradient of each policy is clipped by its own norm (`engine.max_grad_norm`), and an update
+that is not finite is skipped for its policy alone, so no policy crowds out another or holds it back. If an error comes after
+some policies have taken their update of a step and others have not, the engine refuses everything but `load` and `close`: no
+half of a step is saved or served, and no update is taken twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol, runtime_checkable
+
+import torch
+from lightning.batch import FloatArray, Sample
+from lightning.config import Config, LoraConfig
+from lightning.engines.export import write_adapters
+from lightning.engines.files import recover, whole_file, whole_folder
+from lightning.engines.loading import WRAPPER, add_adapters, read_model
+from lightning.engines.protocol import (
+    ChecksModel,
+    ChecksTeacher,
+    Engine,
+    Head,
+    OptimizerConfig,
+    SharesBase,
+    StepResult,
+    WritesAdapters,
+)
+from lightning.engines.rows import name as row_name
+from lightning.engines.step import NonFiniteError
+from lightning.errors import ConfigError, DataError, EngineError
+from lightning.losses.protocol import Loss
+from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B
+from lightning.trainer.context import Numeric
+from lightning.types import Json
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+logger = logging.getLogger(__name__)
+
+POLICIES = "policies"
+"""The metadata key of a file with the adapters of several policies: a JSON object that maps each policy's name to the metadata
+`ADAPTERS` of a file with its adapters alone."""
+EXPORTED = "adapters"
+"""The subfolder of an export that holds a PEFT adapter folder for each policy, so no policy has this name."""
+
+NOT_ALONE = (
+    "its adapters cannot be given to vLLM alone, because the model folder stores one of their matrices under another name, "
+    "transposed, fused with others or in FP8: name other modules in engine.lora.target_modules"
+)
+
+COUNTS = frozenset({"tokens", "tokens_forward", "tokens_compared", "microbatches", "updates", "skipped_nonfinite"})
+"""Metrics of a step that add up over policies."""
+MAXIMA = frozenset({"stepped", "tree", "max_logprob_gap", "p999_logprob_gap"})
+"""Metrics of a step whose largest value holds for all policies, besides those whose names end in `_max`. Of the share of tokens
+that have at most the gap `p999_logprob_gap` the largest is a bound for each policy."""
+TOLD = (
+    "loss", "grad_norm", "gradient_share", "tokens", "entropy", "clip_fraction", "max_logprob_gap", "mean_logprob_gap", "lr",
+    "updates", "skipped_nonfinite",
+)  # fmt: skip
+"""Metrics of a step that are also reported for each policy that had rows, as `policy/NAME/METRIC`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPolicy:
+    """The settings of a trained policy: its adapters, and its learning rate (None: that of the run)."""
+
+    lora: LoraConfig
+    lr: float | None = None
+
+
+@runtime_checkable
+class AdapterEngine(Engine, SharesBase, WritesAdapters, Protocol):
+    """An engine that trains one policy's adapters beside other engines on the same base model."""
+
+
+class PolicyEngine:
+    """An implementation of `lightning.engines.protocol.Engine` for several policies. A row belongs to `Sample.policy`.
+
+    `policies` are the trained policies by name. `make` makes the engine of one policy from the configuration, in which
+    `engine.lora` is that policy's. Raises `ConfigError` if that engine cannot share its base model.
+    """
+
+    def __init__(self, policies: Mapping[str, TrainedPolicy], make: Callable[[Config], Engine], config: Config) -> None:
+        if not policies:
+            raise ConfigError("no policy is trained: leave `train = false` out of at least one of [policies]")
+        if EXPORTED in policies:
+            raise ConfigError(f"no policy may have the name {EXPORTED!r}: a folder of the exported model has that name")
+        self._policies = {name: policies[name] for name in sorted(policies)}
+        self._engines: dict[str, AdapterEngine] = {}
+        for name, policy in self._policies.items():
+            section = config.engine.model_copy(update={"lora": policy.lora})
+            engine = make(config.model_copy(update={"engine": section}))
+            if not isinstance(engine, AdapterEngine):
+                raise ConfigError(
+                    f"the engine {type(engine).__name__} trains one policy, and not the policies of [policies] "
+                    f"({', '.join(self._policies)}) on one base model: several policies need engine = torch"
+                )
+            self._engines[name] = engine
+        self._lr = OptimizerConfig().lr
+        self._pending: dict[str, StepResult] = {}
+        """The report of each policy's accumulated gradient, which `forward_backward` made."""
+        self._half = ""
+        """The work that was done for some policies only, for messages; empty if there is none."""
+
+    def check(self, model: Path) -> str:
+        """Return the limits of training this folder, in words, or raise (`ChecksModel`). Raises `ConfigError` if the adapters
+        of a policy could not be given to vLLM alone."""
+        remarks = []
+        for name, engine in self._engines.items():
+            with _of_policy(name):
+                remarks.append(engine.check(model) if isinstance(engine, ChecksModel) else "")
+                adapted = read_model(model, device_map="meta")
+                add_adapters(adapted, self._policies[name].lora)
+                if write_adapters(model, adapted, torch.float32, model, wanted=False) is None:
+                    raise ConfigError(f"{NOT_ALONE} ({model})")
+        return " ".join(filter(None, dict.fromkeys(remarks)))
+
+    def check_teacher(self, teacher: Path) -> None:
+        """Raise if a folder cannot be the reference model (`ChecksTeacher`)."""
+        engine = next(iter(self._engines.values()))
+        if isinstance(engine, ChecksTeacher):
+            engine.check_teacher(teacher)
+
+    def open(
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        *,
+        seed: int,
+        head: Head | None = None,
+        reference: Path | None = None,
+    ) -> None:
+        """Load the base model once, and make the adapters, the optimizer and the head of each policy. Each policy's random
+        numbers depend on `seed` and its name, so another policy in the run changes nothing."""
+        first: AdapterEngine | None = None
+        for name, engine in self._engines.items():
+            own = replace(optimizer, lr=self._policies[name].lr or optimizer.lr)
+            with _of_policy(name):
+                if first is None:
+                    engine.open(model, own, seed=seed_of(seed, name), head=head, reference=reference)
+                    first = engine
+                else:
+                    engine.open_beside(first, own, seed=seed_of(seed, name), head=head)
+        self._lr, self._pending, self._half = optimizer.lr, {}, ""
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Return the logprobs of each row under its policy, shape (T,) each; index 0 is NaN."""
+        return self._routed(samples, lambda engine, own: engine.logprobs(own))
+
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Return the value of each call's state by the head of the row's policy, shape (spans,) for each row."""
+        return self._routed(samples, lambda engine, own: engine.values(own))
+
+    def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
+        """Take a step of every policy that has rows, one policy after the other in the order of names.
+
+        The rate of a policy is `lr` times the policy's own rate, divided by the run's. An update that is not finite is skipped
+        for its policy alone (`skipped_nonfinite`), and each policy counts its skipped updates in a row; `stepped` is 1 if any
+        policy was updated. Raises `DataError`, before any policy is updated, for a row of a policy that is not trained.
+        """
+        places, found, self._pending = self._places(samples), dict[str, StepResult](), {}
+        with self._whole("a step was taken", found):
+            for name, own in places.items():
+                with _of_policy(name):
+                    found[name] = self._engines[name].step(_at(samples, own), loss, self._rate(name, lr))
+        return merged(found, self._lr if lr is None else lr, each=bool(samples))
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """Add the gradient of these rows to the gradients of their policies (`Engine.forward_backward`). After an error no
+        policy has a gradient."""
+        places, found = self._places(samples), dict[str, StepResult]()
+        try:
+            for name, own in places.items():
+                with _of_policy(name):
+                    found[name] = self._engines[name].forward_backward(_at(samples, own), loss)
+        except BaseException:
+            self._pending = {}
+            for engine in self._engines.values():
+                engine.discard_gradient()
+            raise
+        found = self._pending | found
+        self._pending = {name: found[name] for name in sorted(found) if "loss" in found[name].metrics}
+        return merged(found, self._lr, each=bool(samples))
+
+    def optim_step(self, lr: float | None = None) -> StepResult:
+        """Update every policy that has a gradient, at the rates of `step`. A policy whose gradient is not finite is skipped,
+        with a warning; if no gradient is finite, raises `NonFiniteError`. Raises `EngineError` without a gradient."""
+        self._usable()
+        names, self._pending = [*self._pending] or [*self._engines][:1], {}
+        found: dict[str, StepResult] = {}
+        skipped: list[NonFiniteError] = []
+        with self._whole("an update was taken", found):
+            for name in names:
+                try:
+                    found[name] = self._engines[name].optim_step(self._rate(name, lr))
+                except NonFiniteError as error:
+                    logger.warning("the update of the policy %s is skipped: %s", name, error)
+                    found[name] = StepResult({"skipped_nonfinite": 1.0, "updates": 0.0, "stepped": 0.0}, {})
+                    skipped.append(error)
+        if len(skipped) == len(names):
+            raise skipped[0]
+        return merged(found, self._lr if lr is None else lr, each=True)
+
+    def save(self, folder: Path) -> None:
+        """Write the training state of each policy to `folder`/NAME, all of them atomically."""
+        self._usable()
+        with whole_folder(folder) as path:
+            for name, engine in self._engines.items():
+                engine.save(path / name)  # all have the same random state, because saving draws no random number
+
+    def load(self, folder: Path) -> None:
+        """Restore the training state of each policy. Raises `EngineError`, before anything is changed, if the state does not
+        have the same policies."""
+        recover(folder)
+        saved = {path.name for path in folder.glob("*") if path.is_dir() and not path.name.startswith(".")}
+        missing, more = sorted(self._engines.keys() - saved), sorted(saved - self._engines.keys())
+        if missing or more:
+            told = [f"has no policy {', '.join(missing)}"] * bool(missing)
+            told += [f"also has the policy {', '.join(more)}"] * bool(more)
+            raise EngineError(
+                f"the training state in {folder} {' and '.join(told)}: resume with the [policies] that the run was started with"
+            )
+        self._half, self._pending = f"the training state in {folder} was loaded in part", {}
+        for name, engine in self._engines.items():
+            with _of_policy(name):
+                engine.load(folder / name)
+        self._half = ""
+
+    def export(self, folder: Path) -> Path:
+        """Write, atomically, for each policy `folder`/NAME, a model folder with its adapters merged, and
+        `folder`/adapters/NAME, the adapters alone as a folder of PEFT. Return `folder`."""
+        self._usable()
+        with whole_folder(folder) as path, TemporaryDirectory(dir=path) as scratch:
+            for name, engine in self._engines.items():
+                engine.export(path / name)
+                file = self._written(name, Path(scratch) / name)
+                write_peft_folder(path / EXPORTED / name, file, self._policies[name].lora)
+        return folder
+
+    def weights(self, file: Path) -> Path:
+        """Raise `EngineError`: several policies are no one model."""
+        raise EngineError(
+            f"the policies {', '.join(self._engines)} are adapters of one base model, and {file} would be the weights of one "
+            "model: let lightning start vLLM (without policy_server.attach), with policy_server.weight_transfer = auto, "
+            "shared_memory or file, which take adapters"
+        )
+
+    def adapters(self, file: Path) -> Path:
+        """Write the adapters of all policies as one safetensors file, atomically, and return it. The names of its tensors are
+        those of `WritesAdapters` with `NAME|` before them, and its metadata are `POLICIES`."""
+        self._usable()
+        tensors: dict[str, torch.Tensor] = {}
+        told: dict[str, Json] = {}
+        with whole_file(file) as path, TemporaryDirectory(dir=path.parent, prefix=".policies-") as scratch:
+            for name in self._engines:
+                own, about = read_adapters(self._written(name, Path(scratch) / name))
+                tensors |= {f"{name}|{key}": tensor for key, tensor in own.items()}
+                told[name] = about
+            save_file(tensors, path, metadata={"format": "pt", POLICIES: json.dumps(told)})
+        return file
+
+    def numerics(self) -> dict[str, Json]:
+        """Return the numerics (`trainer.context.Numeric`) that all policies have in common. A number in which they differ is
+        returned by policy."""
+        found = {name: engine.numerics() for name, engine in self._engines.items() if isinstance(engine, Numeric)}
+        common: dict[str, Json] = {}
+        for key in dict.fromkeys(key for numbers in found.values() for key in numbers):
+            own = {name: numbers.get(key) for name, numbers in found.items()}
+            first, *others = own.values()
+            common[key] = first if all(other == first for other in others) else own
+        return common
+
+    def close(self) -> None:
+        """Free the memory of all policies, and of the base model. Further calls do nothing."""
+        self._pending = {}
+        for engine in self._engines.values():
+            engine.close()
+
+    def _places(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
+        """Return the indices of each policy's rows, in the order of the policies' names. Without any row, the first policy has
+        none. Raises `DataError` for a row of a policy that is not trained."""
+        self._usable()
+        for sample in samples:
+            if sample.policy not in self._engines:
+                raise DataError(
+                    f"the row of {row_name(sample)} belongs to the policy {sample.policy!r}, and the engine trains "
+                    f"{', '.join(self._engines)} alone: leave the calls of other policies out of the rows (train_agents)"
+                )
+        found = {
+            name: [place for place, sample in enumerate(samples) if sample.policy == name] for name in self._engines
+        }
+        return {name: places for name, places in found.items() if places} or {next(iter(found)): []}
+
+    def _routed(
+        self, samples: Sequence[Sample], compute: Callable[[Engine, Sequence[Sample]], list[FloatArray]]
+    ) -> list[FloatArray]:
+        """Return the results of `compute` for each policy's rows, in the order of `samples`."""
+        found: dict[int, FloatArray] = {}
+        for name, places in self._places(samples).items():
+            found |= zip(places, compute(self._engines[name], _at(samples, places)), strict=True)
+        return [found[place] for place in range(len(samples))]
+
+    def _rate(self, name: str, lr: float | None) -> float | None:
+        own = self._policies[name].lr
+        return lr if lr is None or own is None else lr * (own / self._lr)
+
+    @contextmanager
+    def _whole(self, doing: str, found: Mapping[str, StepResult]) -> Iterator[None]:
+        """Note an error inside the block after the weights of some policies were changed, by the reports `found`."""
+        try:
+            yield
+        except BaseException as error:
+            if changed := [name for name, report in found.items() if report.metrics.get("stepped", 1.0)]:
+                self._half = f"{doing} for {', '.join(changed)} and then failed ({error})"
+            raise
+
+    def _usable(self) -> None:
+        if self._half:
+            raise EngineError(f"{self._half}, so the policies do not belong together: resume the run")
+
+    def _written(self, name: str, file: Path) -> Path:
+        with _of_policy(name):
+            if self._engines[name].adapters(file) is None:
+                raise EngineError(NOT_ALONE)
+        return file
+
+
+@contextmanager
+def _of_policy(name: str) -> Iterator[None]:
+    """Name a policy, and the policy's own settings, in an error inside the block."""
+    try:
+        yield
+    except (ConfigError, EngineError) as error:
+        told = str(error).replace("engine.lora", f"policies.{name}.lora")
+        raise type(error)(f"the policy {name}: {told}") from error
+
+
+def seed_of(seed: int, policy: str) -> int:
+    """Return the seed of a policy's random numbers in a run with this `seed`."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {policy}".encode()).digest()[:4], "big")
+
+
+def merged(reports: Mapping[str, StepResult], lr: float, *, each: bool) -> StepResult:
+    """Return one report from those of the policies, in which `lr` is the rate of the run if an update was taken.
+
+    `COUNTS` are added up, of `MAXIMA` the largest is taken, norms of gradients become the norm of all gradients together, and
+    other metrics are means weighted by trained tokens (gaps: by compared tokens). A metric without a measurement stays absent.
+    With `each`, `TOLD` of every policy are reported too; `gradient_share` is the policy's share of the squared norm of all
+    gradients before clipping.
+    """
+    metrics: dict[str, float] = {}
+    for key in dict.fromkeys(key for report in reports.values() for key in report.metrics):
+        having = {name: report for name, report in reports.items() if key in report.metrics}
+        metrics[key] = lr if key == "lr" else _of_all(key, [report.metrics for report in having.values()])
+    squares = {
+        name: report.metrics["grad_norm"] ** 2 for name, report in reports.items() if "grad_norm" in report.metrics
+    }
+    whole = sum(squares.values())
+    for name, report in reports.items() if each else ():
+        share = {"gradient_share": squares[name] / whole} if whole and name in squares else {}
+        own = {**report.metrics, **share}
+        metrics |= {f"policy/{name}/{key}": own[key] for key in TOLD if key in own}
+    return StepResult(metrics, {span: digest for report in reports.values() for span, digest in report.seen.items()})
+
+
+def _of_all(key: str, reports: Sequence[Mapping[str, float]]) -> float:
+    """Return a metric of all policies from the metrics of those that have it."""
+    values = [metrics[key] for metrics in reports]
+    if len(values) == 1:
+        return values[0]
+    if key in COUNTS:
+        return sum(values)
+    if key in MAXIMA or key.endswith("_max"):
+        return max(values)
+    if key.endswith("grad_norm"):
+        return math.hypot(*values)
+    weights = [metrics.get("tokens_compared" if key == "mean_logprob_gap" else "tokens", 0.0) for metrics in reports]
+    total = sum(weights)
+    if not total:
+        return math.fsum(values) / len(values)
+    return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+def read_adapters(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """Return the tensors of a file that `WritesAdapters.adapters` wrote, and its metadata `ADAPTERS`."""
+    with safe_open(file, framework="pt", device="cpu") as handle:
+        told: dict[str, Json] = json.loads(handle.metadata()[ADAPTERS])
+        return {name: handle.get_tensor(name) for name in handle.keys()}, told  # noqa: SIM118 — a handle is no mapping
+
+
+def write_peft_folder(folder: Path, adapters: Path, lora: LoraConfig) -> Path:
+    """Write the adapters of a file that `WritesAdapters.adapters` wrote as a folder that PEFT and vLLM load, and return it."""
+    import peft
+
+    tensors, told = read_adapters(adapters)
+    suffixes = {LORA_A: ".lora_A.weight", LORA_B: ".lora_B.weight"}
+    named: dict[str, torch.Tensor] = {}
+    modules = set[str]()
+    for name, tensor in tensors.items():
+        module, kind = name[: name.rindex("|")].removesuffix(".weight"), name[name.rindex("|") :]
+        modules.add(module.rpartition(".")[2])
+        named[f"{WRAPPER}{module}{suffixes[kind]}"] = tensor
+    config = peft.LoraConfig(
+        base_model_name_or_path=str(told["base"]),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=sorted(modules) if lora.target_modules == "all-linear" else [*lora.target_modules],
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _at(samples: Sequence[Sample], places: Sequence[int]) -> list[Sample]:
+    return [samples[place] for place in places]
