@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.config.fields import Setting, settings
 from lightning.config.load import load_config, recorded_config, with_settings
-from lightning.config.plugin_settings import PluginSettings, config_model
+from lightning.config.plugin_settings import NamedSettings, PluginSettings, config_model
 from lightning.config.sections import (
     Config,
     EngineConfig,
@@ -24,6 +24,7 @@ __all__ = [
     "GatewayConfig",
     "LimitsConfig",
     "LoraConfig",
+    "NamedSettings",
     "PluginSettings",
     "PolicyServerConfig",
     "RunnerConfig",

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lightning.config.plugin_settings import config_model
+from lightning.config.plugin_settings import NamedSettings, config_model
 
 PLAIN: Mapping[type, tuple[str, str]] = {
     bool: ("true or false", "values"),
@@ -25,6 +25,8 @@ PLAIN: Mapping[type, tuple[str, str]] = {
     str: ("a string", "strings"),
 }
 """Types in words: a value, and several."""
+NAME = "NAME"
+"""Stands, in the keys of `settings`, for a name that the user gives (`NamedSettings`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ def settings(model: type[BaseModel] | None = None, prefix: str = "") -> Iterator
             yield Setting(prefix + name, accepts(field), default, (field.description or "").strip())
         if section is not None:
             yield from settings(section, f"{prefix}{name}.")
+    if issubclass(model, NamedSettings):
+        yield from settings(model.each(), f"{prefix}{NAME}.")
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
@@ -77,7 +81,7 @@ def _bounded(text: str, metadata: Iterable[object]) -> str:
 
 def find(key: str) -> FieldInfo | None:
     """Return the field of a dotted key; None for an unknown key. A name inside a free mapping gives the mapping's field. In a
-    mapping of names to sections, the key goes on with a field of the section after the name."""
+    mapping of names to sections, and in `NamedSettings`, the key goes on with a field of the section after the name."""
     model: type[BaseModel] | None = config_model()
     field: FieldInfo | None = None
     names = key.split(".")
@@ -91,6 +95,9 @@ def find(key: str) -> FieldInfo | None:
                 return None
             continue
         field = model.model_fields.get(name)
+        if field is None and issubclass(model, NamedSettings):
+            is_name = name and (depth < len(names) - 1 or name not in model.each().model_fields)
+            field = FieldInfo(annotation=model.each()) if is_name else None
         if field is None:
             return None
         model = section_of(field.annotation)

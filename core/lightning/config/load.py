@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
+from lightning.config.fields import NAME, accepts, did_you_mean, find, section_of, settings, toml_value
 from lightning.config.other_words import answer
 from lightning.config.plugin_settings import check_plugin_settings, config_model
 from lightning.config.sections import Config
@@ -180,18 +180,30 @@ def _unknown(given: Given) -> str:
     if find(given.key) is not None:
         return ""
     known = [setting.key for setting in settings()]
+    spellings = _spellings(known, given.key)
     section, sections = given.key.partition(".")[0], config_model().model_fields
-    if meant := _spelled(given.key, known):
+    if meant := _spelled(given.key, spellings):
         return f"{given.origin}: unknown setting {given.key!r}; did you mean {meant!r}?"
     if said := answer(given.key):
         return f"{given.origin}: unknown setting {given.key!r}: {said}"
     if brought := _brought(given.key):
         hint = f".{brought}"
-    elif not (hint := did_you_mean(given.key, known)):
+    elif not (hint := did_you_mean(given.key, spellings)):
         inside = [key.partition(".")[2] for key in known if key.startswith(f"{section}.")]
         hint = f". [{section}] has: {', '.join(inside)}" if inside else f". Sections are: {', '.join(sections)}"
     left_out = "" if hint.startswith(";") else plugins().left_out("settings")
     return f"{given.origin}: unknown setting {given.key!r}{hint}{'.' if left_out and not brought else ''}{left_out}"
+
+
+def _spellings(known: Sequence[str], given: str) -> list[str]:
+    """Return the known keys; those with `NAME` come first, also with the name that the given key has in that place."""
+    inside, names = [key.split(".") for key in known if NAME in key.split(".")], given.split(".")
+    own = [
+        [*parts[:place], names[place], *parts[place + 1 :]]
+        for parts in inside
+        if (place := parts.index(NAME)) + 1 < len(names)
+    ]
+    return [*map(".".join, own), *map(".".join, inside), *(key for key in known if NAME not in key.split("."))]
 
 
 def _spelled(key: str, known: Sequence[str]) -> str:

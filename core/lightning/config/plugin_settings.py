@@ -7,10 +7,10 @@ unknown, so that none is ever set without effect; two plugins, or a plugin and t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Self, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, Self, cast, get_args, get_type_hints
 
-from pydantic import create_model
+from pydantic import ConfigDict, create_model
 
 from lightning.config import sections
 from lightning.config.sections import Section
@@ -29,6 +29,8 @@ class PluginSettings(Section):
     place: ClassVar[str]
     of_training_state: ClassVar[Collection[str]] = ()
     """Keys that say how an engine stores its training state, which is not loaded with other values of them."""
+    of_run: ClassVar[Collection[str]] = ()
+    """Keys that stay as they were recorded when a run is resumed, because its calls were answered under them."""
 
     @classmethod
     def of(cls, config: Section) -> Self:
@@ -42,6 +44,26 @@ class PluginSettings(Section):
 
     def check(self) -> None:
         """Raise `ConfigError` for values that cannot go together. Called wherever settings are loaded or changed."""
+
+
+class NamedSettings(PluginSettings):
+    """A table whose keys are names that the user gives, each with a table of its own: `[notes.mine]`.
+
+    A subclass says which: `__pydantic_extra__: dict[str, Note] = Field(init=False)`, with `Note` a `Section`. A key of that
+    table is no name, so that `notes.size` is an unknown setting.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def by_name(self) -> Mapping[str, Any]:
+        """The tables by their names, in the order in which they are set."""
+        return self.model_extra or {}
+
+    @classmethod
+    def each(cls) -> type[Section]:
+        """Return the class of the table of a name."""
+        return cast("type[Section]", get_args(get_type_hints(cls)["__pydantic_extra__"])[1])
 
 
 Registered = tuple[tuple[str, Callable[[], type[PluginSettings]]], ...]
@@ -63,6 +85,16 @@ def keys_of_training_state() -> list[str]:
     """The keys of plugins with which a training state is stored, and without which it is not loaded."""
     kinds = _with_plugins(_registered())[1]
     return [f"{kind.place}.{key}" for kind in kinds for key in kind.of_training_state]
+
+
+def keys_of_run() -> list[str]:
+    """The keys of plugins that stay the same in a run, with `*` for a name that the user gives."""
+    kinds = _with_plugins(_registered())[1]
+    return [
+        f"{kind.place}.*.{key}" if issubclass(kind, NamedSettings) else f"{kind.place}.{key}"
+        for kind in kinds
+        for key in kind.of_run
+    ]
 
 
 def _registered() -> Registered:

@@ -324,6 +324,8 @@ def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> s
         return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
     if not train_agents:
         return f"no call of {names_of(known)} has tokens to train on"
+    if all(glob.startswith(f"{NOT}{OF_POLICY}") for glob in train_agents):
+        return f"no call of {names_of(known)} has tokens to train on and a policy that is trained"
     meant = [f"did you mean {cure!r} for {glob!r}?" for glob, cure in unmatched(train_agents, known).items() if cure]
     return f"train_agents {list(train_agents)} matches none of the agents seen: {names_of(known)}. " + (
         " ".join(meant) or "A glob has to match a whole path or its last name; '*/planner/*' is all inside planner"

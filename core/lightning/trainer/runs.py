@@ -20,6 +20,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
@@ -30,7 +31,7 @@ import numpy as np
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.config import recorded_config
-from lightning.config.plugin_settings import keys_of_training_state
+from lightning.config.plugin_settings import keys_of_run, keys_of_training_state
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
@@ -209,8 +210,9 @@ async def check_run(
     in which an id names one run.
 
     A resumed run may change any setting (`plan_epochs`) but those with which its training state cannot be loaded
-    (`not_loadable`): the model, the engine, LoRA. A resumed search for prompts (`searches`) must have the same tasks, seed and
-    model, and of its algorithm it may change `SEARCH_MAY_CHANGE` alone.
+    (`not_loadable`): the model, the engine, LoRA; and those under which its calls were answered (`keys_of_run`). A resumed
+    search for prompts (`searches`) must have the same tasks, seed and model, and of its algorithm it may change
+    `SEARCH_MAY_CHANGE` alone.
 
     Raises `ConfigError` for another change, for a run that exists if `resume` is false, for a run of another project, and for
     an unknown run if `resume` is true and the project has other runs.
@@ -233,6 +235,15 @@ async def check_run(
             f"--set trainer.project={known.project}, or give another `out` to start a new run"
         )
     now = (await read_epochs(store, known))[-1].config
+    records = await store.steps(run)
+    if kept := [name for name in differences(now, described) if _among(name, keys_of_run())]:
+        begin = (
+            f"begin a new run with its weights: --from {run}@{records[-1].step}" if records else "give another `out`"
+        )
+        raise ConfigError(
+            f"the calls of run {run!r} were answered under other settings of {', '.join(kept)}: resume it with the recorded "
+            f"ones, or {begin}"
+        )
     if searches:
         asked = [name for name in differences(now, described) if _among(name, ("algorithm", "tasks", "seed", "model"))]
         if different := [name for name in asked if not _among(name, SEARCH_MAY_CHANGE)]:
@@ -240,7 +251,7 @@ async def check_run(
                 f"run {run!r} searches for prompts with other settings ({', '.join(different)}): resume it with the "
                 "recorded ones, or give another `out` to start a new search"
             )
-    elif (records := await store.steps(run)) and (lost := await not_loadable(now, described, records)):
+    elif records and (lost := await not_loadable(now, described, records)):
         raise ConfigError(
             f"the training state of run {run!r} does not fit other settings of {', '.join(lost)}: resume it with the "
             f"recorded ones, or begin a new run with its weights: --from {run}@{records[-1].step}"
@@ -364,8 +375,8 @@ def _comparable(recorded: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _among(name: str, settings: Sequence[str]) -> bool:
-    """Whether the setting `name` is one of `settings`, or is in a section that `settings` name."""
-    return any(name == other or name.startswith(f"{other}.") for other in settings)
+    """Whether the setting `name` is one of `settings`, or is in a section that `settings` name; `*` stands for any name."""
+    return any(fnmatchcase(name, other) or fnmatchcase(name, f"{other}.*") for other in settings)
 
 
 def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

@@ -29,7 +29,7 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.stages import CallStage
 from lightning.policy_server.model_folder import CURE_OF_TEMPLATE
 from lightning.store.protocol import Store
-from lightning.types import Transition
+from lightning.types import POLICY, Transition
 from lightning_dialects.chat_template import prompt_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,9 @@ class CallAdvice(CallStage):
         parts.closing.push_async_callback(self.close)
 
     async def sending(self, call: Call, body: Body) -> None:
-        """Check the model name that a call asks for."""
+        """Check the model name that a call asks for, unless the run has several policies, which may be chosen by that name."""
+        if call.policy_name != POLICY:
+            return
         with _only_logged(call):
             await self._asked.look(call.claims.run, call.policy, call.sent.plan.requested_model)
 

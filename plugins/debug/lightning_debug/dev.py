@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -39,6 +39,7 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter, grouped, reason, said_parts
 from lightning.trainer.training_data import all_rollouts, is_of_interest, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
+from lightning_policies.config import PoliciesConfig, PolicyConfig
 from rich.markup import escape
 from rich.table import Table
 
@@ -129,11 +130,12 @@ async def dry_run(
     compared = not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1
     groups = await load_groups(stack.store, rollouts, train_agents, stack.config.trainer.policy_fault)
     tried = await in_thread(try_algorithm, algorithm, groups)
-    problems = _problems(rows, train_agents, compared=compared) + tried.problems
+    policies = PoliciesConfig.of(stack.config).by_name
+    problems = _problems(rows, train_agents, policies, compared=compared) + tried.problems
     if hidden := await hidden_tools(stack.gateway.parts):
         problems.append(f"{counted(hidden, 'call')}: {HIDDEN}")
     alike = equal_rewards(rows) if compared else ""
-    hints = [*([alike] if alike else []), *_hints(rows, train_agents), *tried.hints]
+    hints = [*([alike] if alike else []), *_hints(rows, train_agents, policies), *tried.hints]
     report = DevReport(rows, tuple(problems), tuple(hints), rewards_differ=not alike)
     show(report, reporter.console)
     return report
@@ -179,9 +181,15 @@ def _call_rewards(calls: Sequence[Transition], given: Sequence[StepReward]) -> I
         yield f"{places.get(reward.response_id, 'no call known')}: {reward.name} {reward.value:.3g}"
 
 
-def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: bool = True) -> list[str]:
-    """Return the problems that dry rollouts show. `compared` says that the algorithm compares the rollouts of a task, so that
-    sampling at temperature 0 is a problem."""
+def _problems(
+    rows: Sequence[DevRow],
+    train_agents: Sequence[str],
+    policies: Mapping[str, PolicyConfig] | None = None,
+    *,
+    compared: bool = True,
+) -> list[str]:
+    """Return the problems that dry rollouts show. `policies` are those of a run with several, by name. `compared` says that the
+    algorithm compares the rollouts of a task, so that sampling at temperature 0 is a problem."""
     failed = [row for row in rows if row.reward is None]
     problems = [
         f"{count} of {counted(len(rows), 'rollout')} failed: {why} (the first: task "
@@ -205,12 +213,14 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     ]
     if any(row.calls_without_logprobs for row in scored):
         problems.append("some calls came back without logprobs: the policy server must run with logprobs enabled")
-    return problems + [found.text for found in _diagnosed(rows, train_agents) if found.serious]
+    return problems + [found.text for found in _diagnosed(rows, train_agents, policies) if found.serious]
 
 
-def _diagnosed(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[Diagnosis]:
+def _diagnosed(
+    rows: Sequence[DevRow], train_agents: Sequence[str], policies: Mapping[str, PolicyConfig] | None
+) -> list[Diagnosis]:
     failures = [row.error for row in rows if row.reward is None]
-    return diagnose((row.recorded for row in rows), train_agents, failures)
+    return diagnose((row.recorded for row in rows), train_agents, failures, policies=policies)
 
 
 def equal_rewards(rows: Sequence[DevRow]) -> str:
@@ -227,7 +237,9 @@ def equal_rewards(rows: Sequence[DevRow]) -> str:
     )
 
 
-def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str]:
+def _hints(
+    rows: Sequence[DevRow], train_agents: Sequence[str] = (), policies: Mapping[str, PolicyConfig] | None = None
+) -> list[str]:
     masked, trained = sum(row.constrained_calls for row in rows), sum(row.trained_calls for row in rows)
     hints = []
     if too_long := sum(row.too_long_calls for row in rows):
@@ -243,7 +255,7 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
         )
     if (truncated := sum(row.truncated_calls for row in rows)) > MANY_CUT_OFF * trained:
         hints.append(f"{truncated} of {trained} trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}")
-    return hints + [found.text for found in _diagnosed(rows, train_agents) if not found.serious]
+    return hints + [found.text for found in _diagnosed(rows, train_agents, policies) if not found.serious]
 
 
 def show(report: DevReport, console: Terminal) -> None:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from lightning.batch import Trajectory
@@ -18,6 +18,9 @@ from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.trainer.stages import Alarm
 from lightning.trainer.summary import POLICY_FAULT, Evaluation
 from lightning.types import Status, ToolEvent, Transition
+
+if TYPE_CHECKING:
+    from lightning_policies.config import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,13 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The input of the rules over attempts: the attempts, the globs of the trained agents (`train_agents`), and the errors of
-    failed rollouts."""
+    """The input of the rules over attempts: the attempts, the globs of the trained agents (`train_agents`), the errors of
+    failed rollouts, and the policies by name, if the run has several."""
 
     attempts: Sequence[Attempted] = ()
     train_agents: Sequence[str] = ()
     failures: Sequence[str] = ()
+    policies: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     @property
     def answered(self) -> Iterator[Transition]:

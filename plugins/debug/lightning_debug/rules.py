@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import combinations
 from operator import itemgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ from lightning_record.exchanges import packed_in, why_not_replayable
 
 from lightning_debug.course_rules import COURSE_RULES
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence
+
+if TYPE_CHECKING:
+    from lightning_policies.config import PolicyConfig
 
 LONGEST: Final = 300
 """Most characters of a refusal that are shown."""
@@ -65,10 +69,11 @@ def diagnose(
     train_agents: Sequence[str] = (),
     failures: Sequence[str] = (),
     course: Course | None = None,
+    policies: Mapping[str, PolicyConfig] | None = None,
 ) -> list[Diagnosis]:
     """Apply all rules to the attempts of one step or dry run, and to the `course` of the run up to now (None: no course).
-    `failures` are the errors of failed rollouts."""
-    evidence = Evidence(list(attempts), train_agents, failures)
+    `failures` are the errors of failed rollouts, `policies` the policies by name, if the run has several."""
+    evidence = Evidence(list(attempts), train_agents, failures, policies or {})
     found = [diagnosis for rule in RULES for diagnosis in rule(evidence)]
     return found + [diagnosis for rule in COURSE_RULES for diagnosis in rule(course or Course())]
 
@@ -200,26 +205,37 @@ def shared_memory(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def unmatched_agents(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Find globs of `train_agents` that match no call. If none of them matches any call, nothing is found here, because that
-    error is reported elsewhere."""
-    globs = evidence.train_agents
+    """Find globs of `train_agents`, and of the policies, that match no call. If none of those of `train_agents` matches any
+    call, nothing is found of these here, because that error is reported elsewhere."""
     callers = {Caller(call.caller.agent, call.caller.path) for call in evidence.answered}
-    if not any(is_of_interest(call, globs) for call in evidence.answered):
-        return
-    for glob, meant in unmatched(globs, callers).items():
-        yield Diagnosis(f"glob/{glob}", no_call_of(glob, meant, callers), serious=bool(meant), minor=not meant)
+    models = {call.requested_model for call in evidence.answered}
+    if any(is_of_interest(call, evidence.train_agents) for call in evidence.answered):
+        for glob, meant in unmatched(evidence.train_agents, callers).items():
+            yield _no_call_of(glob, "train_agents", meant, callers)
+    every = [glob for policy in evidence.policies.values() for glob in policy.agents if not glob.startswith(NOT)]
+    missed = unmatched(every, callers) if callers else {}
+    for name, policy in evidence.policies.items():
+        for glob in policy.agents:
+            if glob in missed:
+                yield _no_call_of(glob, f"policies.{name}.agents", missed[glob], callers)
+        for glob in policy.models:
+            if models and not any(_matches(model, (glob,)) for model in models):
+                setting = f"policies.{name}.models"
+                text = f"no call matched {glob!r} of {setting}. Models that were asked for: {names_of(models)}"
+                yield Diagnosis(f"glob/{setting}/{glob}", text, minor=True)
 
 
 def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
     """Find calls for several model names, which the policy all answers, and say which name looks like a judge's: all its calls
-    came after the last tool run."""
+    came after the last tool run. A name that the settings give to a policy is left out."""
+    given = [glob for policy in evidence.policies.values() for glob in policy.models]
     asked: defaultdict[str, Counter[str]] = defaultdict(Counter)
     early: set[str] = set()  # asked for before the last tool of an attempt ran
     late: Counter[str] = Counter()
     for attempt in evidence.attempts:
         last = max((event.at for event in attempt.tool_events), default=0.0)
         for call in attempt.calls:
-            if call.status.answered and call.requested_model:
+            if call.status.answered and call.requested_model and not _matches(call.requested_model, given):
                 asked[call.requested_model][call.caller.name] += 1
                 early |= {call.requested_model} if call.started_at < last else set()
         late.update({call.requested_model for call in attempt.calls if last and call.started_at >= last})
@@ -238,11 +254,16 @@ def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def no_call_of(glob: str, meant: str, callers: Iterable[Caller]) -> str:
-    """Return the text for a glob of `train_agents` that matches nothing. `meant` is the agent that was probably meant; empty if
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _no_call_of(glob: str, setting: str, meant: str, callers: Iterable[Caller]) -> Diagnosis:
+    """Return the finding for a glob of a setting that matches nothing. `meant` is the agent that was probably meant; empty if
     none is similar."""
     cure = f"did you mean {meant!r}?" if meant else "is it misspelt, or is that agent only called now and then?"
-    return f"no call matched {glob!r} of train_agents; {cure} Agents seen: {names_of(callers)}"
+    text = f"no call matched {glob!r} of {setting}; {cure} Agents seen: {names_of(callers)}"
+    return Diagnosis(f"glob/{setting}/{glob}", text, serious=bool(meant), minor=not meant)
 
 
 def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:

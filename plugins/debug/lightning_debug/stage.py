@@ -26,6 +26,7 @@ from lightning.trainer.stages import Added, Alarm, StepStage, StepTaken
 from lightning.trainer.summary import Evaluation, Reporter
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Json, Status, Task
+from lightning_policies.config import PoliciesConfig
 
 from lightning_debug.call_advice import hidden_tools
 from lightning_debug.config import AlertsConfig
@@ -151,6 +152,7 @@ class Advice(StepStage):
 
     def __init__(self, config: Config) -> None:
         self._gap, self._order = bound_of(config), config.trainer.order
+        self._policies = PoliciesConfig.of(config).by_name
         self._alerts = Alerts(AlertsConfig.of(config).alerts)
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: Sequence[Evaluation] = ()
@@ -182,7 +184,7 @@ class Advice(StepStage):
         self, attempts: Sequence[Attempted] = (), train_agents: Sequence[str] = (), failures: Sequence[str] = ()
     ) -> list[Diagnosis]:
         course = Course(self._steps, self._evaluations, self._gap, self._order)
-        found = await asyncio.to_thread(diagnose, attempts, train_agents, failures, course)
+        found = await asyncio.to_thread(diagnose, attempts, train_agents, failures, course, self._policies)
         return [diagnosis for diagnosis in found if not diagnosis.minor]
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:

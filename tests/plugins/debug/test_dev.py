@@ -16,6 +16,7 @@ from lightning.trainer.summary import Reporter
 from lightning.types import Caller, CallStatus, Task, Transition, logprobs, token_ids
 from lightning_debug.dev import DevReport, DevRow, _hints, _problems, dry_run, equal_rewards, show
 from lightning_debug.diagnosis import Attempted
+from lightning_policies.config import PolicyConfig
 
 from tests.core.cli.test_output import EVIL, SHOWN, STEERS
 
@@ -73,9 +74,19 @@ def test_a_glob_that_matches_nothing_and_resembles_nothing_is_a_hint() -> None:
     assert hint.startswith("no call matched 'rescuer' of train_agents; is it misspelt,")
 
 
+def test_a_glob_of_a_policy_that_matches_nothing_is_a_problem_or_a_hint() -> None:
+    seen, policies = row(callers=(WRITER, ASK)), {"plans": PolicyConfig(agents=("planner", "rescuer"))}
+    (problem,) = _problems([seen], ["!policy:base"], policies)
+    assert problem.startswith("no call matched 'planner' of policies.plans.agents; did you mean '*/planner/*'?")
+    (hint,) = _hints([seen], ["!policy:base"], policies)
+    assert hint.startswith("no call matched 'rescuer' of policies.plans.agents; is it misspelt,")
+
+
 def test_when_nothing_is_trained_the_callers_are_named() -> None:
     (problem,) = _problems([row(trained_calls=0, callers=(ASK,))], ["planner"])
     assert problem.startswith("train_agents ['planner'] matches none of the agents seen: agent/planner/ask")
+    (problem,) = _problems([row(trained_calls=0, callers=(ASK,))], ["!policy:judge", "!policy:base"])
+    assert problem == "no call of agent/planner/ask has tokens to train on and a policy that is trained"
     (problem,) = _problems([row(trained_calls=0)], [])
     assert problem.startswith("no model call was recorded")
 

@@ -10,6 +10,7 @@ from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.diagnosis import Attempted
 from lightning_debug.rules import LENGTH, diagnose, further
+from lightning_policies.config import PolicyConfig
 from lightning_record.exchanges import TEXTS, Flag, pack, why_not_replayable
 
 WRITER = Caller("writer", ("crew", "writer"))
@@ -136,6 +137,31 @@ def test_a_glob_that_matches_no_agent() -> None:
     assert (unknown.serious, unknown.minor) == (False, True)
     assert diagnose(attempts, ["zzz"]) == [], "where nothing is trained that is said with the reason"
     assert diagnose(attempts, ["writer", "!planner", "model:x"]) == []
+
+
+def test_a_glob_of_a_policy_that_matches_no_call() -> None:
+    attempts = [Attempted([call(requested_model="big"), call(caller=Caller("planner"), requested_model="big")], ())]
+    policies = {
+        "writes": PolicyConfig(agents=("wrtier", "zzz", "!planner")),
+        "plans": PolicyConfig(agents=("planner",), models=("big*", "small*")),
+    }
+    meant, unknown, model = diagnose(attempts, ["!policy:base"], policies=policies)
+    seen = "Agents seen: crew/writer, planner"
+    assert meant.text == f"no call matched 'wrtier' of policies.writes.agents; did you mean 'writer'? {seen}"
+    assert meant.serious
+    assert unknown.text.startswith("no call matched 'zzz' of policies.writes.agents; is it misspelt,")
+    assert model.text == "no call matched 'small*' of policies.plans.models. Models that were asked for: big"
+    assert unknown.minor
+    assert model.minor
+    (same, *_) = diagnose(attempts, ["nobody"], policies=policies)
+    assert same == meant, "also where nothing is trained"
+    assert diagnose([], policies=policies) == [], "without a call nothing is known of globs"
+
+
+def test_models_that_are_given_to_policies_need_no_word() -> None:
+    calls = [call(requested_model=name) for name in ("big", "small")]
+    assert len(diagnose([Attempted(calls, ())])) == 2
+    assert diagnose([Attempted(calls, ())], policies={"writes": PolicyConfig(models=("big", "small"))}) == []
 
 
 WORDS = random.Random(0)

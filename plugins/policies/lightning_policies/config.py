@@ -1,0 +1,47 @@
+"""The settings `[policies.NAME]`: the policies of a run, and the agents that each of them answers.
+
+The invariant: they are read without what training imports, since every command reads the settings.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lightning.config import LoraConfig, NamedSettings, Section
+from pydantic import Field
+
+
+class PolicyConfig(Section):
+    """A policy: the agents that it answers, and how it is trained."""
+
+    agents: tuple[str, ...] = ()
+    """Agents that this policy answers, as globs on the caller path or the agent's name. A glob after `!` takes out what it
+    matches."""
+    models: tuple[str, ...] = ()
+    """Globs on the model that a call asks for. Calls that match are this policy's, whatever agent they come from."""
+    base: str | None = None
+    """The model that the policy begins as, a folder or a name on the Hugging Face Hub; null is the run's model. This release
+    refuses another model, which needs servers of its own."""
+    lora: LoraConfig | None = None
+    """The policy's adapters; null is `engine.lora`."""
+    lr: float | None = Field(default=None, gt=0)
+    """The policy's learning rate, to which the schedule of `engine.lr` applies; null is `engine.lr`."""
+    train: bool = True
+    """Train the policy. If false it stays the untrained model, bit for bit."""
+
+
+class PoliciesConfig(NamedSettings):
+    """The policies of the run, each with the agents that it answers. Without a policy, one policy answers all agents. An agent
+    that no policy names is answered by the untrained model and is not trained."""
+
+    place: ClassVar[str] = "policies"
+    of_run: ClassVar[tuple[str, ...]] = ("agents", "models", "base", "lora", "train")
+    __pydantic_extra__: dict[str, PolicyConfig] = Field(init=False)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a name that no policy can have, a policy without calls or with settings that have no effect,
+        an agent with two policies, and policies of which none is trained."""
+        if self.by_name:
+            from lightning_policies.calls import check_policies  # not at every start: it imports what training does
+
+            check_policies(self.by_name)
