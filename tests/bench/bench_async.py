@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,12 +73,12 @@ class ScriptedPolicy:
         """The served name."""
         return self.fake.model
 
-    alias, claim = model, ""
+    alias, models, claim = model, (), ""
 
     async def start(self) -> None:
         """It runs already."""
 
-    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path, version: int, probes: Sequence[Probe] = ()) -> Update:
         """Pause, count, name the version, resume."""
         self.fake.pause()
         in_flight = self.fake.in_flight()

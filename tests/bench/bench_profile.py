@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -221,7 +221,7 @@ PLANTED = {
 class Scripted:
     """A policy server that is scripted, and takes weights as if it loaded them."""
 
-    version, claim = 0, ""
+    version, models, claim = 0, (), ""
 
     def __init__(self) -> None:
         self.fake = FakeVLLM(script=answer)
@@ -232,7 +232,7 @@ class Scripted:
         await self.fake.start()
         self.url = self.fake.url
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         """Calls in flight stand still for a moment."""
         self.fake.pause()
         in_flight = self.fake.in_flight()

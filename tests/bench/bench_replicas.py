@@ -68,7 +68,7 @@ class World:
     async def update(self, version: int) -> None:
         file = self.folder / f"version-{version}"
         file.touch()
-        await self.stack.update(file, version, None)
+        await self.stack.update(file, version)
 
     async def verdict(self) -> dict[str, int]:
         """Counts of rollouts and tokens, and of those that are wrong."""

@@ -35,6 +35,7 @@ OTHER_MEANINGS = {
     "gateway/upstream.py": {"lightning_attach": "a method of vLLM's workers"},
     "instrument/marking.py": dict.fromkeys(("crewai", "dspy", "llama_index", "smolagents"), "a framework's package"),
     "policy_server/control.py": {"lightning_attach": "a method of vLLM's workers"},
+    "policy_server/model_folder.py": {"policies": "the metadata of a file with adapters"},
     "policy_server/owner_secret.py": {"lightning_attach": "a method of vLLM's workers"},
     "policy_server/vllm_arguments.py": {"ray": "an executor of vLLM's"},
     "policy_server/vllm_server.py": {"attach": "the setting `policy_server.attach`"},

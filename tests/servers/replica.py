@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Replica:
     `load_seconds` is how long it takes weights. `refuses` makes the next update fail, before (`"clean"`) or after (`"lost"`)
     the weights have changed."""
 
-    model, claim = "policy", ""
+    model, models, claim = "policy", (), ""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Replica:
     async def usage(self) -> Usage | None:
         return None if self._gone else Usage(len(self.fake.requests))
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         fake = self.fake
         refused, self.refuses = self.refuses, ""
         if refused == "clean":
@@ -114,7 +114,7 @@ class Replica:
         if refused == "lost":
             raise PolicyServerError("the probe was not answered")
         fake.resume()
-        return Update(version, in_flight, self._load, self.prober(probe) if probe else [])
+        return Update(version, in_flight, self._load, [self.prober(probe) for probe in probes])
 
     async def kill(self) -> None:
         """End it as `kill -9` does."""

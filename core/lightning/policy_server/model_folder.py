@@ -27,6 +27,9 @@ HASH_BYTES = 4 * 2**20
 """Bytes that are read at once to be hashed."""
 LORA_A, LORA_B, ADAPTERS = "|lora_A", "|lora_B", "lightning.adapters"
 """In a file that holds only LoRA adapters: the suffixes of a matrix's name, and the metadata that say how to merge them."""
+POLICIES = "policies"
+"""The metadata key of a file with the adapters of several policies: a JSON object that maps each policy's name to the metadata
+`ADAPTERS` of a file with its adapters alone. Names of tensors begin with the policy's name and `|`."""
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes that vLLM casts to the dtype it serves."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -61,6 +64,11 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
     MissingExtraError when safetensors is not installed.
     """
     return _read(path)[0]
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """Return the metadata of a safetensors file. Raises as `read_header` does."""
+    return _read(path)[1]
 
 
 def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
@@ -142,7 +150,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def check_weights(weights: Path, folder: Path) -> None:
     """Raise PolicyServerError unless `weights`, a safetensors file or a model's folder, can replace the weights of the model in
-    `folder`.
+    `folder`. Adapters of several policies must each fit that model.
 
     With tied word embeddings a `lm_head.weight` may be present or absent on either side. Tensors that the file names as left
     out, such as a vision tower's, keep their values.
@@ -152,7 +160,10 @@ def check_weights(weights: Path, folder: Path) -> None:
         folder_tensors(folder),
     )
     if ADAPTERS in metadata:
-        _check_adapters(weights, have, want)
+        _check_adapters(str(weights), have, want)
+        return
+    if POLICIES in metadata:
+        _check_policies(weights, json.loads(metadata[POLICIES]), have, want)
         return
     left_out = frozenset(json.loads(metadata.get(LEFT_OUT, "[]")))
     tied = bool(json_object(folder / "config.json").get("tie_word_embeddings"))
@@ -172,14 +183,32 @@ def check_weights(weights: Path, folder: Path) -> None:
             )
 
 
-def _check_adapters(weights: Path, have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec]) -> None:
+def _check_adapters(
+    whose: str, have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], cure: str = "export the whole model"
+) -> None:
     names = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in have}
     for name in sorted(names):
         down, up, spec = have.get(name + LORA_A), have.get(name + LORA_B), want.get(name)
         if down is None or up is None or spec is None or spec.shape != (up.shape[0], down.shape[1]):
+            raise PolicyServerError(f"{whose} has an adapter for {name!r} that the model does not fit: {cure}")
+
+
+def _check_policies(
+    weights: Path, policies: Mapping[str, object], have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec]
+) -> None:
+    parts: dict[str, dict[str, TensorSpec]] = {policy: {} for policy in policies}
+    for name, spec in have.items():
+        policy, _, matrix = name.partition("|")
+        if policy not in parts:
             raise PolicyServerError(
-                f"{weights} has an adapter for {name!r} that the model does not fit: export the whole model"
+                f"{weights} has the tensor {name!r}, which is of none of its policies: export them again"
             )
+        parts[policy][matrix] = spec
+    for policy, own in parts.items():
+        if not own:
+            raise PolicyServerError(f"{weights} has no adapters of the policy {policy!r}: export the policies again")
+        cure = "train the policy from the model that the policy server was started with"
+        _check_adapters(f"the policy {policy!r} in {weights}", own, want, cure)
 
 
 def _embedding(tensors: Mapping[str, TensorSpec]) -> TensorSpec | None:

@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from lightning.types import POLICY
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A few tokens and the trainer's logprobs for them: `logprobs[i]` belongs to `ids[i]`; `logprobs[0]` is ignored."""
+    """A few tokens and the trainer's logprobs for them: `logprobs[i]` belongs to `ids[i]`; `logprobs[0]` is ignored. They are
+    those of the weights of `policy`."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
+    policy: str = POLICY
 
     def gaps(self, served: Sequence[float]) -> list[float]:
         """Return |trainer - server| of each token but the first (nats), given the server's logprobs of these; infinite where
@@ -39,8 +43,8 @@ class Update:
     version: int
     in_flight: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    served: Sequence[float] = ()
-    """The server's logprobs of the probe's tokens, except the first (`Probe.gaps`); empty without a probe."""
+    served: Sequence[Sequence[float]] = ()
+    """For each probe the server's logprobs of its tokens, except the first (`Probe.gaps`)."""
 
 
 class Usage(NamedTuple):
@@ -70,6 +74,11 @@ class PolicyServer(Protocol):
         """The served model name that the policy's calls carry: new at each start if we start the server, else `model`."""
 
     @property
+    def models(self) -> Sequence[tuple[str, str]]:
+        """Each policy that the server answers, with the model name that its calls carry. Empty for a server with one policy,
+        whose calls carry `alias`."""
+
+    @property
     def claim(self) -> str:
         """The word that this trainer left in a server that others run, whose model names identify nothing. Empty if `alias` is
         new at each start."""
@@ -81,12 +90,12 @@ class PolicyServer(Protocol):
     async def start(self) -> None:
         """Start (or attach) and return once it answers. On failure the error carries the last lines of its log."""
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         """Put new weights (a safetensors file, or a model's folder) into the running server. None declares the present weights
         as `version`: nothing is loaded and no prefix cache is dropped.
 
         Order: validate the file, pause (requests in flight freeze), read how far each had come, load, drop the prefix cache,
-        set the version, resume, probe. A file that does not fit is refused before anything is paused.
+        set the version, resume, probe (one probe after another). A file that does not fit is refused before anything is paused.
         """
 
     async def healthy(self) -> bool:

@@ -81,7 +81,8 @@ def server_args(
     port: int,
     transfer: WeightTransfer | None = None,
 ) -> list[str]:
-    """Return the arguments of `vllm serve`; `config.args` come last and win. Answers carry the first of the `names`."""
+    """Return the arguments of `vllm serve`; `config.args` come last and win. Answers carry the first of the
+    `names`, and calls the last."""
     args = ["serve", str(model), "--served-model-name", *names, "--host", config.host, "--port", str(port)]
     # -1: the model's own context, rotary scaling included, or what fits into the KV cache.
     args += ["--max-model-len", str(chosen.max_model_len or -1), "--dtype", chosen.dtype]
@@ -100,7 +101,7 @@ def server_args(
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
         args += ["--no-async-scheduling"]  # a frozen request has then no token that is sampled but not yet counted
         args += ["--enable-sleep-mode"] if chosen.sleeps else []
-    args += transfer.args if transfer else ()
+    args += transfer.args(names[-1]) if transfer else ()
     if chosen.tool_call_parser:
         args += ["--enable-auto-tool-choice", "--tool-call-parser", chosen.tool_call_parser]
     if chosen.reasoning_parser:

@@ -42,6 +42,7 @@ from lightning.policy_server.vllm_arguments import check_args, check_host, requi
 from lightning.policy_server.weights import FromDisk, WeightTransfer
 from lightning.processes import kill_group
 from lightning.store.url import redacted
+from lightning.types import POLICY
 
 TAIL_LINES = 15
 MAX_LINE = 400
@@ -50,6 +51,21 @@ STOP_SECONDS = 15.0
 _CULPRIT = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Exit)\b: .*\S|\bKilled\b|Segmentation fault")
 _HARMLESS = re.compile(r"^(?:\([^)]*\)\s*)*(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 """Matches the beginning of a log line that reports no error; vLLM's warnings name errors that may come."""
+_CURES = (
+    (
+        re.compile("does not support LoRA"),
+        "Adapters of several policies need a model of another kind: train one policy",
+    ),
+    (
+        re.compile("expected target modules in .* but received"),
+        "Name modules that vLLM has for the adapters (engine.lora.target_modules)",
+    ),
+    (
+        re.compile("When using LoRA, vocab size"),
+        "Name the modules for the adapters (engine.lora.target_modules) instead of all-linear",
+    ),
+)
+"""Matches errors of vLLM with adapters, each with the cure."""
 
 
 @contextmanager
@@ -101,15 +117,16 @@ class ServerProcess:
         return self._popen.poll()
 
     def explain(self) -> str:
-        """Return the first error that this start wrote to its log, and the log's last lines."""
+        """Return the first error that this start wrote to its log, with its cure if one is known, and the log's last lines."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
         lines = [line[:MAX_LINE] for line in lines if line.strip()]
         told = (line for line in lines if not _HARMLESS.search(line))
         culprit = next((match.group() for line in told if (match := _CULPRIT.search(line))), "")
+        cure = next((f"{cure}. " for error, cure in _CURES if error.search(culprit)), "")
         tail = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:]) or "  | (nothing was written)"
-        return f"{f'{culprit}. ' if culprit else ''}The last lines of {self.log}:\n{tail}"
+        return f"{f'{culprit}. ' if culprit else ''}{cure}The last lines of {self.log}:\n{tail}"
 
     async def stop(self, *, patience: float = STOP_SECONDS) -> None:
         """End vLLM and everything it started: first by SIGTERM, after `patience` seconds by SIGKILL. May be called again."""
@@ -173,6 +190,12 @@ class VLLMServer(ABC):
         """The served model name that the policy's calls carry: that of this start, or else `model`."""
         return self._alias or self.model
 
+    @property
+    def models(self) -> Sequence[tuple[str, str]]:
+        """Each policy that the server answers, with the model name that its calls carry. Empty for a server with one policy,
+        whose calls carry `alias`."""
+        return self._transfer.models(self.alias)
+
     async def healthy(self) -> bool:
         """Whether the server and its engine answer now."""
         return self._control is not None and await self._control.health() == "ok"
@@ -201,25 +224,34 @@ class VLLMServer(ABC):
         """Take the GPU's memory back and go on."""
         await self._running().wake_up()
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         """Put new weights into the running server; see `PolicyServer.update`.
 
         Once the server is paused a cancelled update is finished before the cancellation takes effect: frozen requests
         would wait for ever otherwise.
         """
-        if probe is not None and len(probe.ids) != len(probe.logprobs):
-            raise DataError(f"a probe of {len(probe.ids)} ids has {len(probe.logprobs)} logprobs; give one for each")
+        for probe in probes:
+            if len(probe.ids) != len(probe.logprobs):
+                raise DataError(
+                    f"a probe of {len(probe.ids)} ids has {len(probe.logprobs)} logprobs; give one for each"
+                )
         async with self._changing:
             update = await self._take(weights, version)
-            return update if probe is None else replace(update, served=await self._probed(probe))
+            return replace(update, served=tuple([await self._probed(probe) for probe in probes]))
 
     async def _probed(self, probe: Probe) -> Sequence[float]:
         """Return the server's logprobs of a probe. A busy machine may answer late, so a server that is not dead is asked
         again."""
         control, tries = self._running(), 1
+        models = self.models or [(POLICY, self.model)]
+        model = next((name for policy, name in models if policy == probe.policy), None)
+        if model is None:
+            raise PolicyServerError(
+                f"{self.url} does not answer for the policy {probe.policy!r}, which was to be probed"
+            )
         while True:
             try:
-                return await control.served_logprobs(self.model, probe.ids, PROBE_SECONDS)
+                return await control.served_logprobs(model, probe.ids, PROBE_SECONDS)
             except NoAnswerError as error:
                 state = await control.health()
                 if tries == PROBE_TRIES or state in ("dead", "refused"):

@@ -39,10 +39,16 @@ _PREFIX, _UNLOCKED = "lightning-weights-", ".lightning-weights-"
 class WeightTransfer(Protocol):
     """How a vLLM gets the tensors of files. Raises `PolicyServerError`."""
 
-    args: Sequence[str]
-    """Arguments that `vllm serve` needs for this transfer, where lightning starts vLLM."""
     extension: str
     """The import path of the class for vLLM's workers: our worker extension, or a class derived from it."""
+
+    def args(self, alias: str) -> Sequence[str]:
+        """Return the arguments that `vllm serve` needs for this transfer, where lightning starts vLLM. The calls of that server
+        carry the model name `alias`, or a name of `models`."""
+
+    def models(self, alias: str) -> Sequence[tuple[str, str]]:
+        """Return each policy that such a server answers, with the model name that its calls carry. Empty for a server with one
+        policy, whose calls carry `alias`."""
 
     def check(self, device: Device | None) -> None:
         """Raise `ConfigError` if this cannot work here, or in a vLLM on `device` (None: a vLLM that somebody else runs)."""
@@ -57,8 +63,15 @@ class WeightTransfer(Protocol):
 class FromDisk:
     """Implements `WeightTransfer`: vLLM reads the files itself."""
 
-    args: Sequence[str] = ()
     extension = EXTENSION
+
+    def args(self, alias: str) -> Sequence[str]:
+        """Return no arguments: vLLM can always read files."""
+        return ()
+
+    def models(self, alias: str) -> Sequence[tuple[str, str]]:
+        """Return no names: the server has one policy."""
+        return ()
 
     def check(self, device: Device | None) -> None:
         """Accept every device: vLLM can always read files."""

@@ -142,8 +142,12 @@ class WorkerExtension:
             return {"owner": state.claim}
         started = time.perf_counter()
         self._lightning_void()
-        _load(self, paths)
+        self._lightning_replace(paths)
         return {"seconds": time.perf_counter() - started}
+
+    def _lightning_replace(self, paths: Sequence[str]) -> None:
+        """Replace the model's weights by those of the files."""
+        _load(self, paths)
 
     def _lightning_known(self) -> State:
         """Return the state of this worker. The first call starts to watch its requests, and makes seeds work on a CPU."""

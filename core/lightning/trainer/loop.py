@@ -417,7 +417,7 @@ class Loop:
                 await self.bring_forward(self.engine, again)
         self.done = committed
         self.writer.restored(start, committed)
-        await self.publisher.recall(records[-1])
+        await self.publisher.recall(records[-1], self.train_agents)
         await self.publish()
         self.reporter.say(f"resumed after step {committed} ({len(again)} replayed from the store)")
 

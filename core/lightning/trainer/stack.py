@@ -132,7 +132,7 @@ class Stack:
         """Run rollouts, and ask the source for more, until it is cancelled."""
         await self._unless_supervisor_fails(asyncio.create_task(self.agents.work(on_finished, source)))
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None) -> list[Update]:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> list[Update]:
         """Put new weights into the policy servers, and return the update of each. None: those they have are `version` now.
 
         Requests that arrive meanwhile wait: for all servers at once, or, where training on older tokens is allowed
@@ -141,11 +141,11 @@ class Stack:
         """
         restarts = self.restarts
         try:
-            updates = await self._update(weights, version, probe)
+            updates = await self._update(weights, version, probes)
         except PolicyServerError:
             if not await self._recovered(restarts):
                 raise
-            updates = await self._update(weights, version, probe)
+            updates = await self._update(weights, version, probes)
         self.advanced()
         await self.waiting.aclose()
         return updates
@@ -186,17 +186,17 @@ class Stack:
         for each in self._served:
             each.deaths = 0
 
-    async def _update(self, weights: Path | None, version: int, probe: Probe | None) -> list[Update]:
+    async def _update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> list[Update]:
         """Update every server that is not away. Those that are away get the weights when they come back."""
         while True:
             await self._unless_supervisor_fails(asyncio.create_task(self._serving.wait()))
             async with self._changing:
                 there = [each for each in self._served if not each.away]
-                if there and (updates := await self._update_all(there, weights, version, probe)):
+                if there and (updates := await self._update_all(there, weights, version, probes)):
                     return updates
 
     async def _update_all(
-        self, there: list[Served], weights: Path | None, version: int, probe: Probe | None
+        self, there: list[Served], weights: Path | None, version: int, probes: Sequence[Probe]
     ) -> list[Update]:
         """Update servers, in one hold or one after another. Return the updates; none if all servers have died meanwhile."""
         alone = self.config.trainer.max_staleness > 0 and weights is not None and len(self._served) > 1
@@ -204,7 +204,7 @@ class Stack:
         failed: dict[Served, PolicyServerError] = {}
         for batch in [[each] for each in there] if alone else [there]:
             taken, refused = await self._update_some(
-                batch, batch[0].upstream if alone else None, weights, version, probe
+                batch, batch[0].upstream if alone else None, weights, version, probes
             )
             updates += taken
             failed |= refused
@@ -219,7 +219,7 @@ class Stack:
         return updates
 
     async def _update_some(
-        self, servers: list[Served], held: Upstream | None, weights: Path | None, version: int, probe: Probe | None
+        self, servers: list[Served], held: Upstream | None, weights: Path | None, version: int, probes: Sequence[Probe]
     ) -> tuple[list[Update], dict[Served, PolicyServerError]]:
         """Update servers at once. Every gateway that serves the run stops sending calls to the server that is `held` (None: to
         all), the trainer's own last and for the update alone. Return the updates, and the errors of servers that failed."""
@@ -227,7 +227,7 @@ class Stack:
 
         async def taken(each: Served) -> Update | PolicyServerError:
             try:
-                return await each.server.update(weights, version, probe)
+                return await each.server.update(weights, version, probes)
             except PolicyServerError as error:
                 return error
 
@@ -364,7 +364,7 @@ class Stack:
 
 def upstream_of(policy: PolicyServer) -> Upstream:
     """A policy server that has started, as gateways know it and no other."""
-    return Upstream(policy.url, policy.alias, policy.claim)
+    return Upstream(policy.url, policy.alias, policy.claim, tuple(policy.models))
 
 
 def seed_of(config: Config) -> int | None:

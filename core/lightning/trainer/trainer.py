@@ -64,7 +64,7 @@ from lightning.trainer.stack import Stack, check_gateway, open_stack
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
 from lightning.trainer.training_data import without
-from lightning.types import Json, Run, Task, as_texts
+from lightning.types import POLICY, Json, Run, Task, as_texts
 
 if TYPE_CHECKING:
     from lightning import Session
@@ -554,7 +554,8 @@ class Trainer:
         kept = loop.kept
         steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.final_reward)
         about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
-        if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
+        probes = [] if kept else await asyncio.to_thread(loop.publisher.prober.probes)
+        for probe in (each for each in probes if each.policy == POLICY):  # a model of several policies has no probe
             about[PROBE] = {
                 "ids": [*probe.ids],
                 "logprobs": [0.0, *probe.logprobs[1:]],

@@ -1,8 +1,8 @@
 """Brings the engine's weights to the policy server, and proves that the server computes with them.
 
 The invariant: when `publish` returns, the policy server samples from exactly the engine's weights, under their version. Some
-tokens were compared if any are known: sampled tokens if there are enough, with a bound for the dtypes in use. A server that is
-nearer to the weights of the step before is told from a server that differs only by its dtype.
+tokens of each policy were compared if any are known: sampled tokens if there are enough, with a bound for the dtypes in use. A
+server that is nearer to the weights of the step before is told from a server that differs only by its dtype.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.weights import FILES
 from lightning.trainer.stack import Stack
-from lightning.types import StepRecord
+from lightning.trainer.training_data import is_of_interest
+from lightning.types import POLICY, StepRecord, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +74,13 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a probe: largest and mean gap (nats), and what is wrong, "" if nothing is."""
+    """The result of a probe: largest and mean gap (nats), and what is wrong, "" if nothing is. The weights are those of
+    `policy`."""
 
     largest: float
     mean: float
     problem: str
+    policy: str = POLICY
 
 
 def _worst(verdict: Verdict) -> tuple[bool, float]:
@@ -85,43 +89,50 @@ def _worst(verdict: Verdict) -> tuple[bool, float]:
 
 
 class Prober:
-    """Chooses the tokens of a probe, asks the trainer for their logprobs, and judges the policy server's."""
+    """Chooses the tokens of a probe for each policy, asks the trainer for their logprobs, and judges the policy server's."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self._engine, self._bound = engine, bound_of(config)
-        self._tokens: list[_Tokens] = []
+        self._tokens: dict[str, list[_Tokens]] = {}
         self._baseline = GapBound(0.0, 0.0, 1.0)
-        self._below, self._said = 0, Once()
+        self._below, self._said = Counter[str](), Once()
+        """How many successive updates of each policy were below the sampler's noise."""
+        self._noted: dict[str, Probe] = {}
 
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Probe with tokens of this batch from now on, if it has any. Gaps of its step, which were measured before the update,
-        are the baseline, unless some tokens are of older weights; a gap that the step did not measure is 0 in it."""
-        if batch.samples:
-            self._tokens = [_of_row(row) for row in _best(batch.samples)]
+        """Probe every policy that has rows in this batch with their tokens from now on. Gaps of its step, which were measured
+        before the update, are the baseline, unless some tokens are of older weights; a gap that the step did not measure is 0
+        in it."""
+        rows: dict[str, list[Sample]] = {}
+        for row in batch.samples:
+            rows.setdefault(row.policy, []).append(row)
+        self._tokens |= {policy: [_of_row(row) for row in _best(own)] for policy, own in rows.items()}
         if not metrics.get("staleness_max") and "mean_logprob_gap" in metrics:
             self._baseline = GapBound(metrics["mean_logprob_gap"], metrics.get("p999_logprob_gap", 0.0), 1.0)
 
-    def recall(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Probe with tokens of a recorded call from now on, as after a resume."""
+    def recall(self, prompt: Sequence[int], response: Sequence[int], policy: str = POLICY) -> None:
+        """Probe a policy with tokens of a recorded call from now on, as after a resume."""
         ids = [*prompt, *response]
         ids = ids[: _window([(len(prompt), len(ids))], len(ids))[1]]
         sampled = np.arange(len(ids)) >= len(prompt)
-        self._tokens = [_Tokens(ids, _compared(sampled), np.full(len(ids), np.nan, np.float32))]
+        self._tokens[policy] = [_Tokens(ids, _compared(sampled), np.full(len(ids), np.nan, np.float32))]
 
-    def probe(self, attempt: int = 0) -> Probe | None:
-        """Return the trainer's logprobs of some tokens, at the second attempt of others if there are any; None when no tokens
-        are known."""
-        if not self._tokens:
-            return None
-        ids = np.asarray(self._tokens[attempt % len(self._tokens)].ids, dtype=np.int32)
-        zeros = np.zeros(len(ids), dtype=np.float32)
-        sample = Sample(ids, zeros, zeros, zeros, np.full(len(ids), -1, dtype=np.int32), ())
-        return Probe(ids.tolist(), self._engine.logprobs([sample])[0].tolist())
+    def probes(self, attempt: int = 0) -> list[Probe]:
+        """Return the trainer's logprobs of some tokens of each policy of which tokens are known, at the second attempt of
+        others if there are any."""
+        rows = []
+        for policy, known in sorted(self._tokens.items()):
+            ids = np.asarray(known[attempt % len(known)].ids, dtype=np.int32)
+            zeros = np.zeros(len(ids), dtype=np.float32)
+            rows.append(Sample(ids, zeros, zeros, zeros, np.full(len(ids), -1, dtype=np.int32), (), policy=policy))
+        found = self._engine.logprobs(rows) if rows else []
+        return [Probe(row.ids.tolist(), own.tolist(), row.policy) for row, own in zip(rows, found, strict=True)]
 
     def judge(self, probe: Probe, served: Sequence[float], attempt: int = 0) -> Verdict | None:
         """Judge the server's weights by its logprobs of the probe's tokens, without the first; None if none of the tokens
         counts."""
-        tokens = self._tokens[attempt % len(self._tokens)]
+        known_tokens = self._tokens[probe.policy]
+        tokens = known_tokens[attempt % len(known_tokens)]
         chosen = tokens.compared[1:]
         ours, old = np.asarray(probe.logprobs[1:]), tokens.sampled[1:]
         every = np.asarray(probe.gaps(served))
@@ -141,20 +152,29 @@ class Prober:
             now, before = float(np.mean(every[known])), float(np.mean(np.abs(np.asarray(served) - old)[known]))
             if not problem and now > few * BASELINE * base.mean and before < now:
                 problem = f"{now:.3g} nats in the mean, and those of the step before by {before:.3g}"
-            if not attempt:  # a second try is of the same update
-                self._note(moved)
-        return Verdict(float(np.max(gaps)), float(np.mean(gaps)), problem)
+            if (
+                not attempt and self._noted.get(probe.policy) is not probe
+            ):  # a second try, and the next server, have the same update
+                self._noted[probe.policy] = probe
+                self._note(probe.policy, moved)
+        return Verdict(float(np.max(gaps)), float(np.mean(gaps)), problem, probe.policy)
 
-    def _note(self, moved: float) -> None:
-        """Warn, once, when updates are smaller than the difference between sampler and trainer."""
-        self._below = self._below + 1 if moved < NOISE * self._baseline.mean else 0
-        if self._below == STEPS_BELOW and self._said.first():
+    def _note(self, policy: str, moved: float) -> None:
+        """Warn, once, when updates of a policy are smaller than the difference between sampler and trainer."""
+        self._below[policy] = self._below[policy] + 1 if moved < NOISE * self._baseline.mean else 0
+        if self._below[policy] == STEPS_BELOW and self._said.first():
             logger.warning(
                 "the last %d updates changed logprobs by less than the %.2g nats by which sampler and trainer differ, so that "
-                "agents hardly see them: raise engine.lr, or set engine.dtype = 'float32'",
+                "agents hardly see them: raise engine.lr, or set engine.dtype = 'float32'%s",
                 STEPS_BELOW,
                 self._baseline.mean,
+                _of(policy),
             )
+
+
+def _of(policy: str) -> str:
+    """Return the words that name a policy behind a sentence; empty for the one policy of a run."""
+    return "" if policy == POLICY else f" (of the policy {policy!r})"
 
 
 def _window(sampled: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
@@ -256,24 +276,28 @@ class Publisher:
     async def relabel(self, version: int) -> None:
         """Declare the served weights as `version`: the step that led to it has left them unchanged."""
         began = time.monotonic()
-        await self._stack.update(None, version, None)
+        await self._stack.update(None, version)
         self.held = time.monotonic() - began
 
-    async def recall(self, record: StepRecord) -> None:
-        """Choose the tokens of one trained call of a committed step for the next probe."""
+    async def recall(self, record: StepRecord, train_agents: Sequence[str]) -> None:
+        """Choose the tokens of one trained call of each policy, of a rollout of a committed step, for the next probes."""
+        first: dict[str, Transition] = {}
         for attempt in record.rollouts[:1]:
-            for call in (await self._stack.store.transitions_of([attempt]))[0][:1]:
-                self.prober.recall(call.prompt_ids, call.response_ids)
+            for call in (await self._stack.store.transitions_of([attempt]))[0]:
+                if call.status.answered and is_of_interest(call, train_agents):
+                    first.setdefault(call.policy, call)
+        for policy, call in first.items():
+            self.prober.recall(call.prompt_ids, call.response_ids, policy)
 
     async def _bring(self, file: Path, version: int) -> dict[str, float]:
         """Give the weights to the policy server, and check by a probe that it computes with them. Try twice."""
         for attempt in range(2):
-            probe = await asyncio.to_thread(self.prober.probe, attempt)
+            probes = await asyncio.to_thread(self.prober.probes, attempt)
             began = time.monotonic()
-            updates = await self._stack.update(file, version, probe)
+            updates = await self._stack.update(file, version, probes)
             self.held = time.monotonic() - began
-            probed = [update.served for update in updates if update.served] if probe else []
-            verdicts = [self.prober.judge(probe, served, attempt) for served in probed] if probe else []
+            pairs = [pair for update in updates for pair in zip(probes, update.served, strict=False)]
+            verdicts = [self.prober.judge(probe, served, attempt) for probe, served in pairs]
             found = sorted((verdict for verdict in verdicts if verdict), key=_worst)
             if not found:
                 return {}
@@ -281,7 +305,7 @@ class Publisher:
             if not verdict.problem:
                 return {"probe_gap": verdict.largest, "probe_gap_mean": verdict.mean}
             told = f"after the update to version {version} the policy server's logprobs differ from the trainer's by "
-            told += verdict.problem
+            told += verdict.problem + _of(verdict.policy)
             if not attempt:
                 logger.warning("%s: it is given the weights once more", told)
         raise PolicyServerError(

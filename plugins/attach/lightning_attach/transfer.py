@@ -157,10 +157,17 @@ class OverNetwork:
 
     def __init__(self, backend: str, sender: Sender, seconds: float) -> None:
         self._backend, self._sender, self._seconds = backend, sender, seconds
-        self.args: Sequence[str] = ("--weight-transfer-config", json.dumps({"backend": BACKENDS[backend]}))
         self._used = False
         """Whether weights were sent in the present group. If a group that was used breaks, one new group is tried before the
         transfer fails."""
+
+    def args(self, alias: str = "") -> Sequence[str]:
+        """Return the argument with which vLLM takes weights over this backend."""
+        return ("--weight-transfer-config", json.dumps({"backend": BACKENDS[self._backend]}))
+
+    def models(self, alias: str) -> Sequence[tuple[str, str]]:
+        """Return no names: the server has one policy."""
+        return ()
 
     def check(self, device: Device | None) -> None:
         """Raise `ConfigError` when weights cannot be sent over this backend, here or to a vLLM on `device` (None: somebody else
@@ -258,7 +265,7 @@ class OverNetwork:
         backend."""
         wanted = BACKENDS[self._backend]
         cure = (
-            f"start it with {shlex.join(self.args)} --worker-extension-cls {EXTENSION}, or set "
+            f"start it with {shlex.join(self.args())} --worker-extension-cls {EXTENSION}, or set "
             "policy_server.weight_transfer = 'file'"
         )
         try:

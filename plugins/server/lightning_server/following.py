@@ -183,10 +183,10 @@ class Follower:
     async def _logprobs(self, weights: Path | None, version: int, ids: Sequence[int]) -> Sequence[float]:
         """Make the policy server load weights (None: keep its own) as a version, and return its logprobs of the tokens `ids`
         except the first."""
-        probe = Probe(ids, [0.0] * len(ids)) if ids else None
-        update = await self.policy.update(weights, version, probe)
+        probes = [Probe(ids, [0.0] * len(ids))] if ids else []
+        update = await self.policy.update(weights, version, probes)
         self.gateway.own.update(update)
-        return update.served
+        return update.served[0] if probes else ()
 
     def _fidelity(self, own: RecordedProbe, served: Sequence[float]) -> str:
         gaps = np.array(Probe(own.ids, own.logprobs).gaps(served))

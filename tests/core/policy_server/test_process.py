@@ -121,6 +121,24 @@ def test_explain_finds_the_first_error_and_the_last_lines(run: Callable[[str], S
     assert "| line 3\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("said", "cure"),
+    [
+        ("GPT2LMHeadModel does not support LoRA yet.", "train one policy"),
+        ("While loading /a, expected target modules in {'q_proj'} but received ['z'].", "Name modules that vLLM has"),
+        ("When using LoRA, vocab size must be <= 258048", "instead of all-linear"),
+    ],
+)
+def test_explain_says_what_helps_where_vllm_cannot_add_adapters(
+    run: Callable[[str], ServerProcess], said: str, cure: str
+) -> None:
+    process = run(f"print({'(EngineCore pid=1) ERROR 11-23 14:05:01 ValueError: ' + said!r})")
+    wait_for(lambda: process.returncode is not None)
+    first = process.explain().splitlines()[0]
+    assert first.startswith(f"ValueError: {said}. ")
+    assert f"{cure}" in first
+
+
 def test_explain_of_silence(run: Callable[[str], ServerProcess]) -> None:
     process = run("")
     wait_for(lambda: process.returncode is not None)

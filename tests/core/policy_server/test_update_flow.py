@@ -65,11 +65,11 @@ async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
     fake.counts = {"chatcmpl-a-00000000": 5, "1_chatcmpl-b-00000000": 0}
     fake.logprobs = [0.0, -1.0, -2.5]
     probe = Probe([1, 2, 3], [99.0, -1.25, -2.5])
-    update = await server.update(model / "model.safetensors", 3, probe)
+    update = await server.update(model / "model.safetensors", 3, [probe])
     assert fake.calls == [*ORDER, "probe"]
     assert fake.weights == (str(model / "model.safetensors"),)
     assert update.in_flight == {"a": 5, "1_b": 0}
-    assert probe.gaps(update.served) == [0.25, 0.0]
+    assert probe.gaps(update.served[0]) == [0.25, 0.0]
     assert (update.version, server.version, fake.version) == (3, 3, 3)
     assert update.seconds > 0
 
@@ -77,7 +77,7 @@ async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
 async def test_an_update_without_a_probe(fake: Any, model: Path) -> None:
     server = running(fake, model)
     assert (await server.update(model / "model.safetensors", 1)).served == ()
-    assert (await server.update(model / "model.safetensors", 2, Probe([1], [0.0]))).served == []
+    assert (await server.update(model / "model.safetensors", 2, [Probe([1], [0.0])])).served == ([],)
     assert fake.calls == [*ORDER, *ORDER]
 
 
@@ -85,8 +85,8 @@ async def test_a_probe_that_is_not_a_number_is_an_infinite_gap(fake: Any, model:
     server = running(fake, model)
     fake.logprobs = [0.0, -1.0]
     probe = Probe([1, 2], [0.0, math.nan])
-    update = await server.update(model / "model.safetensors", 1, probe)
-    assert probe.gaps(update.served) == [math.inf]
+    update = await server.update(model / "model.safetensors", 1, [probe])
+    assert probe.gaps(update.served[0]) == [math.inf]
 
 
 @pytest.mark.parametrize(("slow", "state", "asked"), [(2, 200, 3), (9, 200, 3), (9, 503, 1)])
@@ -107,9 +107,9 @@ async def test_a_probe_that_is_not_answered_in_time_is_asked_again_while_the_ser
 
     fake.health = state
     fake.answers["/v1/completions"] = answer
-    update = running(fake, model).update(model / "model.safetensors", 1, Probe([1, 2], [0.0, -1.0]))
+    update = running(fake, model).update(model / "model.safetensors", 1, [Probe([1, 2], [0.0, -1.0])])
     if slow < asked:
-        assert (await update).served == [-1.0]
+        assert (await update).served == ([-1.0],)
     else:
         with pytest.raises(PolicyServerError, match="/v1/completions was not answered in 0 s"):
             await update
@@ -119,7 +119,7 @@ async def test_a_probe_that_is_not_answered_in_time_is_asked_again_while_the_ser
 async def test_an_uneven_probe_is_refused_before_anything_is_paused(fake: Any, model: Path) -> None:
     server = running(fake, model)
     with pytest.raises(DataError, match="2 ids has 1 logprobs"):
-        await server.update(model / "model.safetensors", 1, Probe([1, 2], [0.0]))
+        await server.update(model / "model.safetensors", 1, [Probe([1, 2], [0.0])])
     assert fake.calls == []
 
 

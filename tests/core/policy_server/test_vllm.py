@@ -144,9 +144,9 @@ def adapters_of(folder: Path, place: Path) -> tuple[Path, Path]:
 async def test_adapters_alone_are_merged_in_the_worker(served: Any, tmp_path: Path) -> None:
     """vLLM computes with the trainer's merged model, and with whole weights after that."""
     file, merged = adapters_of(served.first, tmp_path)
-    update = await served.vllm.update(file, served.vllm.version + 1, probe(merged))
-    assert max(probe(merged).gaps(update.served)) <= GAP
-    assert max(probe(served.first).gaps(update.served)) > OTHER
+    update = await served.vllm.update(file, served.vllm.version + 1, [probe(merged)])
+    assert max(probe(merged).gaps(update.served[0])) <= GAP
+    assert max(probe(served.first).gaps(update.served[0])) > OTHER
     await served.use(served.second)
     assert await gap_of(served.vllm, served.second) <= GAP
 
@@ -212,17 +212,19 @@ async def test_new_weights_serve_and_the_prefix_cache_is_not_stale(served: Any) 
     assert cached > 0
     assert first <= GAP
     update = await served.vllm.update(
-        served.second / "model.safetensors", served.vllm.version + 1, probe(served.second, OTHER_PROMPT)
+        served.second / "model.safetensors", served.vllm.version + 1, [probe(served.second, OTHER_PROMPT)]
     )
-    assert max(probe(served.second, OTHER_PROMPT).gaps(update.served)) <= GAP
+    assert max(probe(served.second, OTHER_PROMPT).gaps(update.served[0])) <= GAP
     cached, second = await ask(served.second)
     assert cached == 0
     assert second <= GAP
 
 
 async def test_the_probe_sees_another_policy(served: Any) -> None:
-    update = await served.vllm.update(served.second / "model.safetensors", served.vllm.version + 1, probe(served.first))
-    assert max(probe(served.first).gaps(update.served)) > OTHER
+    update = await served.vllm.update(
+        served.second / "model.safetensors", served.vllm.version + 1, [probe(served.first)]
+    )
+    assert max(probe(served.first).gaps(update.served[0])) > OTHER
 
 
 async def test_an_update_in_the_middle_of_calls_splits_them_exactly(served: Any) -> None:
@@ -373,8 +375,8 @@ async def test_experts_get_new_weights_and_a_model_that_reasons_takes_a_budget_f
     await server.start()
     try:
         for version, folder in enumerate((second, first), 1):
-            update = await server.update(folder / "model.safetensors", version, probe(folder))
-            assert max(probe(folder).gaps(update.served)) <= GAP
+            update = await server.update(folder / "model.safetensors", version, [probe(folder)])
+            assert max(probe(folder).gaps(update.served[0])) <= GAP
         asked = {"messages": CHAT, "max_tokens": 8, "thinking_token_budget": 2, "reasoning_effort": "low"}
         (choice,) = (await call(server, "chat/completions", **asked))["choices"]
         assert choice["message"]["reasoning"]

@@ -168,7 +168,7 @@ class LedgerPolicy:
     def model(self) -> str:
         return self.fake.model
 
-    alias, claim = model, ""
+    alias, models, claim = model, (), ""
     used = Usage()
 
     async def start(self) -> None: ...
@@ -176,7 +176,7 @@ class LedgerPolicy:
     async def usage(self) -> Usage:
         return self.used
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         if version == self.crash_at:
             raise Crash(f"update:{version}")
         if version == self.die_at:
@@ -189,7 +189,7 @@ class LedgerPolicy:
             self.ledger = json.loads(bytes(load_file(weights)["ledger"]))
         self.version = version
         self.fake.resume()
-        served = [ours + self.gap for ours in probe.logprobs[1:]] if probe else []
+        served = [[ours + self.gap for ours in probe.logprobs[1:]] for probe in probes]
         return Update(version, in_flight, served=served)
 
     async def healthy(self) -> bool:

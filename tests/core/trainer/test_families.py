@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Served:
     """A scripted vLLM; what it is sent is held against the folder, as our own server does."""
 
     version = 0
-    claim = ""
+    models, claim = (), ""
 
     def __init__(self, folder: Path) -> None:
         words = itertools.cycle(["yes", "no"])
@@ -51,7 +51,7 @@ class Served:
     async def start(self) -> None:
         await self.fake.start()
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         if weights is not None:
             check_weights(weights, self.folder)
             self.sent.append(set(read_header(weights)))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,8 @@ from tests.tiny_families import make_tiny_family
 class Policy:
     """A policy server that has the model's own weights until it is given others."""
 
+    models = ()
+
     def __init__(self, fake: FakeVLLM, store: Store) -> None:
         self.fake, self._store = fake, store
         self.version = 0
@@ -47,7 +49,7 @@ class Policy:
     async def start(self) -> None:
         self.notice = await self._store.get_state("", "policy/run")
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         if weights is not None and weights.name == "bad":
             raise PolicyServerError("the file does not fit")
         self.version = version
@@ -169,7 +171,7 @@ async def test_deaths_before_a_step_are_no_reason_to_end_a_run(house: House, tmp
         for _ in range(limit):
             await die()
             await asyncio.wait_for(stack._serving.wait(), 60)
-        await stack.update(Path("good"), step, None)
+        await stack.update(Path("good"), step)
     assert (stack.restarts, stack._supervisor.done()) == (2 * limit, False)
 
 

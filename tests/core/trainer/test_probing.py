@@ -11,6 +11,7 @@ import pytest
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import FloatArray, Sample, TokenSpan
 from lightning.config import Config, with_settings
+from lightning.policy_server.protocol import Probe
 from lightning.trainer.weight_sync import Prober, bound_of
 
 PROMPT, SAMPLED = 70, 60
@@ -21,8 +22,10 @@ class Engine:
 
     def __init__(self) -> None:
         self.values = np.zeros(2048, np.float32)
+        self.policies: list[str] = []
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        self.policies += [sample.policy for sample in samples]
         return [self.values[: len(sample)].copy() for sample in samples]
 
 
@@ -47,9 +50,13 @@ def batch(*rows: Sample) -> Batch:
     return Batch(rows, ())
 
 
+def only(made: Prober, attempt: int = 0) -> Probe:
+    (probe,) = made.probes(attempt)
+    return probe
+
+
 def ask(made: Prober, served: FloatArray, attempt: int = 0) -> str:
-    probe = made.probe(attempt)
-    assert probe is not None
+    probe = only(made, attempt)
     verdict = made.judge(probe, served[1 : len(probe.ids)].tolist(), attempt)
     assert verdict is not None
     return verdict.problem
@@ -57,15 +64,12 @@ def ask(made: Prober, served: FloatArray, attempt: int = 0) -> str:
 
 def lengths(made: Prober) -> tuple[int, int]:
     """How many tokens the first and the second try ask about."""
-    first, second = made.probe(), made.probe(1)
-    assert first is not None
-    assert second is not None
-    return len(first.ids), len(second.ids)
+    return len(only(made).ids), len(only(made, 1).ids)
 
 
 def test_of_rows_with_as_many_sampled_tokens_it_asks_about_the_shortest() -> None:
     made, engine = prober()
-    assert made.probe() is None
+    assert made.probes() == []
     made.remember(batch(row(900), row(), row(80, seed=1)), {})
     assert lengths(made) == (PROMPT + SAMPLED - 1, 80 + SAMPLED - 1)
     served = engine.values.copy()
@@ -89,26 +93,20 @@ def test_it_asks_about_the_row_with_the_most_sampled_tokens_however_many_calls_t
     served[[45, 95, 155]] = 50.0
     assert "5 nats in the mean of 30 tokens" in ask(made, served)
     made.remember(batch(row(40, 1000)), {})
-    probe = made.probe()
-    assert probe is not None
-    assert len(probe.ids) == 40 + 64
+    assert len(only(made).ids) == 40 + 64
 
 
 def test_the_last_token_of_a_call_that_fills_the_context_is_left_out() -> None:
     made, _ = prober()
     made.recall(range(200), range(56))
-    probe = made.probe()
-    assert probe is not None
-    assert len(probe.ids) == 255, "vLLM samples one more, and refuses what leaves no room for it"
+    assert len(only(made).ids) == 255, "vLLM samples one more, and refuses what leaves no room for it"
 
 
 def test_of_a_probe_without_a_token_that_counts_no_gap_is_known() -> None:
     """A server says nothing of the first token, before which nothing stands."""
     made, _ = prober()
     made.recall([5], [])
-    probe = made.probe()
-    assert probe is not None
-    assert made.judge(probe, []) is None
+    assert made.judge(only(made), []) is None
 
 
 def test_the_second_try_is_of_other_tokens_also_where_one_row_has_many_more() -> None:
@@ -222,6 +220,36 @@ def test_updates_below_the_samplers_noise_are_told_once(caplog: pytest.LogCaptur
         assert ask(made, engine.values) == ""
         assert caplog.text.count("the last 3 updates changed logprobs by less than the 0.03 nats") == told
     assert "raise engine.lr, or set engine.dtype = 'float32'" in caplog.text
+
+
+def test_two_servers_with_one_update_are_no_two_updates(caplog: pytest.LogCaptureFixture) -> None:
+    made, engine = prober()
+    one = row()
+    engine.values[: len(one)] = np.nan_to_num(one.logprobs) + 0.03
+    made.remember(batch(one), {"mean_logprob_gap": 0.03, "max_logprob_gap": 0.3, "staleness_max": 0.0})
+    for told in (0, 0, 1):
+        probe = only(made)
+        for _ in range(3):
+            made.judge(probe, engine.values[1 : len(probe.ids)].tolist())
+        assert caplog.text.count("the last 3 updates changed") == told
+
+
+def test_every_policy_with_tokens_is_probed_with_its_own() -> None:
+    made, engine = prober()
+    writer, editor = (replace(row(seed=seed), policy=policy) for seed, policy in enumerate(("writer", "editor")))
+    made.remember(batch(writer, editor, replace(row(900), policy="writer")), {})
+    made.remember(batch(replace(row(40, 30), policy="writer")), {})
+    assert [(probe.policy, len(probe.ids)) for probe in made.probes()] == [("editor", 129), ("writer", 69)]
+    assert [(probe.policy, len(probe.ids)) for probe in made.probes(1)] == [("editor", 129), ("writer", 69)]
+    assert engine.policies[-2:] == ["editor", "writer"], "the trainer computes each with its own policy"
+    made.recall(range(20), range(9), "writer")
+    editors, writers = made.probes()
+    assert len(writers.ids) == 28
+    found = made.judge(writers, np.full(27, 50.0).tolist()), made.judge(editors, engine.values[1:129].tolist())
+    assert [(verdict.policy, bool(verdict.problem)) for verdict in found if verdict] == [
+        ("writer", True),
+        ("editor", False),
+    ]
 
 
 def test_a_second_try_is_no_second_update(caplog: pytest.LogCaptureFixture) -> None:

@@ -127,7 +127,7 @@ async def test_every_token_has_the_version_of_its_server_over_updates(
 
     agents = [asyncio.create_task(agent(number % 2)) for number in range(6)]
     for version in range(1, 5):
-        updating = asyncio.create_task(house.stack.update(weights(tmp_path, version), version, None))
+        updating = asyncio.create_task(house.stack.update(weights(tmp_path, version), version))
         while not updating.done():
             mixed |= house.servers[0].version != house.servers[1].version
             await asyncio.sleep(0.005)
@@ -145,7 +145,7 @@ async def test_while_one_server_is_updated_the_other_goes_on(open_house: Callabl
     for server in house.servers:
         server._load = 0.3
     gate = house.stack.gateway.own.gate
-    updating = asyncio.create_task(house.stack.update(weights(tmp_path, 1), 1, None))
+    updating = asyncio.create_task(house.stack.update(weights(tmp_path, 1), 1))
     await until(lambda: gate.closes(0))
     waits = asyncio.create_task(house.ask(0))
     call = await house.ask(1)
@@ -165,7 +165,7 @@ async def test_a_server_that_refuses_what_the_other_takes_is_started_again_with_
     asking = asyncio.create_task(house.ask(1))
     await until(lambda: second.requests)
     second.refuses = how
-    assert len(await house.stack.update(weights(tmp_path, 1), 1, None)) == 1
+    assert len(await house.stack.update(weights(tmp_path, 1), 1)) == 1
     await until(lambda: house.stack.complete and house.stack.restarts)
     assert (second.starts, first.starts, second.version, house.stack.restarts) == (2, 1, 1, 1)
     call = await asking
@@ -193,12 +193,12 @@ async def test_a_dead_servers_rollouts_go_to_the_other_and_it_comes_back_with_th
     first, second = house.servers
     second._start = 0.4
     old = weights(tmp_path, 1)
-    await house.stack.update(old, 1, None)
+    await house.stack.update(old, 1)
     await second.kill()
     await until(lambda: not house.stack.complete)
     moved = await house.ask(1)
     assert (set(believed(moved)), first.requests) == ({1}, 1)
-    await house.stack.update(weights(tmp_path, 2), 2, None)  # does not wait for the dead one
+    await house.stack.update(weights(tmp_path, 2), 2)  # does not wait for the dead one
     assert (second.starts, house.stack.complete) == (1, False)
     await until(lambda: house.stack.complete)
     assert [server.version for server in house.servers] == [2, 2]
@@ -219,8 +219,8 @@ async def test_calls_wait_while_all_servers_are_dead(open_house: Callable[..., A
 async def test_each_server_is_probed(open_house: Callable[..., Any], tmp_path: Path) -> None:
     house = await open_house()
     house.servers[1].prober = lambda probe: [-9.0]
-    updates = await house.stack.update(weights(tmp_path, 1), 1, Probe([1, 2], [0.0, -1.0]))
-    assert [update.served for update in updates] == [[-1.0], [-9.0]]
+    updates = await house.stack.update(weights(tmp_path, 1), 1, [Probe([1, 2], [0.0, -1.0])])
+    assert [[*update.served] for update in updates] == [[[-1.0]], [[-9.0]]]
 
 
 async def test_a_step_on_a_gpu_of_theirs_begins_when_all_sleep_also_one_that_was_started_again(
@@ -263,7 +263,7 @@ async def test_calls_that_wait_for_an_update_go_to_another_server_if_theirs_dies
 
     monkeypatch.setattr(first, "restart", late)
     gate = house.stack.gateway.own.gate
-    updating = asyncio.create_task(house.stack.update(weights(tmp_path, 1), 1, None))
+    updating = asyncio.create_task(house.stack.update(weights(tmp_path, 1), 1))
     await until(lambda: gate.closes(0))
     waits = asyncio.create_task(house.ask(0))
     await until(lambda: gate.waiting)

@@ -356,11 +356,11 @@ async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
     fake.counts = {"chatcmpl-a-00000000": 5, "1_chatcmpl-b-00000000": 0}
     fake.logprobs = [0.0, -1.0, -2.5]
     probe = Probe([1, 2, 3], [99.0, -1.25, -2.5])
-    update = await server.update(model / "model.safetensors", 3, probe)
+    update = await server.update(model / "model.safetensors", 3, [probe])
     assert fake.calls == [*ORDER, "probe"]
     assert fake.weights == (str(model / "model.safetensors"),)
     assert update.in_flight == {"a": 5, "1_b": 0}
-    assert probe.gaps(update.served) == [0.25, 0.0]
+    assert probe.gaps(update.served[0]) == [0.25, 0.0]
     assert (update.version, server.version, fake.version) == (3, 3, 3)
     assert update.seconds > 0
 

@@ -140,8 +140,8 @@ async def test_an_attached_one_is_the_trainers_that_attached_last(served: Any, m
         await first._running().load([served.second / "model.safetensors"])
     await first.close()
     assert await second._running().attach() == version
-    update = await second.update(served.first / "model.safetensors", version, probe(served.first))
-    assert max(probe(served.first).gaps(update.served)) <= GAP
+    update = await second.update(served.first / "model.safetensors", version, [probe(served.first)])
+    assert max(probe(served.first).gaps(update.served[0])) <= GAP
     await second.close()
     assert await served.vllm._running().claimed() == ""
 
@@ -153,8 +153,8 @@ async def test_another_process_can_attach_and_finds_the_version(served: Any) -> 
     await attached.start()
     assert (attached.version, attached.model) == (version, "policy")
     assert await AttachedControl(served.vllm.url).parses_tools("policy")
-    update = await attached.update(served.first / "model.safetensors", version, probe(served.first))
-    assert max(probe(served.first).gaps(update.served)) <= GAP
+    update = await attached.update(served.first / "model.safetensors", version, [probe(served.first)])
+    assert max(probe(served.first).gaps(update.served[0])) <= GAP
     await attached.close()
     assert await served.vllm.healthy()
 
@@ -166,8 +166,8 @@ async def test_a_tied_head_is_not_stale(owner: Owner, way: Literal["file", "gloo
     await server.start()
     steps = [(folder / "model.safetensors", folder) for folder in (second, first, second)]
     for weights, folder in [*steps, *([adapters_of(first, tmp_path)] if way == "file" else [])]:
-        update = await server.update(weights, server.version + 1, probe(folder))
-        assert max(probe(folder).gaps(update.served)) <= GAP
+        update = await server.update(weights, server.version + 1, [probe(folder)])
+        assert max(probe(folder).gaps(update.served[0])) <= GAP
         answer = await call(server, "completions", prompt=PROMPT, max_tokens=16, ignore_eos=True)
         choice = answer["choices"][0]
         own = forward(folder, PROMPT + choice["token_ids"])[len(PROMPT) :]
@@ -193,8 +193,8 @@ async def test_a_transfer_that_breaks_off_is_undone(
         await server.update(odd, 21)
     assert await gap_of(server, second) <= GAP
     sender.leave()  # as when its process was started again
-    update = await server.update(first / "model.safetensors", 21, probe(first))
-    assert max(probe(first).gaps(update.served)) <= GAP
+    update = await server.update(first / "model.safetensors", 21, [probe(first)])
+    assert max(probe(first).gaps(update.served[0])) <= GAP
     control = server._running()
     await control.pause()
     await control.rpc("lightning_expect", control.claimed_as)
@@ -203,8 +203,8 @@ async def test_a_transfer_that_breaks_off_is_undone(
     other = AttachedVLLM(first, config, over_gloo())
     await other.start()
     assert other.version == -1
-    update = await other.update(second / "model.safetensors", 22, probe(second))
-    assert max(probe(second).gaps(update.served)) <= GAP
+    update = await other.update(second / "model.safetensors", 22, [probe(second)])
+    assert max(probe(second).gaps(update.served[0])) <= GAP
     await other.close()
 
 

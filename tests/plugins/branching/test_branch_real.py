@@ -52,7 +52,7 @@ DETAILS = 'policy_server.args=["--enable-prompt-tokens-details"]'
 class Shared:
     """The tests' vLLM as the policy server of a run. Its weights are the version 0 of everybody."""
 
-    version, claim = 0, ""
+    version, models, claim = 0, (), ""
 
     def __init__(self, real: Any) -> None:
         self.url, self.model = real.vllm.url, real.vllm.model

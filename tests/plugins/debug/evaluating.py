@@ -69,7 +69,7 @@ class ScriptedVLLM:
 
 class _Server:
     version = 0
-    claim = ""
+    models, claim = (), ""
 
     def __init__(self, scripted: ScriptedVLLM, model: Path) -> None:
         self._scripted, self._model = scripted, model

@@ -183,7 +183,7 @@ class FakePolicy:
     def model(self) -> str:
         return self.fake.model
 
-    alias, claim = model, ""
+    alias, models, claim = model, (), ""
 
     async def wait_died(self) -> None:
         await asyncio.Event().wait()

@@ -80,7 +80,7 @@ class FakePolicy:
     def model(self) -> str:
         return self.fake.model
 
-    alias, claim = model, ""
+    alias, models, claim = model, (), ""
 
     async def start(self) -> None:
         await self.fake.start()

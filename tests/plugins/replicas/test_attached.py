@@ -70,7 +70,7 @@ async def attach(model: Path, tmp_path: Path) -> AsyncIterator[Callable[..., Any
 
 async def test_each_gets_the_weights(fakes: list[FakeVLLM], attach: Callable[..., Any], model: Path) -> None:
     stack = await attach([fake.url for fake in fakes])
-    updates = await stack.update(model / "model.safetensors", 3, None)
+    updates = await stack.update(model / "model.safetensors", 3)
     assert [update.version for update in updates] == [3, 3]
     assert [(fake.version, fake.weights) for fake in fakes] == [(3, (str(model / "model.safetensors"),))] * 2
     assert len({upstream.claim for upstream in stack.upstreams()}) == 2
@@ -111,7 +111,7 @@ async def test_a_server_that_another_trainer_takes_ends_the_run_by_name(
     fakes: list[FakeVLLM], attach: Callable[..., Any], model: Path
 ) -> None:
     stack = await attach([fake.url for fake in fakes])
-    await stack.update(model / "model.safetensors", 1, None)
+    await stack.update(model / "model.safetensors", 1)
     fakes[1].claim = "another"
     with pytest.raises(PolicyServerError, match=fakes[1].url):
         await stack._supervisor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ class FolderPolicy:
     loaded: list[int] = field(default_factory=list)
     torn: bool = False
     """Whether a load of the version before fails from now on."""
-    alias, claim, used = "tiny", "", Usage()
+    alias, models, claim, used = "tiny", (), "", Usage()
 
     @property
     def url(self) -> str:
@@ -53,7 +53,7 @@ class FolderPolicy:
     def model(self) -> str:
         return self.fake.model
 
-    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(self, weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         self.fake.pause()
         in_flight = self.fake.in_flight()
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ class FolderPolicy:
             self.scale, self.word = said["scale"] + self.torn, said["word"]
         self.version = version
         self.fake.resume()
-        served = [-0.5 * self.scale] * (len(probe.ids) - 1) if probe else []
+        served = [[-0.5 * self.scale] * (len(probe.ids) - 1) for probe in probes]
         return Update(version, in_flight, served=served)
 
     async def usage(self) -> Usage:
@@ -238,9 +238,9 @@ async def test_one_that_cannot_be_put_back_ends_the_server(served: Served) -> No
     bad = await served.put("bad", 10.0)
     real = served.policy.update
 
-    async def update(weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+    async def update(weights: Path | None, version: int, probes: Sequence[Probe] = ()) -> Update:
         served.policy.torn = version == 1
-        return await real(weights, version, probe)
+        return await real(weights, version, probes)
 
     served.policy.update = update  # type: ignore[method-assign]
     await served.promote(bad.version)

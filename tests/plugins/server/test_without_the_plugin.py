@@ -174,7 +174,7 @@ async def test_one_machine_needs_no_fleet(house: House, tmp_path: Path) -> None:
     await stack._serving.wait()
     await asyncio.sleep(0.2)
     assert not asking.done()
-    await stack.update(Path("good"), 8, None)
+    await stack.update(Path("good"), 8)
     assert await asking == 200
     assert await house.versions() == [8]
     await stack.owner.close()

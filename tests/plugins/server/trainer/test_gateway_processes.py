@@ -246,7 +246,7 @@ async def test_two_processes_answer_and_a_killed_one_comes_back(
         await asyncio.gather(*(agent(name) for name in llms))
     assert "gateway process 1 ended with signal SIGKILL and is started again" in caplog.text
     async with asyncio.timeout(60):
-        await stack.update(Path("good"), 1, None)
+        await stack.update(Path("good"), 1)
         assert [await ask(llm) for llm in llms.values()] == [200] * 12
     for name, ids in got.items():
         stored = await house.store.transitions(name)

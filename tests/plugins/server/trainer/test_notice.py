@@ -23,7 +23,7 @@ async def test_where_the_policy_is_served_and_each_new_version(bench: Any, tmp_p
         begun = await notice(house)
         assert (begun.stance, begun.version, list(begun.servers)) == (Stance.OPEN, 0, stack.upstreams())
         house.engine.weights(tmp_path / "w")
-        await stack.update(tmp_path / "w", 1, None)
+        await stack.update(tmp_path / "w", 1)
         updated = await notice(house)
         assert (updated.stance, updated.version, updated.epoch) == (Stance.OPEN, 1, begun.epoch + 1)
         await stack.owner.close()

@@ -52,7 +52,7 @@ async def test_calls_wait_at_every_server_until_the_run_is_restored(
     await asyncio.sleep(0.2)
     assert not any(one.done() for one in asking)
     assert await house.versions() == [7]
-    await stack.update(Path("good"), 8, None)
+    await stack.update(Path("good"), 8)
     assert await asyncio.gather(*asking) == [200, 200]
     assert await house.versions() == [7, 8, 8]
 
