@@ -8,17 +8,20 @@ Nothing in this file knows that it is being trained: `llm` only says where the m
 
 from __future__ import annotations
 
+import random
 import re
 from typing import TYPE_CHECKING
 
 import lightning
 from openai import OpenAI
 
+from lightning_examples.word_problems import NAMES, THINGS, take
+
 if TYPE_CHECKING:
     from lightning import LLM
 
 MIDDLE = 50
-MAX_TOKENS = 12
+MAX_TOKENS = 24
 
 
 def agent(task: lightning.Task, llm: LLM) -> dict[str, float]:
@@ -42,16 +45,22 @@ def number_in(reply: str) -> int:
     return int(found[1]) if found else -1
 
 
-def tasks(count: int, seed: int = 0) -> list[lightning.Task]:
-    """`count` rounds; no two seeds below 1,000 share one, up to 1,000 rounds each."""
-    return [lightning.Task(f"Name a number. Round {1000 * seed + place}.") for place in range(count)]
+def tasks(count: int, seed: int) -> list[lightning.Task]:
+    """Return `count` different training rounds."""
+    return take(_round, count, f"train {seed}", held_out=False)
 
 
 def val_tasks(count: int) -> list[lightning.Task]:
-    """Held-out rounds, which no seed has."""
-    return tasks(count, seed=1000)
+    """Return `count` different held-out rounds, always the same."""
+    return take(_round, count, "held out", held_out=True)
 
 
 def describe(task: lightning.Task) -> str:
     """What the players are told."""
     return str(task.input)
+
+
+def _round(rng: random.Random) -> lightning.Task:
+    # The first sentence tells one round from another and is of no use to the players.
+    (one, other, third), (thing, more) = rng.sample(NAMES, 3), rng.sample(THINGS, 2)
+    return lightning.Task(f"{one} asks {other} for {thing} and {third} for {more}. Name a number.")

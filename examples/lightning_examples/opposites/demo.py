@@ -12,7 +12,7 @@ from lightning_examples.raw_python import MODEL
 
 SETTINGS = {
     **TINY,
-    "trainer.steps": 8,
+    "trainer.steps": 6,
     "trainer.tasks_per_step": 8,
     "engine.lr": 1e-2,
     "engine.lora.rank": 8,
