@@ -1,10 +1,12 @@
 """Gateways in processes of their own beside one in the trainer's process, and the CPU of a call by the length of its prompt.
 
-Every server is a process of its own, and CPU is what the process itself used (user + system). Four parts:
+Every server is a process of its own, and CPU is what the process itself used (user + system). Five parts:
 
 - `prompts`: CPU of a call at 1,000, 8,000 and 64,000 tokens of prompt, in conversations of ten calls that grow, with logprobs
-  and ids as a vLLM with our middleware sends them, and as one without it. With `--against FOLDER`, a worktree of another
-  commit, both are measured in turns.
+  and ids as a vLLM with our middleware sends them, and as one without it. The floor is a proxy on the same HTTP server and
+  client that reads nothing, knows no keys and stores nothing. With `--against FOLDER`, a worktree of another commit, both
+  commits and the floor are measured in turns.
+- `replies`: the same for calls with a reply of 28 KB, 16 at a time.
 - `speed`: calls a second, and the CPU of all gateways for a call, with 0 (the trainer's own), 1, 2 and 4 processes.
 - `engine`: the latency of calls while the trainer's process computes: a thread makes small steps in torch without a pause, as a
   trainer does that launches kernels.
@@ -21,13 +23,14 @@ import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,11 +42,15 @@ from aiohttp import web
 from bench_gateway import MESSAGES, RESPONSE, Server, backend, call, canned, session, spread
 from lightning import asyncio_utils
 
+Load = Callable[[aiohttp.ClientSession, Server, int], Awaitable[int]]
+"""Makes the calls of a round, given its number, and returns how many they are."""
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1_000, 8_000, 64_000)
 CONVERSATIONS, TURNS, MORE = 12, 10, 100
 """Different conversations of the backend, their calls, and the ids that each call adds behind the answer before."""
 ROUNDS = 8
+REPLIES = 300
+"""Calls of a round in `replies`."""
 COUNTS = (0, 1, 2, 4)
 CALLS, AT_ONCE = 1200, 32
 BESIDE = 4
@@ -132,6 +139,35 @@ async def trainer(announce: Callable[[object], None], upstream: str, count: int,
             await asyncio.Event().wait()
 
 
+async def floor(announce: Callable[[object], None], upstream: str) -> None:
+    """A proxy on the gateway's HTTP server and client. It passes bodies on as they are, and asks vLLM to pack."""
+    import uvicorn
+    from lightning.policy_server.packed_logprobs import HEADER, IDS_HEADER, WANTED
+    from starlette.types import Receive, Scope, Send
+
+    headers = {HEADER: WANTED, IDS_HEADER: WANTED, "content-type": "application/json"}
+    client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, headers=headers)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        parts, more = [], True
+        while more:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        async with client.post(f"{upstream}{scope['path']}", data=b"".join(parts)) as answer:
+            body = await answer.read()
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": answer.status, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_keep_alive=75)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(4096)
+        announce({"url": f"http://127.0.0.1:{listener.getsockname()[1]}", "tokens": ["none"]})
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+
 def compute() -> None:
     """Steps of a small model, one after the other: many short kernels, as where a GPU does the long ones."""
     import torch
@@ -199,36 +235,62 @@ def prompts(against: Path | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for length in LENGTHS:
         for packs in (True, False):
-            with contextlib.ExitStack() as held:
-                behind, _ = held.enter_context(running("conversations", str(length), str(int(packs))))
-                kinds = {"now": ROOT, **({"before": against} if against else {})}
-                servers = {
-                    name: held.enter_context(running("ours", behind.url, root=root))[0] for name, root in kinds.items()
-                }
-                measured = asyncio.run(in_turns(servers))
-            for name, values in measured.items():
-                kind = "packed" if packs else "json"
-                found[f"cpu_ms_{length}_{kind}_{name}"] = median(values)
-                say(f"{length:>6} tokens, {kind:6} {name:6} {median(values):6.2f} ms of CPU a call")
+            kind = "packed" if packs else "json"
+            measured = in_turns(("conversations", str(length), str(int(packs))), against, converse)
+            for name, value in measured.items():
+                found[f"cpu_ms_{length}_{kind}_{name}"] = value
+                say(f"{length:>6} tokens, {kind:6} {name:6} {value:6.2f} ms of CPU a call")
     return found
 
 
-async def in_turns(servers: dict[str, Server]) -> dict[str, list[float]]:
-    """CPU of a call of each server, round by round."""
+def replies(against: Path | None) -> dict[str, float]:
+    """Milliseconds of CPU for a call with a reply of 28 KB, measured as in `prompts`."""
+    measured = in_turns(("backend",), against, answer_many)
+    for name, value in measured.items():
+        say(f"reply of 28 KB, {name:6} {value:6.2f} ms of CPU a call")
+    return {f"cpu_ms_reply_{name}": value for name, value in measured.items()}
+
+
+def in_turns(behind: Sequence[str], against: Path | None, load: Load) -> dict[str, float]:
+    """Milliseconds of CPU for a call, the median of rounds, of this commit, of the one in `against`, and of the floor. `behind`
+    are the backend's role and arguments."""
+    with contextlib.ExitStack() as held:
+        url = held.enter_context(running(*behind))[0].url
+        roots = {"now": ROOT, **({"before": against} if against else {})}
+        servers = {name: held.enter_context(running("ours", url, root=root))[0] for name, root in roots.items()}
+        servers["floor"] = held.enter_context(running("floor", url))[0]
+        found = asyncio.run(rounds(servers, load))
+    return {name: median(values) for name, values in found.items()}
+
+
+async def rounds(servers: dict[str, Server], load: Load) -> dict[str, list[float]]:
+    """CPU of a call of each server, round by round, without the first round."""
     found: dict[str, list[float]] = {name: [] for name in servers}
     async with session() as http:
-
-        async def converse(server: Server, number: int) -> None:
-            for turn in range(TURNS):
-                await call(http, server, number, seed=number * TURNS + turn)
-
         for number in range(ROUNDS + 1):
             for name, server in list(servers.items())[:: 1 if number % 2 else -1]:
                 before = server.cpu()
-                places = range(CONVERSATIONS * number, CONVERSATIONS * (number + 1))
-                await spread(4, CONVERSATIONS, lambda at, s=server, p=places: converse(s, p[at]))
-                found[name].append((server.cpu() - before) / (CONVERSATIONS * TURNS) * 1e3)
+                calls = await load(http, server, number)
+                found[name].append((server.cpu() - before) / calls * 1e3)
     return {name: values[1:] for name, values in found.items()}
+
+
+async def converse(http: aiohttp.ClientSession, server: Server, number: int) -> int:
+    """The conversations of a round, four at a time; returns the number of calls."""
+
+    async def one(at: int) -> None:
+        place = CONVERSATIONS * number + at
+        for turn in range(TURNS):
+            await call(http, server, place, seed=place * TURNS + turn)
+
+    await spread(4, CONVERSATIONS, one)
+    return CONVERSATIONS * TURNS
+
+
+async def answer_many(http: aiohttp.ClientSession, server: Server, number: int) -> int:
+    """Calls with plain replies, 16 at a time; returns the number of calls."""
+    await spread(16, REPLIES, lambda at: call(http, server, at))
+    return REPLIES
 
 
 @contextlib.contextmanager
@@ -324,6 +386,8 @@ def serve(role: str, given: list[str]) -> None:
             asyncio_utils.run(backend(announce))
         case "conversations":
             asyncio_utils.run(conversations(announce, int(given[0]), bool(int(given[1]))))
+        case "floor":
+            asyncio_utils.run(floor(announce, given[0]))
         case "trainer":
             url, count, rollouts, computes = given
             asyncio_utils.run(trainer(announce, url, int(count), int(rollouts), bool(int(computes))))
@@ -336,6 +400,7 @@ def main(parts: list[str], against: Path | None, out: Path | None) -> None:
     asyncio_utils.allow_many_files()
     known: dict[str, Callable[[], dict[str, float]]] = {
         "prompts": lambda: prompts(against),
+        "replies": lambda: replies(against),
         "speed": speed,
         "engine": engine,
         "many": many,
@@ -353,7 +418,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--role", help=argparse.SUPPRESS)
-    parser.add_argument("given", nargs="*", help="parts: prompts, speed, engine, many")
+    parser.add_argument("given", nargs="*", help="parts: prompts, replies, speed, engine, many")
     arguments = parser.parse_args()
     if arguments.role:
         serve(arguments.role, arguments.given)

@@ -112,6 +112,7 @@ SMALLEST: dict[str, Size] = {
             "TURNS": 2,
             "MORE": 10,
             "ROUNDS": 1,
+            "REPLIES": 4,
             "COUNTS": (0, 1),
             "CALLS": 8,
             "AT_ONCE": 4,

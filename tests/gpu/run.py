@@ -56,14 +56,14 @@ PARTS = (
     Part(
         "demo",
         "the demonstration, with vLLM on CUDA and the torch engine on one GPU in bfloat16",
-        480,
+        420,
         (*DEMO, "--steps", "6", *RUN, *BF16, *CUDA),
         "run/report.json",
     ),
     Part(
         "tests",
         "tests/gpu: gradients, FlexAttention, saved states and a shortage of memory",
-        300,
+        240,
         ("{python}", "-m", "pytest", "tests/gpu/test_cuda.py", "-m", "slow", "-q", "-p", "no:cacheprovider"),
     ),
     Part(
@@ -83,7 +83,7 @@ PARTS = (
     Part(
         "verl",
         "the engine verl with one worker, and vLLM on the rest of the GPU's memory",
-        300,
+        240,
         (*DEMO, "tiny", "--engine", "verl", "--set", "engine.verl.world_size=1", "--steps", "3", *RUN, *CUDA,
          "--set", "policy_server.gpu_memory_utilization=0.4"),
         "run/report.json",
@@ -93,6 +93,13 @@ PARTS = (
         "a row of 64k tokens on verl's worker, and adapters alone in vLLM",
         300,
         ("{python}", "-m", "tests.gpu.verl_rows_and_adapters", "{work}/figures.json"),
+        "figures.json",
+    ),
+    Part(
+        "replicas",
+        "two vLLMs on one GPU serve one policy: the calls of each, wrong tokens, and the weights of both",
+        180,
+        ("{python}", "-m", "tests.gpu.two_replicas", "{work}/figures.json"),
         "figures.json",
     ),
 )  # fmt: skip

@@ -174,7 +174,7 @@ def test_results_do_not_change_the_commit_and_other_changes_do(tmp_path: Path) -
 
 
 def test_all_parts_together_fit_into_the_time() -> None:
-    assert [each.name for each in PARTS] == ["demo", "tests", "sleep", "tree", "verl", "long"]
+    assert [each.name for each in PARTS] == ["demo", "tests", "sleep", "tree", "verl", "long", "replicas"]
     assert sum(each.seconds for each in PARTS) <= 60 * run.MINUTES
 
 
@@ -193,7 +193,7 @@ def test_the_command_line_of_a_demonstration_is_taken(name: str) -> None:
     load_config(overrides=given["set_"])
 
 
-@pytest.mark.parametrize("module", ["sleep_and_wake", "tree_and_rows", "verl_rows_and_adapters"])
+@pytest.mark.parametrize("module", ["sleep_and_wake", "tree_and_rows", "verl_rows_and_adapters", "two_replicas"])
 def test_what_measures_says_how_it_is_called(module: str) -> None:
     command = [sys.executable, "-m", f"tests.gpu.{module}", "--help"]
     ran = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, check=True)

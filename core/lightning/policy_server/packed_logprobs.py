@@ -88,8 +88,12 @@ def pack_ids(ids: Sequence[int]) -> str:
 
 def unpack_ids(text: str) -> array[int]:
     """Read the text of `pack_ids`. An id of any other text may be negative; raises `ValueError` for a lone surrogate."""
-    ids = np.frombuffer(text.encode("utf-32-le"), "<i4") - FIRST
-    return array("i", ids.astype(np.int32).tobytes())
+    ids = array("i", text.encode("utf-32-le"))
+    if sys.byteorder == "big":
+        ids.byteswap()
+    in_place = np.frombuffer(ids, np.int32)
+    in_place -= FIRST
+    return ids
 
 
 @cache

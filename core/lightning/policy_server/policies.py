@@ -7,11 +7,13 @@ that is not trained has version 0 in every record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from lightning.config import Config
+    from pathlib import Path
+
+    from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
 
@@ -24,6 +26,10 @@ class PolicySet(Protocol):
     def untrained(self) -> Sequence[str]:
         """The names under which calls are recorded that are never trained."""
 
+    @property
+    def adapters(self) -> Mapping[str, LoraConfig]:
+        """The adapters of each trained policy, by its name."""
+
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
 
@@ -31,6 +37,6 @@ class PolicySet(Protocol):
         """Return one engine that trains each row with the policy of `Sample.policy`. `make` makes an engine for one policy.
         Raises `ConfigError` if this engine cannot train several."""
 
-    def transfer(self, transfer: WeightTransfer) -> WeightTransfer:
-        """Return how the weights of all policies come into a vLLM, by `transfer` where that is the same as for one. Raises
-        `ConfigError` if it cannot carry them."""
+    def transfer(self, transfer: WeightTransfer, model: Path) -> WeightTransfer:
+        """Return how the weights of all policies come into a vLLM that is started with the folder `model`, by `transfer` where
+        that is the same as for one. Raises `ConfigError` if it cannot carry them."""

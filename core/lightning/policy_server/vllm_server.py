@@ -535,7 +535,7 @@ def make_policy_server(
     )
     transfer, several = make(config, sender), plugins().policy_set(config)
     if several is not None:
-        transfer = several.transfer(transfer)
+        transfer = several.transfer(transfer, model)
     if settings.attach:
         attach = cast(
             "Callable[[Path, Config, WeightTransfer, bool], PolicyServer]",

@@ -28,6 +28,9 @@ blocks of its tokens, which tell how many leading tokens a prompt shares with th
 space. If a prompt differs from a long call within a block, the tokens of that block are stored again. For the next turn of a
 conversation and for the siblings of a group they are not: the cache also keeps the tokens around the ends of a prompt and of a
 response.
+
+Both kinds of hashes of a long prompt go on from the caller's last prompt, if that is still in memory and the new prompt begins
+with its bytes. So of a turn of a conversation only the new tokens are hashed.
 """
 
 from __future__ import annotations
@@ -86,12 +89,14 @@ class CallTokens:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`CallTokens` as little-endian bytes, with their `content_digest`."""
+    """`CallTokens` as little-endian bytes, with their `content_digest`. `blocks` are the `block_digests` of the prompt, or
+    empty."""
 
     prompt: bytes
     response: bytes
     logprobs: bytes
     digest: bytes
+    blocks: bytes = b""
 
     @property
     def full(self) -> bytes:
@@ -202,13 +207,17 @@ def stored_digest(blob: bytes) -> bytes:
     return bytes(blob[1:HEAD_BYTES])
 
 
-def pack_tokens(tokens: CallTokens) -> Packed:
-    """Return tokens packed, with their digest: the part of the encoding that does not depend on a parent. Raises `DataError`
+def pack_tokens(tokens: CallTokens, late: LatePrompts | None = None, who: Hashable = None) -> Packed:
+    """Return tokens packed, with their digest: the part of the encoding that does not depend on a parent. With `late`, a long
+    prompt of the caller `who` is hashed from the end of the caller's last prompt on, if it begins with that. Raises `DataError`
     for arrays of other types than `CallTokens` names."""
     prompt, response = pack(tokens.prompt_ids, "i", "prompt_ids"), pack(tokens.response_ids, "i", "response_ids")
     logprobs = pack(tokens.logprobs, "f", "logprobs")
-    hashed = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES)
-    return Packed(prompt, response, logprobs, content_digest(hashed, len(prompt), response, logprobs))
+    if late is None or len(prompt) <= _SHORT:
+        hashed, blocks = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES), b""
+    else:
+        hashed, blocks = late.hashed(who, prompt)
+    return Packed(prompt, response, logprobs, content_digest(hashed, len(prompt), response, logprobs), blocks)
 
 
 def encode(packed: Packed, shared: int) -> bytes:
@@ -306,6 +315,8 @@ def _from_planes(low: bytes, high: bytes, n_ids: int, n_logprobs: int) -> tuple[
 
 CACHE_BYTES: Final = 64 << 20
 """The size of the cache of possible parents: 4,000 conversations of 4,000 tokens, or more than 20,000 of 32,000 tokens."""
+LATE_BYTES: Final = 32 << 20
+"""The most bytes of the prompts of late calls: those of 128 callers with 64,000 tokens each."""
 CANDIDATES: Final = 32
 """The most calls that the cache keeps of an attempt, of a group's roots, and of the calls up to a branched call. It keeps the
 newest."""
@@ -324,12 +335,42 @@ _DIGEST: Final = 8
 _SALT: Final = secrets.token_bytes(16)
 
 
-def block_digests(packed: bytes) -> bytes:
+def block_digests(packed: bytes, known: bytes = b"") -> bytes:
     """Return the digests of the whole blocks of packed tokens, joined: Python's hashes, which take a quarter of the time of
-    BLAKE2b. The salt is new in each process, also with PYTHONHASHSEED, so that nobody makes two blocks with one digest on
-    purpose."""
-    blocks = (_SALT + packed[end - _BLOCK : end] for end in range(_BLOCK, len(packed) + 1, _BLOCK))
-    return array("q", map(hash, blocks)).tobytes()
+    BLAKE2b. `known` are the digests of the first blocks. The salt is new in each process, also with PYTHONHASHSEED, so that
+    nobody makes two blocks with one digest on purpose."""
+    first = len(known) // _DIGEST * _BLOCK
+    blocks = (_SALT + packed[end - _BLOCK : end] for end in range(first + _BLOCK, len(packed) + 1, _BLOCK))
+    return known + array("q", map(hash, blocks)).tobytes()
+
+
+class LatePrompts:
+    """The packed prompts of late calls with their BLAKE2b-64 and their `block_digests`, so that a prompt that continues one of
+    them is hashed from its end on. It keeps the last prompt of each caller, of at most `limit` bytes together, and forgets the
+    least recent ones. Its methods may be called from any thread."""
+
+    def __init__(self, limit: int = LATE_BYTES) -> None:
+        self._limit, self._bytes = limit, 0
+        self._known: OrderedDict[Hashable, tuple[bytes, hashlib.blake2b, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def hashed(self, who: Hashable, prompt: bytes) -> tuple[hashlib.blake2b, bytes]:
+        """Return the BLAKE2b-64 and the `block_digests` of a prompt of the caller `who`, and keep them. The BLAKE2b must be
+        copied before it is updated."""
+        with self._lock:
+            before = self._known.pop(who, None)
+            self._bytes -= 0 if before is None else len(before[0])
+        if before is None or not prompt.startswith(before[0]):
+            hashed, blocks = hashlib.blake2b(prompt, digest_size=DIGEST_BYTES), block_digests(prompt)
+        else:
+            hashed, blocks = before[1].copy(), block_digests(prompt, before[2])
+            hashed.update(memoryview(prompt)[len(before[0]) :])
+        with self._lock:
+            self._bytes += len(prompt) - len(self._known.pop(who, (b"",))[0])
+            self._known[who] = prompt, hashed, blocks
+            while self._bytes > self._limit:
+                self._bytes -= len(self._known.popitem(last=False)[1][0])
+        return hashed, blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +388,14 @@ class Fingerprint:
     edges: tuple[tuple[int, bytes], ...] = ()
 
     @classmethod
-    def of(cls, full: bytes, prompt_bytes: int) -> Fingerprint:
-        """Make the fingerprint of full tokens whose first `prompt_bytes` bytes are the prompt."""
+    def of(cls, full: bytes, prompt_bytes: int, blocks: bytes = b"") -> Fingerprint:
+        """Make the fingerprint of full tokens whose first `prompt_bytes` bytes are the prompt. `blocks` are the `block_digests`
+        of the prompt; empty if they are not known."""
         if len(full) <= _SHORT:
             return cls(len(full), full)
         ends = (prompt_bytes, len(full))
         edges = tuple((end // _BLOCK, full[end - end % _BLOCK : end]) for end in ends)
-        return cls(len(full), b"", block_digests(full), edges)
+        return cls(len(full), b"", block_digests(full, blocks), edges)
 
     @property
     def size(self) -> int:

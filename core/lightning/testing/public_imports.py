@@ -133,6 +133,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.model_folder",
             "lightning.policy_server.auto_settings",
             "lightning.policy_server.parsers",
+            "lightning.policy_server.policies",
             "lightning.policy_server.servers",
             "lightning.policy_server.vllm_arguments",
             "lightning.policy_server.vllm_server",

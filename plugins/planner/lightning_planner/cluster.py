@@ -1,5 +1,5 @@
-"""GPUs to plan for: their data sheets, how they are divided between training and serving, and assumptions on how well they are
-used.
+"""GPUs to plan for: their data sheets, how they are divided among the trainer and the policy servers, and assumptions on how
+well they are used.
 
 The invariant: peak numbers are the manufacturer's, dense and without sparsity. Every share of a peak is an assumption with a
 name, can be set, and is printed with the plan.
@@ -77,7 +77,14 @@ class Assumptions:
     prompt_mfu: float = _assumed(0.5, "share of peak operations while prompts are computed")
     bandwidth_share: float = _assumed(0.6, "share of peak memory traffic while tokens are decoded")
     iteration_seconds: float = _assumed(0.003, "scheduling and sampling of each of vLLM's iterations, on its CPU")
-    call_seconds: float = _assumed(0.01, "network, gateway and client of each call")
+    sequence_seconds: float = _assumed(1e-5, "the same for each sequence in an iteration")
+    exchange_seconds: float = _assumed(
+        2e-5, "the least that a sum over the GPUs of one vLLM takes, twice in each layer"
+    )
+    call_seconds: float = _assumed(0.01, "network and client of each call")
+    gateway_processes: float = _assumed(
+        4, "gateway processes where gateway.processes is null: one for eight cores, at most 4"
+    )
     network: float = _assumed(50e9, "bytes a second for each GPU between machines (400 Gb/s)")
     files: float = _assumed(2e9, "bytes a second of the file system, for weights and checkpoints")
     max_calls: float = _assumed(256, "calls in one server's batch (vLLM's --max-num-seqs)")
@@ -114,14 +121,17 @@ class Cluster:
     """A cluster of `gpus` GPUs of one kind. `serving` of them only serve; if `serving` is 0, all GPUs train, and some of them
     also serve.
 
-    A run has one policy server, which takes `tensor_parallel` GPUs (0: all GPUs that serve). Raises `ConfigError` for a
-    division that leaves no GPU for training, and for a division that needs another number of policy servers.
+    The policy has `replicas` servers of `gpus_each` GPUs each (0: the GPUs that may serve, divided among the servers), each
+    with the whole model. `gateways` processes beside the trainer's answer the agents' calls (0: the trainer's own). Raises
+    `ConfigError` for a division that leaves no GPU for training, and for servers that need another number of GPUs.
     """
 
     gpu: Gpu
     gpus: int
     serving: int = 0
-    tensor_parallel: int = 0
+    replicas: int = 1
+    gpus_each: int = 0
+    gateways: int = 0
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def __post_init__(self) -> None:
@@ -129,20 +139,18 @@ class Cluster:
             raise ConfigError(f"--gpus {self.gpus}: a cluster has at least one GPU: give 1 or more")
         if not 0 <= self.serving < self.gpus:
             raise ConfigError(f"--serve-on {self.serving} of {self.gpus} GPUs: at least one GPU has to train")
-        if not 0 <= self.tensor_parallel <= self.gpus:
+        taken, most = self.replicas * self.server_gpus, self.serving or self.gpus
+        if not self.server_gpus or taken > most or (self.serving and taken < most):
+            each = f" with policy_server.gpus_each = {self.gpus_each}" if self.gpus_each else ""
+            where = f"--serve-on gives them {self.serving}" if self.serving else f"the cluster has {self.gpus}"
             raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel}: the cluster has {self.gpus} GPUs; leave --tensor-parallel out to "
-                "take all GPUs that serve"
-            )
-        if self.serving and self.tensor_parallel not in (0, self.serving):
-            raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel} on {self.serving} GPUs that only serve: a run has one policy "
-                f"server, on all of them; leave --tensor-parallel out, or give --serve-on {self.tensor_parallel}"
+                f"policy_server.replicas = {self.replicas}{each} cannot be dealt the GPUs: {where}, and each server has "
+                f"equally many. Give numbers whose product is {most}{'' if self.serving else ' or less'}"
             )
 
     @property
     def shared(self) -> bool:
-        """Whether the policy server's GPUs also train."""
+        """Whether the policy servers' GPUs also train."""
         return self.serving == 0
 
     @property
@@ -152,11 +160,15 @@ class Cluster:
 
     @property
     def server_gpus(self) -> int:
-        """The number of GPUs of the policy server."""
-        return self.tensor_parallel or self.serving or self.gpus
+        """The number of GPUs of each policy server."""
+        return self.gpus_each or (self.serving or self.gpus) // self.replicas
 
     @property
     def exchange(self) -> float:
         """Bytes per second that each training GPU can exchange with the others."""
-        inside = self.training <= self.assumptions.gpus_per_machine
+        return self.link(self.training)
+
+    def link(self, gpus: int) -> float:
+        """Return the bytes per second that each of so many GPUs can exchange with the others."""
+        inside = gpus <= self.assumptions.gpus_per_machine
         return self.gpu.link if inside else min(self.gpu.link, self.assumptions.network)

@@ -21,7 +21,8 @@ class ServerCosts:
 
     A new call stops decoding for `request + fresh * prompt_token` s (`fresh` are the prompt's tokens that the prefix cache does
     not have), and takes `latency` s outside the server: network, gateway, client. The batch has at most `max_calls` calls and
-    `kv_tokens` tokens of prompts and responses; further calls wait.
+    `kv_tokens` tokens of prompts and responses; further calls wait. Where `kv_tokens` is known, a conversation is in the prefix
+    cache from its last call on, as long as the cache has room; later ones displace it, and an update drops all of them.
     """
 
     token: float
@@ -31,6 +32,19 @@ class ServerCosts:
     latency: float = 0.0
     max_calls: float = math.inf
     kv_tokens: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCosts:
+    """A call takes `call` seconds of CPU in one of `processes` processes, each of which has a core of its own."""
+
+    call: float = 0.0
+    processes: int = 1
+
+    @property
+    def most(self) -> float:
+        """The calls a second that the processes can take."""
+        return self.processes / self.call if self.call else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +74,17 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All costs. `dispatch` is the work of the agents' machines between two rollouts on a place, in seconds. `turn` is the time
-    of a step in turns besides its rollouts, in seconds: creating them and reading them back."""
+    """All costs. The policy has `servers` servers that cost alike. `dispatch` is the work of the agents' machines between two
+    rollouts on a place, in seconds. `turn` is the time of a step in turns besides its rollouts, in seconds: creating them and
+    reading them back."""
 
     server: ServerCosts
     trainer: TrainerCosts
     sharing: Sharing = field(default_factory=Sharing)
     dispatch: float = 0.0
     turn: float = 0.0
+    servers: int = 1
+    gateway: GatewayCosts = GatewayCosts()
 
 
 @dataclass(frozen=True, slots=True)

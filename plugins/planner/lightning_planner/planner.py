@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from lightning.config import Config, EngineConfig
+from lightning.config import Config, PolicyServerConfig
+from lightning_replicas.config import OWN_GPU_SHARE
 
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.cluster import Cluster
 from lightning_planner.costs import Changes, Costs, Schedule, Sharing, Team, draw
+from lightning_planner.gateways import gateway_costs
 from lightning_planner.memory import Memory, memory, uncounted
 from lightning_planner.recorded import PHASES, Recorded, forward_passes
 from lightning_planner.shape import Shape
@@ -25,6 +27,10 @@ from lightning_planner.speed import server_costs, trainer_costs
 
 LABEL = "simulation: no number of a plan was measured"
 """Label of everything that a plan prints or writes."""
+BUSY = 0.9
+"""The share of the time from which the agents' machines hold a run up."""
+MUCH = 0.1
+"""The share of prompt tokens that are computed again, from which that is worth a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,10 @@ class Target:
     shape: Shape | None = None
     cluster: Cluster | None = None
     seed: int = 0
+
+    def with_staleness(self, bound: int) -> Target:
+        """Return the target with another `trainer.max_staleness`."""
+        return replace(self, schedule=replace(self.schedule, max_staleness=bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,9 @@ class Replay:
 class Plan:
     """The simulated numbers of a target. `tokens_per_second` are trained response tokens. Staleness is in steps, over the
     trained tokens. `server_busy`, `places_busy` and `trainer_busy` are shares of the time; `batch` is the mean number of calls
-    decoded at once. `memory` is empty without a cluster."""
+    decoded at once on a server, `calls` the calls a second. With a cluster, `contexts` is how many agents' conversations, at
+    their longest, the KV caches hold at once (None where it is not known), and `again` the share of the prompts' tokens that
+    are computed again, because the cache displaced them, or an update dropped them. `memory` is empty without a cluster."""
 
     schedule: Schedule
     costs: Costs
@@ -73,6 +85,9 @@ class Plan:
     batch: float
     places_busy: float
     trainer_busy: float
+    calls: float
+    contexts: int | None
+    again: float
     memory: tuple[Memory, ...]
     notes: tuple[str, ...]
 
@@ -83,9 +98,9 @@ def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> P
     teams = [target.changes.apply(team) for team in calibration.steady]
     memories: Sequence[Memory] = ()
     if target.shape is not None and target.cluster is not None:
-        share = target.config.policy_server.gpu_memory_utilization
+        share = share_of(target.config, target.cluster)
         memories = memory(target.shape, target.cluster, target.config.engine, share)
-    costs, notes = _costs(recorded, calibration, target, teams)
+    costs, notes = costs_of(recorded, calibration, target, teams)
     simulated = simulate(target.schedule, costs, draw(teams, target.schedule.group_size, target.seed))
     total = simulated.mean(lambda step: step.total)
     notes += [
@@ -93,6 +108,8 @@ def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> P
         for use in memories
         if not use.fits
     ]
+    contexts = _contexts(costs, teams)
+    notes += _limits(target.schedule, simulated, contexts)
     return Plan(
         schedule=target.schedule,
         costs=costs,
@@ -104,6 +121,9 @@ def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> P
         batch=simulated.batch,
         places_busy=simulated.places_busy,
         trainer_busy=simulated.trainer_busy,
+        calls=simulated.calls,
+        contexts=contexts,
+        again=simulated.again,
         memory=tuple(memories),
         notes=tuple(notes),
     )
@@ -129,12 +149,47 @@ def _size(schedule: Schedule) -> int:
     return schedule.tasks_per_step * schedule.group_size
 
 
-def _costs(
+def _limits(schedule: Schedule, simulated: Simulated, contexts: int | None) -> Iterator[str]:
+    """Yield notes on what holds a plan up besides its GPUs' speed."""
+    if simulated.agents_busy > BUSY:
+        yield (
+            f"the agents' machines compute {simulated.agents_busy:.0%} of the time, so they hold the run up: --agent-machines "
+            "2 plans for twice as many"
+        )
+    if contexts is not None and contexts < schedule.concurrency and simulated.again > MUCH:
+        yield (
+            f"the KV caches hold the conversations of {contexts} of {schedule.concurrency} agents, and {simulated.again:.0%} "
+            "of all prompt tokens are computed again: fewer agents at once, or more GPUs that serve, lower that"
+        )
+
+
+def _contexts(costs: Costs, teams: Sequence[Team]) -> int | None:
+    longest = [
+        max(call.prompt + call.response for call in agent.calls)
+        for team in teams
+        for agent in team.agents
+        if agent.calls
+    ]
+    if math.isinf(costs.server.kv_tokens) or not longest:
+        return None
+    return costs.servers * int(costs.server.kv_tokens / statistics.fmean(longest))
+
+
+def share_of(config: Config, cluster: Cluster) -> float:
+    """Return the share of a GPU's memory that vLLM takes, as the plugin `replicas` chooses it: its own share where no GPU
+    trains and the setting has its default."""
+    set_, usual = config.policy_server.gpu_memory_utilization, PolicyServerConfig().gpu_memory_utilization
+    dealt = not cluster.shared and (cluster.replicas > 1 or cluster.gpus_each > 0)
+    return OWN_GPU_SHARE if dealt and set_ == usual else set_
+
+
+def costs_of(
     recorded: Recorded, calibration: Calibration, target: Target, teams: Sequence[Team]
 ) -> tuple[Costs, list[str]]:
+    """Return the costs of a target and the notes on them. Raises as `make_plan` does."""
     known, shape, cluster = calibration.costs, target.shape, target.cluster
     power = known.sharing.agents * target.agents
-    notes = []
+    notes: list[str] = []
     if math.isinf(known.sharing.agents):
         notes.append(
             "agents were not in each other's way when they were recorded: that holds for any number of them here"
@@ -153,7 +208,7 @@ def _costs(
                 "the tokens"
             )
         return replace(known, sharing=sharing), notes
-    share = target.config.policy_server.gpu_memory_utilization
+    share = share_of(target.config, cluster)
     calls = [call for team in teams for agent in team.agents for call in agent.calls]
     context = statistics.fmean(call.prompt + call.response / 2 for call in calls) if calls else 1.0
     rows = [agent.rows for team in teams for agent in team.agents if agent.rows]
@@ -166,23 +221,26 @@ def _costs(
             sharing=Sharing(agents=power, one_device=cluster.shared),
             dispatch=known.dispatch,
             turn=known.turn,
+            servers=cluster.replicas,
+            gateway=gateway_costs(cluster.gateways, statistics.fmean(call.prompt for call in calls) if calls else 0.0),
         ),
-        [*notes, *_notes_on_gpus(recorded, target.config.engine, cluster)],
+        [*notes, *_notes_on_gpus(recorded, target, cluster)],
     )
 
 
-def _notes_on_gpus(recorded: Recorded, engine: EngineConfig, cluster: Cluster) -> Iterator[str]:
+def _notes_on_gpus(recorded: Recorded, target: Target, cluster: Cluster) -> Iterator[str]:
     yield "calls are as many and as long as those of the recorded model"
     if forward_passes(recorded) is None:
         yield (
             "the record does not say what the algorithm computes before a step's gradient: passes for a reference model, a "
             "loss of whole steps or a critic are not in the seconds of training"
         )
-    if cluster.server_gpus > 1:
+    if (size := _size(target.schedule)) < target.schedule.concurrency and not target.schedule.max_staleness:
         yield (
-            f"one policy server on {cluster.server_gpus} GPUs, since a run has one: what these exchange is not in its seconds"
+            f"a step has {size} rollouts, so {target.schedule.concurrency - size} of {target.schedule.concurrency} agents "
+            "never run: raise trainer.tasks_per_step or --group-size"
         )
-    yield from uncounted(engine, cluster.training)
+    yield from uncounted(target.config.engine, cluster.training)
 
 
 def _phases(simulated: Simulated) -> Phases:

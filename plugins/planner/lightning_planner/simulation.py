@@ -1,5 +1,5 @@
-"""A discrete-event simulation of a run: the policy server, the agents, and the training loop, which decides which groups begin,
-which a step takes, and how long each part waits.
+"""A discrete-event simulation of a run: the gateway, the policy servers, the agents, and the training loop, which decides which
+groups begin, which a step takes, and how long each part waits.
 
 The invariant: decisions are made as in a real run. In turns, a step's groups run to their end, then the engine trains. With
 `max_staleness` above 0 the same `Pacer` as in a run decides which groups may begin and which a step takes. A group begins only
@@ -7,9 +7,9 @@ when a place is free. Evaluations are left out.
 
 Work is conserved. A job of some units on a clock ends when the clock has run exactly that far, however often its rate changed
 meanwhile, so that a change of rate costs nothing. Resources are shared as `Sharing` says at every moment: rates are set again
-whenever a part begins or ends to work. The server admits calls in the order in which they came, and a call keeps its place to
-its end. Jobs that share something at the same speed (sequences in one batch, threads on the same cores) share one `Clock`: it
-counts units of work of each job, and jobs end in the order of their ends on it.
+whenever a part begins or ends to work. A rollout stays with one server. A server admits calls in the order in which they
+came, and a call keeps its place to its end. Jobs that share something at the same speed (sequences in one batch, threads on the
+same cores) share one `Clock`: it counts units of work of each job, and jobs end in the order of their ends on it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_samplers.pacing import Pacer
 
@@ -106,24 +107,35 @@ LEAST = 1e-12
 """The least seconds of a token, so that a server without costs has a finite rate."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
-    """A call at the server, with the actions for its first token (`begun`) and its end (`ended`)."""
+    """A call at a server, of the rollout `owner`, with the actions for its first token (`begun`) and its end (`ended`)."""
 
     call: Call
+    owner: int
     begun: Action
     ended: Action
 
+    @property
+    def size(self) -> int:
+        """The tokens that it takes of the KV cache."""
+        return self.call.prompt + self.call.response
+
 
 class Server:
-    """The policy server. `speed` is its share of its device; it is `paused` while it gets new weights."""
+    """A policy server, whose weights have a `version`. `speed` is its share of its device; it is `paused` while it gets new
+    weights. `prompts` counts the tokens of its prompts, `again` those of them that it had to compute again."""
 
     def __init__(self, kernel: Kernel, costs: ServerCosts) -> None:
         self._costs = costs
         self._prompts, self._tokens = kernel.clock(), kernel.clock()
         self._line: deque[_Waiting] = deque()
-        self._calls, self._held, self._stall = 0, 0, 0.0
-        self.speed, self.paused = 1.0, False
+        self._running: list[_Waiting] = []
+        self._held, self._stall = 0, 0.0
+        self._kept: dict[int, int] = {}
+        self._kept_tokens = 0
+        self.speed, self.paused, self.version = 1.0, False, 0
+        self.prompts, self.again, self.rollouts = 0, 0, 0
 
     @property
     def busy(self) -> bool:
@@ -135,10 +147,18 @@ class Server:
         """The number of sequences that are being decoded."""
         return len(self._tokens)
 
-    def submit(self, call: Call, begun: Action, ended: Action) -> None:
-        """Take a call: `begun` is called before its first token, `ended` after its last."""
-        self._line.append(_Waiting(call, begun, ended))
+    def submit(self, call: Call, owner: int, begun: Action, ended: Action) -> None:
+        """Take a call of a rollout: `begun` is called before its first token, `ended` after its last."""
+        self._line.append(_Waiting(call, owner, begun, ended))
         self._admit()
+
+    def drop(self) -> None:
+        """Drop the prefix cache: what is in flight is computed again before it goes on."""
+        if math.isinf(self._costs.kv_tokens):
+            return  # not known: the recorded times have it
+        self._kept, self._kept_tokens = {}, 0
+        if again := sum(waiting.call.prompt for waiting in self._running):
+            self._compute(again, again, lambda: None)
 
     def retune(self) -> None:
         """Set the rates again, after a job began or ended."""
@@ -151,55 +171,99 @@ class Server:
         costs = self._costs
         while self._line:
             waiting = self._line[0]
-            size = waiting.call.prompt + waiting.call.response
-            if self._calls and (self._calls >= costs.max_calls or self._held + size > costs.kv_tokens):
+            over = len(self._running) >= costs.max_calls or self._held + waiting.size > costs.kv_tokens
+            if self._running and over:
                 return
             self._line.popleft()
-            self._calls, self._held = self._calls + 1, self._held + size
-            # Prompts are computed one after the other: each ends on the clock after all earlier ones.
-            end = max(self._stall, self._prompts.done) + costs.request + costs.prompt_token * waiting.call.fresh
-            self._stall = end
-            self._prompts.begin(end - self._prompts.done, lambda waiting=waiting: self._decode(waiting))  # type: ignore[misc]
+            fresh = self._fresh(waiting)
+            self._running.append(waiting)
+            self._held += waiting.size
+            self.prompts += waiting.call.prompt
+            self._displace()
+            self._compute(fresh, fresh - waiting.call.fresh, partial(self._decode, waiting), costs.request)
+
+    def _compute(self, tokens: int, again: int, action: Action, request: float = 0.0) -> None:
+        """Compute a prompt's tokens, after all earlier ones."""
+        end = max(self._stall, self._prompts.done) + request + self._costs.prompt_token * tokens
+        self._stall = end
+        self.again += again
+        self._prompts.begin(end - self._prompts.done, action)
+
+    def _fresh(self, waiting: _Waiting) -> int:
+        """Return the tokens of a prompt that have to be computed, and take its conversation out of what may be displaced."""
+        call, owner = waiting.call, waiting.owner
+        if math.isinf(self._costs.kv_tokens):
+            return call.fresh
+        kept = self._kept.pop(owner, 0)
+        self._kept_tokens -= kept
+        known = kept or call.after < 0 or any(other.owner == owner for other in self._running)
+        return call.fresh if known else call.prompt
+
+    def _displace(self) -> None:
+        """Let the cache forget what was used longest ago, until what runs and what it keeps have room."""
+        while self._kept and self._held + self._kept_tokens > self._costs.kv_tokens:
+            self._kept_tokens -= self._kept.pop(next(iter(self._kept)))
 
     def _decode(self, waiting: _Waiting) -> None:
         waiting.begun()
         self._tokens.begin(waiting.call.response, lambda: self._end(waiting))
 
     def _end(self, waiting: _Waiting) -> None:
-        self._calls, self._held = self._calls - 1, self._held - waiting.call.prompt - waiting.call.response
+        self._running.remove(waiting)
+        self._held -= waiting.size
+        if math.isfinite(self._costs.kv_tokens):
+            self._kept_tokens += waiting.size - self._kept.pop(waiting.owner, 0)
+            self._kept[waiting.owner] = waiting.size
+            self._displace()
         self._admit()
         waiting.ended()
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A rollout under way, with `left` calls to end. `versions` has, for each call in the order they began, the policy's
-    version and the response's tokens."""
+    """A rollout under way at a `server`, with a `number` of its own and `left` calls to end. `versions` has, for each call in
+    the order they began, the policy's version and the response's tokens."""
 
     agent: Agent
+    number: int
+    server: Server
     finished: Action
     left: int
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Floor:
-    """The place of rollouts: cores for the agents, and the policy server. `training` is the clock of the trainer's work;
-    `rollouts` is how many are under way."""
+    """The place of rollouts: cores for the agents, the gateway's processes, and the policy servers. `training` is the clock of
+    the trainer's work; `rollouts` is how many are under way; `calls` counts the calls that the gateway has taken."""
 
-    def __init__(self, kernel: Kernel, costs: Costs, version: Callable[[], int]) -> None:
-        self._kernel, self._costs, self._version = kernel, costs, version
-        self._thinking = kernel.clock()
+    def __init__(self, kernel: Kernel, costs: Costs) -> None:
+        self._kernel, self._costs = kernel, costs
+        self._thinking, self._gateway = kernel.clock(), kernel.clock()
         self.training = kernel.clock()
-        self.server = Server(kernel, costs.server)
-        self.rollouts = 0
+        self.servers = [Server(kernel, costs.server) for _ in range(costs.servers)]
+        self.rollouts, self.calls = 0, 0
+        self._numbers = itertools.count()
+
+    @property
+    def busy(self) -> int:
+        """The number of policy servers that compute."""
+        return sum(server.busy and not server.paused for server in self.servers)
+
+    @property
+    def agents_busy(self) -> float:
+        """The share of the agents' machines that computes; 0 if agents do not slow each other down."""
+        return min(1.0, len(self._thinking) / self._costs.sharing.agents)
 
     def start(self, agent: Agent, finished: Callable[[Running], None]) -> None:
-        """Begin a rollout; `finished` is called at its end."""
+        """Begin a rollout at the server that has the fewest; `finished` is called at its end."""
         self.rollouts += 1
-        running = Running(agent, lambda: None, len(agent.calls))
+        server = min(self.servers, key=lambda each: each.rollouts)
+        server.rollouts += 1
+        running = Running(agent, next(self._numbers), server, lambda: None, len(agent.calls))
 
         def ended() -> None:
             self.rollouts -= 1
+            server.rollouts -= 1
             finished(running)
 
         running.finished = ended
@@ -218,11 +282,12 @@ class Floor:
         threads = len(self._thinking) + (training and sharing.trainer_with_agents)
         alone = min(1.0, sharing.agents / threads) if threads else 1.0
         self._thinking.rate = alone
-        busy = self.server.busy and not self.server.paused
-        device = 0.5 if sharing.one_device and training and busy else 1.0
+        self._gateway.rate = min(1.0, self._costs.gateway.processes / max(1, len(self._gateway)))
+        device = 0.5 if sharing.one_device and training and self.busy else 1.0
         self.training.rate = device * (alone if sharing.trainer_with_agents else 1.0)
-        self.server.speed = device
-        self.server.retune()
+        for server in self.servers:
+            server.speed = device
+            server.retune()
 
     def _follow(self, running: Running, index: int) -> None:
         """Begin the calls that follow the call with this index."""
@@ -234,15 +299,16 @@ class Floor:
         self._thinking.begin(running.agent.calls[place].work, lambda: self._call(running, place))
 
     def _call(self, running: Running, place: int) -> None:
-        call = running.agent.calls[place]
+        call, server = running.agent.calls[place], running.server
+        self.calls += 1
 
         def begun() -> None:
-            running.versions.append((self._version(), call.response))
+            running.versions.append((server.version, call.response))
 
         def ended() -> None:
             self._kernel.after(self._costs.server.latency, lambda: self._returned(running, place))
 
-        self.server.submit(call, begun, ended)
+        self._gateway.begin(self._costs.gateway.call, lambda: server.submit(call, running.number, begun, ended))
 
     def _returned(self, running: Running, place: int) -> None:
         running.left -= 1
@@ -281,15 +347,19 @@ class Step(Phases):
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """The result of a simulation. Shares are of the time after the first step, which begins with nothing under way:
-    `server_busy` is that of the policy server, `places_busy` the mean share of `concurrency` that runs a rollout,
-    `trainer_busy` that of training, checkpoints and updates. `batch` is the mean number of sequences that the server decodes
-    while it is busy."""
+    `server_busy` is that of the policy servers, in the mean, `places_busy` the mean share of `concurrency` that runs a rollout,
+    `trainer_busy` that of training, checkpoints and updates, `agents_busy` that of the agents' machines. `batch` is the mean
+    number of sequences that a server decodes while it is busy. `calls` are calls a second. `again` is the share of the prompts'
+    tokens that were computed again, 0 where the size of the KV cache is not known."""
 
     steps: tuple[Step, ...]
     server_busy: float
     batch: float
     places_busy: float
     trainer_busy: float
+    calls: float = 0.0
+    again: float = 0.0
+    agents_busy: float = 0.0
 
     @property
     def steady(self) -> Sequence[Step]:
@@ -310,7 +380,7 @@ def simulate(schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> Simulat
         raise ValueError("there is nothing to simulate in 0 steps")
     loop = (_Pipeline if schedule.max_staleness else _Turns)(schedule, costs, teams)
     steps = [loop.step(number) for number in range(1, schedule.steps + 1)]
-    return loop.meter.result(steps, schedule)
+    return loop.meter.result(steps, schedule, loop.floor)
 
 
 @dataclass(slots=True)
@@ -322,15 +392,19 @@ class _Meter:
     batch: float = 0.0
     places: float = 0.0
     trainer: float = 0.0
+    agents: float = 0.0
 
-    def result(self, steps: Sequence[Step], schedule: Schedule) -> Simulated:
-        total = self.seconds or 1.0
+    def result(self, steps: Sequence[Step], schedule: Schedule, floor: Floor) -> Simulated:
+        total, prompts = self.seconds or 1.0, sum(server.prompts for server in floor.servers)
         return Simulated(
             steps=tuple(steps),
-            server_busy=self.server / total,
+            server_busy=self.server / total / len(floor.servers),
             batch=self.batch / self.server if self.server else 0.0,
             places_busy=self.places / schedule.concurrency / total,
             trainer_busy=self.trainer / total,
+            calls=floor.calls / total,
+            agents_busy=self.agents / total,
+            again=sum(server.again for server in floor.servers) / prompts if prompts else 0.0,
         )
 
 
@@ -352,8 +426,8 @@ class _Loop(ABC):
     def __init__(self, schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> None:
         self.schedule, self.costs, self.teams = schedule, costs, teams
         self.kernel, self.meter = Kernel(), _Meter()
-        self.floor = Floor(self.kernel, costs, lambda: self.version)
-        self.version, self.training = 0, False
+        self.floor = Floor(self.kernel, costs)
+        self.training = False
         self._free = schedule.concurrency
         self._waiting: deque[tuple[Agent, _Group]] = deque()
         self.kernel.before = self._measure
@@ -362,8 +436,8 @@ class _Loop(ABC):
     def collect(self, step: int) -> list[_Group]:
         """Wait for the groups of a step, take them, and return them."""
 
-    def served(self) -> None:  # noqa: B027 — nothing to do for those who sample in turns
-        """Called when the policy has a new version."""
+    def served(self, version: int) -> None:  # noqa: B027 — nothing to do for those who sample in turns
+        """Called when all servers have a new version."""
 
     def refill(self) -> bool:
         """Begin a group because a place is free; return whether one began."""
@@ -375,7 +449,9 @@ class _Loop(ABC):
     def step(self, step: int) -> Step:
         """Simulate a step: wait for groups, train, write a checkpoint, update the server."""
         if step == 2:
-            self.meter = _Meter()
+            self.meter, self.floor.calls = _Meter(), 0
+            for server in self.floor.servers:
+                server.prompts = server.again = 0
         began = self.kernel.now
         groups = self.collect(step)
         waited = self.kernel.now - began
@@ -385,13 +461,9 @@ class _Loop(ABC):
         train = self._train(costs.step + costs.row_token * rows + (costs.first if step == 1 else 0.0) if rows else 0.0)
         due = step % self.schedule.checkpoint_every == 0 or step == self.schedule.steps
         checkpoint = self._train(costs.checkpoint if due else 0.0)
-        update = self._train(costs.export)
-        self.floor.server.paused = True
-        update += self._pass(max(0.0, costs.update - costs.export))
-        self.floor.server.paused = False
+        update = self._train(costs.export) + self._load(step)
         self.training = False
-        self.version = step
-        self.served()
+        self.served(step)
         ages = [
             (step - 1 - version, tokens)
             for group in groups
@@ -442,6 +514,20 @@ class _Loop(ABC):
         self.until(lambda: over[0])
         return self.kernel.now - began
 
+    def _load(self, version: int) -> float:
+        """Load the weights into all servers at once, or, where sampling goes on all the time, into one after another; return
+        the seconds that it took."""
+        servers, each = self.floor.servers, max(0.0, self.costs.trainer.update - self.costs.trainer.export)
+        taken = 0.0
+        for held in [[server] for server in servers] if self.schedule.max_staleness else [servers]:
+            for server in held:
+                server.paused = True
+            taken += self._pass(each)
+            for server in held:
+                server.paused, server.version = False, version
+                server.drop()
+        return taken
+
     def _pass(self, seconds: float) -> float:
         end = self.kernel.now + seconds
         self.kernel.after(seconds, lambda: None)
@@ -451,12 +537,13 @@ class _Loop(ABC):
     def _measure(self, seconds: float) -> None:
         meter = self.meter
         meter.seconds += seconds
-        server = self.floor.server
-        if server.busy and not server.paused:
-            meter.server += seconds
-            meter.batch += seconds * server.batch
+        for server in self.floor.servers:
+            if server.busy and not server.paused:
+                meter.server += seconds
+                meter.batch += seconds * server.batch
         meter.places += seconds * self.floor.rollouts
         meter.trainer += seconds * self.training
+        meter.agents += seconds * self.floor.agents_busy
 
 
 class _Turns(_Loop):
@@ -504,9 +591,9 @@ class _Pipeline(_Loop):
         self.until(pick)
         return [*dropped, *(self._groups.pop(group) for group in picked)]
 
-    def served(self) -> None:
+    def served(self, version: int) -> None:
         """Advance the `Pacer`, and begin the groups of another step."""
-        self._pacer.advance(self.version)
+        self._pacer.advance(version)
         self._news = True
         self.fill()
 

@@ -4,6 +4,8 @@ The invariant: every term of a cost is operations or bytes divided by a peak tim
 overlap are added, so that an estimate is rather too slow than too fast.
 
     decoding: each iteration reads the weights once and every sequence's keys and values (arXiv 2309.06180)
+    several GPUs of one server: two sums over them in each layer (arXiv 1909.08053), each of which sends 2 (n - 1) / n of a
+    token's hidden state in bfloat16 over a GPU's link (a ring)
     a token forward: 2 operations for each parameter it is multiplied with; backward twice that (arXiv 2001.08361), and one
     forward more where layers are checkpointed, and for each pass that the algorithm makes before the gradient's; attention
     adds 4 x layers x width x tokens before it, which are half a row in the mean
@@ -34,7 +36,12 @@ def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -
     GPUs.
     """
     gpu, assumed, together = cluster.gpu, cluster.assumptions, cluster.server_gpus
-    _check_heads(shape, cluster)
+    able = dividing(shape, cluster.gpus if cluster.shared else cluster.gpus - 1)
+    if together not in able:
+        raise ConfigError(
+            f"vLLM cannot divide the {shape.heads} heads and {shape.kv_heads} key heads of {shape.name} among "
+            f"{together} GPUs: give {_option(cluster)} as one of {', '.join(map(str, able))}"
+        )
     room = kv_tokens(shape, cluster, share)
     if room < context:
         raise ConfigError(
@@ -44,33 +51,32 @@ def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -
     traffic = together * gpu.bandwidth * assumed.bandwidth_share
     operations = together * gpu.flops * assumed.prompt_mfu
     forward = 2.0 * shape.computed / operations
+    sums = 2.0 * shape.layers
+    sent = sums * 2 * (together - 1) / together * HALF * shape.hidden / cluster.link(together)
     return ServerCosts(
-        token=HALF * shape.parameters / traffic + assumed.iteration_seconds,
-        token_per_call=forward + HALF * shape.kv_elements * context / traffic,
-        prompt_token=forward,
+        token=HALF * shape.parameters / traffic
+        + assumed.iteration_seconds
+        + (sums * assumed.exchange_seconds if together > 1 else 0.0),
+        token_per_call=forward + sent + HALF * shape.kv_elements * context / traffic + assumed.sequence_seconds,
+        prompt_token=forward + sent,
         latency=assumed.call_seconds,
         max_calls=assumed.max_calls,
         kv_tokens=room,
     )
 
 
-def _check_heads(shape: Shape, cluster: Cluster) -> None:
-    """Raise `ConfigError` where vLLM would refuse: all GPUs of a server must have equally many heads, and no key head may be
-    split."""
-    able = [
+def dividing(shape: Shape, most: int) -> list[int]:
+    """Return the numbers of GPUs up to `most` among which vLLM can divide a model: all must have equally many heads, and no key
+    head may be split."""
+    return [
         number
-        for number in range(1, min(shape.heads, cluster.gpus if cluster.shared else cluster.gpus - 1) + 1)
+        for number in range(1, min(shape.heads, most) + 1)
         if not shape.heads % number and (not shape.kv_heads % number or not number % shape.kv_heads)
     ]
-    if cluster.server_gpus not in able:
-        raise ConfigError(
-            f"vLLM cannot divide the {shape.heads} heads and {shape.kv_heads} key heads of {shape.name} among "
-            f"{cluster.server_gpus} GPUs: give {_option(cluster)} as one of {', '.join(map(str, able))}"
-        )
 
 
 def _option(cluster: Cluster) -> str:
-    return "--tensor-parallel" if cluster.shared else "--serve-on"
+    return "policy_server.gpus_each" if cluster.shared or cluster.gpus_each else "--serve-on"
 
 
 def trainer_costs(

@@ -1,4 +1,4 @@
-"""The settings `[policies.NAME]`: the policies of a run, and the agents that each of them answers.
+"""The settings `[policies.NAME]`, the policies of a run with the agents that each of them answers, and `trainer.policy_turns`.
 
 The invariant: they are read without what training imports, since every command reads the settings.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lightning.config import LoraConfig, NamedSettings, Section
+from lightning.config import LoraConfig, NamedSettings, PluginSettings, Section
+from lightning.errors import ConfigError
 from pydantic import Field
 
 
@@ -45,3 +46,30 @@ class PoliciesConfig(NamedSettings):
             from lightning_policies.calls import check_policies  # not at every start: it imports what training does
 
             check_policies(self.by_name)
+
+
+class TurnsConfig(PluginSettings):
+    """Policies that are trained in turn."""
+
+    place: ClassVar[str] = "trainer"
+    policy_turns: str = ""
+    """Policies that are trained in turn, each for a number of steps, again and again: `writer:5,editor:5` trains `writer` in
+    steps 1 to 5, `editor` in steps 6 to 10, `writer` in steps 11 to 15, and so on. Empty trains all policies in each step."""
+
+    @property
+    def turns(self) -> list[tuple[str, int]]:
+        """The policies with their steps, in order. Raises `ConfigError` for a text of another form."""
+        found = []
+        for part in filter(None, (part.strip() for part in self.policy_turns.split(","))):
+            name, _, steps = (word.strip() for word in part.partition(":"))
+            if not name or not steps.isdecimal() or not int(steps):
+                raise ConfigError(
+                    f"trainer.policy_turns = {self.policy_turns!r} has {part!r}: write each policy with the number of its "
+                    "steps, such as writer:5,editor:5"
+                )
+            found.append((name, int(steps)))
+        return found
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a text of another form."""
+        _ = self.turns

@@ -40,7 +40,7 @@ from lightning.engines.rows import name as row_name
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B
+from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B, POLICIES
 from lightning.trainer.context import Numeric
 from lightning.types import Json
 from safetensors import safe_open
@@ -48,9 +48,6 @@ from safetensors.torch import save_file
 
 logger = logging.getLogger(__name__)
 
-POLICIES = "policies"
-"""The metadata key of a file with the adapters of several policies: a JSON object that maps each policy's name to the metadata
-`ADAPTERS` of a file with its adapters alone."""
 EXPORTED = "adapters"
 """The subfolder of an export that holds a PEFT adapter folder for each policy, so no policy has this name."""
 

@@ -99,7 +99,10 @@ def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
     count, trainers = visible_gpus(), _trainers_gpu(config.engine.device)
     free = list(section.gpus) or [number for number in range(count) if number != trainers]
     if len(set(free)) < len(free):
-        raise ConfigError(f"policy_server.gpus = {free} names a GPU twice: each is of one vLLM, name it once")
+        raise ConfigError(
+            f"policy_server.gpus = {free} names a GPU twice: each is of one vLLM, name it once. For two on "
+            "one GPU start both yourself, each with a share of its memory, and attach to them (policy_server.attach)"
+        )
     each = each or 1
     if replicas * each > len(free):
         where = (

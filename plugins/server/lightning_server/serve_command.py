@@ -16,7 +16,7 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.places import existing_store
 from lightning.store.url import parse, redacted
-from lightning.trainer.model import resolve_model
+from lightning.trainer.model import models_in, resolve_model
 from lightning.trainer.run_stages import PREFIX
 from lightning_resources.command import locate
 from lightning_resources.reference import find
@@ -89,7 +89,7 @@ async def _serve_model(model: str, settings: Config, out: Path | None, ttl: floa
                 say(f"the alias {follows.reference.which!r} is followed: lightning resources promote|rollback")
         else:
             trained = Path(model) / "model"
-            folder = resolve_model(trained if (trained / "config.json").is_file() else model)
+            folder = resolve_model(trained if models_in(trained) else model)
             say(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
         serving = await resources.enter_async_context(serving_model(folder, settings, place, follows))
         llm = await serving.open_session("shell", ttl)

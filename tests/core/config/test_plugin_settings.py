@@ -2,6 +2,7 @@
 
 import importlib
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning.config import Config, load_config, recorded_config, settings, wit
 from lightning.config.plugin_settings import config_model
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
-from lightning.trainer.runs import differences, not_loadable, plan_epochs
+from lightning.trainer.runs import check_run, differences, not_loadable, plan_epochs
 from lightning.types import Run, StepRecord
 
 SOURCE = '''
@@ -79,6 +80,67 @@ def test_settings_of_a_plugin_stand_where_it_says(plugin: Any, place: str) -> No
         load_config(overrides=[f"{place}.size=0"], env={})
     with pytest.raises(ConfigError, match="hurt the eye"):
         load_config(overrides=[f"{place}.size=10"], env={})
+
+
+NAMED = (
+    SOURCE.replace("class Notes(PluginSettings)", "class Note(Section)")
+    .replace('    place: ClassVar[str] = "PLACE"\n', "")
+    .replace("import PluginSettings", "import NamedSettings, Section")
+    .partition("    def check")[0]
+    + '''
+class Notes(NamedSettings):
+    """Notes by name."""
+
+    place: ClassVar[str] = "PLACE"
+    of_run: ClassVar = ("colour",)
+    __pydantic_extra__: dict[str, Note] = Field(init=False)
+
+
+@lightning.hookimpl
+def register_settings(register):
+    register("NAME", lambda: Notes)
+'''
+)
+
+
+@pytest.mark.parametrize("place", ["notes", "runner.notes"])
+async def test_a_table_of_names_that_the_user_gives(plugin: Any, place: str) -> None:
+    notes = plugin("notes", place, NAMED)
+    prefix = f"LIGHTNING_{place.upper().replace('.', '__')}"
+    config = load_config(overrides=[f"{place}.mine.size=5"], env={f"{prefix}__YOURS__COLOUR": "blue"})
+    found = {name: (note.size, note.colour) for name, note in notes.of(config).by_name.items()}
+    assert found == {"yours": (3, "blue"), "mine": (5, "red")}
+    assert notes.of(recorded_config(config.model_dump(mode="json"))[0]) == notes.of(config)
+    assert notes.of(pickle.loads(pickle.dumps(config))) == notes.of(config)
+    assert notes.of(Config()).by_name == {}
+    listed = [setting.key for setting in settings() if setting.key.startswith(f"{place}.")]
+    assert listed == [f"{place}.NAME.size", f"{place}.NAME.colour"]
+    for key, said in (
+        (f"{place}.mine.sice", f"did you mean '{place}.mine.size'?"),
+        (f"{place}.size", f"did you mean '{place}.NAME.size'?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"unknown setting {key!r}; {said}")):
+            load_config(overrides=[f"{key}=5"], env={})
+    with pytest.raises(ConfigError, match=rf"{place}\.mine\.size cannot be 0; it accepts an integer >= 1"):
+        load_config(overrides=[f"{place}.mine.size=0"], env={})
+
+
+async def test_a_resumed_run_keeps_the_settings_under_which_its_calls_were_answered(plugin: Any) -> None:
+    plugin("notes", "notes", NAMED)
+    before = {"config": load_config(overrides=["notes.mine.size=5"], env={}).model_dump(mode="json"), "head": ""}
+    async with plugins().opened_store("memory://") as store:
+        run = await store.put_run(Run("run", "a run", before))
+        for override, kept in (
+            ("notes.mine.size=6", True),
+            ("notes.mine.colour=blue", False),
+            ("notes.other={}", False),
+        ):
+            now = load_config(overrides=["notes.mine.size=5", override], env={}).model_dump(mode="json")
+            if kept:
+                assert await check_run(store, "run", {**before, "config": now}, resume=True) == run
+                continue
+            with pytest.raises(ConfigError, match=r"answered under other settings of notes\.\w+\.colour: resume it"):
+                await check_run(store, "run", {**before, "config": now}, resume=True)
 
 
 def test_each_plugins_check_is_made_also_of_two_in_one_section(plugin: Any) -> None:

@@ -186,3 +186,28 @@ def test_a_turn_of_a_growing_prompt_fits_in_two_kilobytes() -> None:
     )
     assert len(tokens.prompt_ids) == 1000
     assert len(encode(tokens, parent)) < 1700
+
+
+@given(turns=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9000), st.integers(1, 9000)), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_a_prompt_that_goes_on_from_a_late_one_is_hashed_as_any_other(turns: list[tuple[int, int, int]]) -> None:
+    late, said = codec.LatePrompts(60_000), dict.fromkeys(range(3), token_ids())
+    for who, kept, more in turns:
+        said[who] = token_ids([*said[who][:kept], *range(kept, kept + more)])
+        tokens = codec.CallTokens(said[who], token_ids(range(300)), logprobs([-0.5]))
+        alone, goes_on = codec.pack_tokens(tokens), codec.pack_tokens(tokens, late, who)
+        size = len(alone.prompt)
+        assert goes_on.digest == alone.digest
+        assert goes_on.blocks in (b"", codec.block_digests(alone.prompt))
+        assert codec.Fingerprint.of(alone.full, size, goes_on.blocks) == codec.Fingerprint.of(alone.full, size)
+
+
+def test_late_prompts_hold_no_more_than_their_limit() -> None:
+    late, prompt = codec.LatePrompts(100_000), codec.pack(token_ids(range(8000)))
+    tracemalloc.start()
+    try:
+        for who in range(50):
+            late.hashed(who % 7, prompt[who:] + prompt[:who])
+        assert tracemalloc.get_traced_memory()[0] < 150_000
+    finally:
+        tracemalloc.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from lightning.config import LoraConfig
 from lightning.config.plugin_settings import EngineConfig
 from lightning.errors import ConfigError
 from lightning_planner.cluster import GPUS, Assumptions, Cluster, assume, find_gpu
+from lightning_planner.gateways import gateway_costs
 from lightning_planner.memory import kv_tokens, layer_activations, memory, training_items, uncounted
 from lightning_planner.shape import KNOWN, read_shape, shape_of
 from lightning_planner.speed import server_costs, trainer_costs
@@ -114,10 +116,11 @@ def test_assumptions_can_be_replaced() -> None:
     [
         ((0,), "at least one"),
         ((8, 8), "has to train"),
-        ((8, 0, 9), "the cluster has 8 GPUs"),
-        ((8, 0, -1), "the cluster has 8 GPUs"),
-        ((8, 4, 1), "one policy server, on all of them.* --serve-on 1"),
-        ((8, 4, 6), "one policy server"),
+        ((8, 0, 1, 9), "the cluster has 8.* product is 8 or less"),
+        ((8, 0, 9), "the cluster has 8"),
+        ((8, 4, 1, 1), "gpus_each = 1 cannot be dealt the GPUs: --serve-on gives them 4.* product is 4$"),
+        ((8, 4, 1, 6), "--serve-on gives them 4"),
+        ((8, 4, 3), "policy_server.replicas = 3 cannot be dealt the GPUs: --serve-on gives them 4"),
     ],
 )
 def test_a_cluster_has_to_be_divisible(division: tuple[int, ...], says: str) -> None:
@@ -127,7 +130,8 @@ def test_a_cluster_has_to_be_divisible(division: tuple[int, ...], says: str) -> 
 
 def test_who_serves_and_who_trains() -> None:
     assert (NODE.shared, NODE.training, NODE.server_gpus) == (True, 8, 8)
-    assert Cluster(GPUS["h100"], 8, tensor_parallel=2).server_gpus == 2
+    assert Cluster(GPUS["h100"], 8, gpus_each=2).server_gpus == 2
+    assert Cluster(GPUS["h100"], 8, serving=4, replicas=2).server_gpus == 2
     split = Cluster(GPUS["h100"], 16, serving=4)
     assert (split.shared, split.training, split.server_gpus) == (False, 12, 4)
     assert NODE.exchange == GPUS["h100"].link
@@ -250,11 +254,11 @@ def test_each_kind_of_gpu_has_its_memory() -> None:
 
 
 def test_the_cache_is_what_the_weights_leave() -> None:
-    one = replace(NODE, tensor_parallel=1)
+    one = replace(NODE, gpus_each=1)
     room = kv_tokens(SMALL, one, 0.4)
     assert room * 147_456 < 0.4 * 80e9 - 2 * SMALL.parameters
-    assert kv_tokens(SMALL, replace(NODE, tensor_parallel=2), 0.4) > 2 * room
-    with pytest.raises(ConfigError, match=r"no room for a KV cache.*--tensor-parallel"):
+    assert kv_tokens(SMALL, replace(NODE, gpus_each=2), 0.4) > 2 * room
+    with pytest.raises(ConfigError, match=r"no room for a KV cache.*policy_server\.gpus_each"):
         server_costs(LARGE, one, 0.1, 1000.0)
 
 
@@ -268,19 +272,16 @@ def test_heads_that_vllm_cannot_divide_are_refused() -> None:
         ConfigError, match=r"32 heads and 8 key heads .* among 6 GPUs: give --serve-on as one of 1, 2, 4$"
     ):
         server_costs(SMALL, Cluster(GPUS["h100"], 8, serving=6), 0.4, 1000.0)
-    with pytest.raises(ConfigError, match="among 12 GPUs: give --tensor-parallel"):
+    with pytest.raises(ConfigError, match=r"among 12 GPUs: give policy_server\.gpus_each"):
         server_costs(SMALL, Cluster(GPUS["h100"], 12), 0.4, 1000.0)
 
 
 def test_decoding_reads_the_weights_and_training_computes_six_operations_a_parameter() -> None:
     assumed = Assumptions()
-    server = server_costs(SMALL, replace(NODE, tensor_parallel=1), 0.4, context=0.0)
+    server = server_costs(SMALL, replace(NODE, gpus_each=1), 0.4, context=0.0)
     assert server.token == pytest.approx(2 * SMALL.parameters / (3.35e12 * assumed.bandwidth_share) + 0.003)
-    assert (
-        server.prompt_token
-        == server.token_per_call
-        == pytest.approx(2 * SMALL.computed / (989e12 * assumed.prompt_mfu))
-    )
+    forward = 2 * SMALL.computed / (989e12 * assumed.prompt_mfu)
+    assert (server.prompt_token, server.token_per_call) == pytest.approx((forward, forward + assumed.sequence_seconds))
     trainer = trainer_costs(SMALL, NODE, EngineConfig(), length=0.0)
     assert trainer.row_token == pytest.approx(6 * SMALL.computed / (8 * 989e12 * assumed.train_mfu))
     again = trainer_costs(SMALL, NODE, EngineConfig(gradient_checkpointing=True), length=0.0)
@@ -289,6 +290,29 @@ def test_decoding_reads_the_weights_and_training_computes_six_operations_a_param
     assert wanted.row_token == pytest.approx(trainer.row_token * 5 / 3)
     tiny = trainer_costs(SMALL, replace(NODE, gpus=16), EngineConfig(tokens_per_microbatch=64), length=0.0)
     assert tiny.row_token > trainer.row_token, "so small micro-batches wait for the network"
+
+
+def test_the_gpus_of_one_server_exchange_what_replicas_need_not() -> None:
+    many, one = (server_costs(SMALL, replace(NODE, gpus_each=gpus), 0.4, context=0.0) for gpus in (4, 1))
+    sums, assumed = 2 * SMALL.layers, Assumptions()
+    weights = 2 * SMALL.parameters / (3.35e12 * assumed.bandwidth_share)
+    assert many.token == pytest.approx(weights / 4 + 0.003 + sums * assumed.exchange_seconds)
+    sent = sums * 2 * 3 / 4 * 2 * SMALL.hidden / GPUS["h100"].link
+    assert many.prompt_token == pytest.approx(one.prompt_token / 4 + sent)
+    assert many.token_per_call == pytest.approx(many.prompt_token + assumed.sequence_seconds)
+    assert kv_tokens(SMALL, replace(NODE, gpus_each=4), 0.4) > 4 * kv_tokens(SMALL, replace(NODE, gpus_each=1), 0.4)
+
+
+def test_the_gateways_numbers_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text().partition("## Gateways in processes")[2]
+    rows = {row[0]: row[1:] for line in page.splitlines() if (row := [part.strip() for part in line.split("|")[1:-1]])}
+    measured = [fmean(map(float, cell.split(","))) for cell in rows["CPU of all gateways for a call, ms"]]
+    assert [1000 * gateway_costs(processes, 1000).call for processes in (0, 1, 2, 4)] == pytest.approx(measured)
+    by_prompt = [float(rows[tokens][1]) for tokens in ("1,000", "8,000", "64,000")]
+    longer = [gateway_costs(0, prompt).call / gateway_costs(0, 1000).call for prompt in (1000, 8000, 64000)]
+    assert longer == pytest.approx([each / by_prompt[0] for each in by_prompt])
+    assert [gateway_costs(processes, 1).processes for processes in (0, 1, 4)] == [1, 1, 4]
+    assert gateway_costs(4, 1000).most == pytest.approx(4000 / measured[3])
 
 
 @settings(max_examples=8, deadline=None)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lightning.cli.app import main
+from lightning.config import Config, load_config
+from lightning.policy_server.servers import settings_of_servers
+from lightning_planner.cluster import GPUS, Cluster
+from lightning_planner.division import commands_of, settings_of
+from lightning_replicas import server_set
+from lightning_server.config import GatewayProcessesConfig
+from lightning_verl.config import VerlConfig
 
 from .conftest import CALL, LEAD, TOOL, TRAIN
 
@@ -69,20 +77,97 @@ def test_bounds_side_by_side(plan: Callable[..., str]) -> None:
 
 
 def test_on_gpus(plan: Callable[..., str]) -> None:
-    shared = ("--json", "--model", "Qwen/Qwen3-4B", "--gpus", "8", "--set", "engine.gradient_checkpointing=true")
+    node = ("--json", "--model", "Qwen/Qwen3-4B", "--gpus", "8", "--set", "engine.gradient_checkpointing=true")
+    shared = (*node, "--serve-on", "0")
     (both,) = planned(plan(*shared))
-    (split,) = planned(plan(*shared, "--serve-on", "4", "--gpu", "h200"))
+    (split,) = planned(plan(*node, "--serve-on", "4", "--gpu", "h200"))
     assert [use["role"] for use in both["memory"]] == ["training and serving"]
     assert [use["role"] for use in split["memory"]] == ["training", "serving"]
-    assert any("one policy server on 4 GPUs" in note for note in split["notes"])
-    (own,) = planned(plan(*shared, "--tensor-parallel", "1"))
+    (own,) = planned(plan(*shared, "--set", "policy_server.gpus_each=1"))
     assert own["costs"]["server"]["token"] > both["costs"]["server"]["token"], "one GPU reads all the weights"
-    assert not any("one policy server" in note for note in own["notes"])
+    (four,) = planned(plan(*node, "--serve-on", "4", "--gpu", "h200", "--set", "policy_server.replicas=4"))
+    assert [one["costs"]["servers"] for one in (split, four)] == [1, 4]
+    assert four["memory"][1]["items"][0]["bytes"] == 4 * split["memory"][1]["items"][0]["bytes"], "each has the weights"
+    (alone,) = planned(plan(*node, "--serve-on", "4", "--set", "gateway.processes=0"))
+    assert [one["costs"]["gateway"]["processes"] for one in (split, alone)] == [4, 1]
     assert split["step"]["train"] != both["step"]["train"]
     (careful,) = planned(plan(*shared, "--assume", "train_mfu=0.1"))
     assert careful["step"]["train"] > both["step"]["train"]
     (longer,) = planned(plan(*shared, "--token-scale", "100"))
     assert longer["step"]["train"] > both["step"]["train"]
+
+
+NODE = (
+    "--model",
+    "Qwen/Qwen3-8B",
+    "--gpus",
+    "8",
+    "--set",
+    "engine.gradient_checkpointing=true",
+    "--max-staleness",
+    "1",
+)
+
+
+def test_gpus_that_nobody_divided_are_divided(plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads(plan("--json", *NODE, "--agents", "1000"))
+    division, (found,) = document["division"], document["plans"]
+    assert document["cluster"] == division["cluster"]
+    assert found["fits"]
+    assert found["plan"]["schedule"]["concurrency"] == 1000
+    parts = {gain["part"]: gain["plan"] for gain in division["gains"]}
+    processes = [one["costs"]["gateway"]["processes"] for name, one in parts.items() if "gateway process" in name]
+    assert processes == [1, 4]
+    light = next(one for name, one in parts.items() if "adapters alone" in name)
+    assert light["step"]["update"] < found["plan"]["step"]["update"]
+    assert all(one["contexts"] > 0 for one in parts.values())
+    # A run takes these settings, and gives the GPUs so.
+    monkeypatch.setattr(server_set, "visible_gpus", lambda: 8)
+    config = load_config(overrides=[*division["settings"], "policy_server.device=cuda"], env={})
+    dealt = [one.policy_server.gpus for one in settings_of_servers(config)]
+    cluster = division["cluster"]
+    assert {len(gpus) for gpus in dealt} == {cluster["gpus_each"]}
+    assert len(dealt) == cluster["replicas"]
+    assert VerlConfig.of(config).world_size in (cluster["gpus"] - cluster["serving"], 0)
+    assert GatewayProcessesConfig.of(config).processes == cluster["gateways"] == 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpus", "workers", "commands"),
+    [
+        (Cluster(GPUS["h100"], 8, 4, 4, 1, 4), [(0,), (1,), (2,), (3,)], 4,
+         ("CUDA_VISIBLE_DEVICES=4,5,6,7 ray", "=0,1,2,3 lightning train ... --engine verl")),
+        (Cluster(GPUS["h100"], 8, 6, 3, 2), [(0, 1), (2, 3), (4, 5)], 2,
+         ("CUDA_VISIBLE_DEVICES=6,7 ray", "=0,1,2,3,4,5 lightning train")),
+        (Cluster(GPUS["h100"], 8, 7, 7, 1), [(number,) for number in range(1, 8)], 1, ("lightning train",)),
+        (Cluster(GPUS["h100"], 2, 0, 2, 1), [(0,), (1,)], 2, ("lightning train ... --engine verl",)),
+    ],
+    ids=["four and four", "two each", "one trains", "all train"],
+)  # fmt: skip
+def test_a_run_takes_the_settings_of_a_division(
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster,
+    gpus: list[tuple[int, ...]],
+    workers: int,
+    commands: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(server_set, "visible_gpus", lambda: 8)
+    settings = settings_of(cluster, Config())
+    config = load_config(overrides=[*settings, "policy_server.device=cuda"], env={})
+    each = [one.policy_server for one in settings_of_servers(config)]
+    assert [one.gpus for one in each] == gpus
+    assert {one.gpu_memory_utilization for one in each} == {0.4 if cluster.shared else 0.9}
+    assert VerlConfig.of(config).world_size == workers
+    for command, begins in zip(commands_of(cluster, settings), commands, strict=True):
+        assert begins in command
+        words = shlex.split(command)
+        assert all(each in words for each in settings) is ("ray" not in words)
+
+
+def test_agents_that_have_nothing_to_do_are_said(plan: Callable[..., str]) -> None:
+    for bound, said in (("0", True), ("1", False)):
+        (found,) = planned(plan("--json", *NODE[:4], "--serve-on", "4", "--agents", "1000", "--max-staleness", bound))
+        assert any("996 of 1000 agents never run" in note for note in found["notes"]) is said
 
 
 def test_options_of_verl_count_and_those_that_do_not_are_said(plan: Callable[..., str]) -> None:
@@ -105,6 +190,16 @@ def test_what_people_see(plan: Callable[..., str]) -> None:
         assert word in text, word
     assert "do not fit into 80 GB" in text
     assert "memory of a GPU" not in plan()
+    divided = plan(*NODE)
+    for word in (
+        "what each part gains",
+        "to train so:",
+        "--set policy_server.replicas=",
+        "measured elsewhere",
+        "b776be4c",
+    ):
+        assert word in divided, word
+    assert "what each part gains" not in text, "one GPU cannot be divided"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +212,10 @@ def test_what_people_see(plan: Callable[..., str]) -> None:
         (("--max-staleness", "-1"), "--max-staleness -1"),
         (("--recorded-servers", "2"), "No such option"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "8"), "at least one GPU has to train"),
-        (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "4", "--tensor-parallel", "2"), "one policy server"),
+        ((*NODE, "--serve-on", "4", "--set", "policy_server.gpus_each=2"), "--serve-on gives them 4"),
+        (("--model", "Qwen/Qwen3-32B", "--gpus", "8"), "Try --set engine.gradient_checkpointing=true, --set"),
+        (("--model", "Qwen/Qwen3-32B", *NODE[2:]), "fits into no division of 8 x H100"),
+        (("--model", "Qwen/Qwen3-32B", *NODE[2:]), "Try --set engine.lora.rank=16, --set engine.verl.sharding"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--set", "engine.verl.strategy=megatron"), "strategy=fsdp2"),
     ],
 )

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_planner.costs import Agent, Call, Costs, Schedule, ServerCosts, Sharing, Team, TrainerCosts
-from lightning_planner.simulation import Simulated, simulate
+from lightning_planner.costs import Agent, Call, Costs, GatewayCosts, Schedule, ServerCosts, Sharing, Team, TrainerCosts
+from lightning_planner.simulation import Kernel, Server, Simulated, simulate
 
 ONE = Schedule(tasks_per_step=1, group_size=1, concurrency=1, steps=3)
 SERVER = ServerCosts(token=0.1)
@@ -81,6 +81,73 @@ def test_calls_that_the_server_has_no_room_for_wait_in_line(limit: dict[str, flo
 def test_a_call_larger_than_the_cache_goes_alone() -> None:
     costs = Costs(replace(SERVER, kv_tokens=5), TRAINER)
     assert simulate(ONE, costs, forever(agent((0.0, 0.0, 10)))).steps[0].rollout == pytest.approx(1.0)
+
+
+def test_several_servers_share_the_rollouts() -> None:
+    costs = Costs(replace(SERVER, token=0.0, token_per_call=0.01), TRAINER)
+    schedule = replace(ONE, group_size=8, concurrency=8)
+    one, four = (
+        simulate(schedule, replace(costs, servers=servers), forever(*[agent((0.0, 0.0, 10))] * 8)) for servers in (1, 4)
+    )
+    assert (one.steps[1].rollout, four.steps[1].rollout) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert (one.batch, four.batch) == (pytest.approx(8.0), pytest.approx(2.0))
+    assert four.server_busy == pytest.approx(0.2 / only_step(four))
+
+
+@pytest.mark.parametrize(("bound", "held"), [(0, 2.0), (2, 6.0)])
+def test_servers_are_loaded_at_once_or_one_after_another(bound: int, held: float) -> None:
+    trainer = TrainerCosts(step=1.0, row_token=0.0, update=3.0, export=1.0)
+    costs = Costs(SERVER, trainer, servers=3)
+    simulated = simulate(replace(ONE, max_staleness=bound, steps=2), costs, forever(agent((0.0, 0.0, 10))))
+    assert simulated.steps[1].update == pytest.approx(1.0 + held)
+
+
+def test_a_conversation_that_the_cache_has_displaced_is_computed_again() -> None:
+    """Each rollout calls twice, with 10 tokens of context and 10 new ones, and 50 s in between."""
+    calls = (Call(-1, 0.0, 0.0, 10, 10, 10), Call(0, 50.0, 0.0, 20, 1, 10))
+    costs, schedule = Costs(replace(SERVER, prompt_token=1.0), TRAINER), replace(ONE, group_size=2, concurrency=2)
+    found = {
+        room: simulate(
+            schedule, replace(costs, server=replace(costs.server, kv_tokens=room)), forever(*[Agent(calls, 1)] * 2)
+        )
+        for room in (30.0, 100.0, math.inf)
+    }
+    assert (found[math.inf].again, found[100.0].again) == (0.0, 0.0)
+    assert found[30.0].again == pytest.approx(2 * 19 / (2 * 30)), "all of both second prompts but the new token"
+    assert found[30.0].steps[1].rollout > found[100.0].steps[1].rollout + 19
+
+
+def test_an_update_drops_the_conversations_that_are_under_way() -> None:
+    calls = tuple(Call(place - 1, 5.0 * (place > 0), 0.0, 1000 + place, 1, 10) for place in range(20))
+    trainer = TrainerCosts(step=1.0, row_token=0.0, update=1.0)
+    schedule = replace(ONE, max_staleness=1, concurrency=4, steps=8)
+    for room, dropped in ((math.inf, False), (1e9, True)):
+        costs = Costs(replace(SERVER, kv_tokens=room), trainer)
+        assert (simulate(schedule, costs, forever(Agent(calls, 1))).again > 0.0) is dropped
+
+
+@pytest.mark.parametrize(("dropped", "again"), [(False, 0), (True, 29)])
+def test_what_an_update_dropped_between_two_calls_is_computed_again(dropped: bool, again: int) -> None:
+    kernel = Kernel()
+    server = Server(kernel, replace(SERVER, kv_tokens=1e9))
+    for call in (Call(-1, 0.0, 0.0, 10, 10, 10), Call(0, 0.0, 0.0, 30, 1, 10)):
+        ended: list[bool] = []
+        server.submit(call, 7, lambda: None, lambda ended=ended: ended.append(True))  # type: ignore[misc]
+        while not ended:
+            server.retune()
+            assert kernel.step()
+        if dropped and call.after < 0:
+            server.drop()
+    assert (server.prompts, server.again) == (40, again)
+
+
+def test_the_gateway_takes_as_many_calls_as_its_processes_have_cores() -> None:
+    schedule = replace(ONE, group_size=8, concurrency=8)
+    for processes, seconds in ((1, 8 * 0.5), (2, 4 * 0.5), (16, 0.5)):
+        costs = Costs(SERVER, TRAINER, gateway=GatewayCosts(0.5, processes))
+        simulated = simulate(schedule, costs, forever(*[agent((0.0, 0.0, 10))] * 8))
+        assert simulated.steps[1].rollout == pytest.approx(seconds + 1.0)
+        assert simulated.calls == pytest.approx(8 / only_step(simulated))
 
 
 def test_an_update_lets_calls_stand_still() -> None:
@@ -176,21 +243,27 @@ agents = st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(0.0, 2.0), st.intege
     pool=st.lists(agents, min_size=3, max_size=6),
     shared=st.sampled_from([math.inf, 1.0]),
     one_device=st.booleans(),
+    servers=st.integers(1, 3),
+    room=st.sampled_from([math.inf, 60.0]),
 )
 def test_whatever_is_drawn(
-    bound: int, tasks: int, size: int, places: int, pool: list[Agent], shared: float, one_device: bool
-) -> None:
+    bound: int, tasks: int, size: int, places: int, pool: list[Agent], shared: float, one_device: bool,
+    servers: int, room: float,
+) -> None:  # fmt: skip
     schedule = Schedule(tasks, size, places, bound, steps=5)
     turning = itertools.cycle(pool)
     teams = (Team(tuple(next(turning) for _ in range(size))) for _ in itertools.count())
     sharing = Sharing(shared, trainer_with_agents=math.isfinite(shared), one_device=one_device)
-    simulated = simulate(schedule, Costs(SERVER, TRAINER, sharing), teams)
+    costs = Costs(
+        replace(SERVER, kv_tokens=room), TRAINER, sharing, servers=servers, gateway=GatewayCosts(0.1, servers)
+    )
+    simulated = simulate(schedule, costs, teams)
     for number, step in enumerate(simulated.steps):
         assert 0 <= step.staleness_mean <= step.staleness_max <= min(bound, number)
         assert step.rows == tasks * size * 100, "every group is whole and taken once"
         assert step.train >= TRAINER.step + TRAINER.row_token * step.rows - 1e-9
         assert (step.checkpoint, step.update) >= (TRAINER.checkpoint - 1e-9, TRAINER.update)
         assert step.rollout >= 0.0
-    for share in (simulated.server_busy, simulated.places_busy, simulated.trainer_busy):
+    for share in (simulated.server_busy, simulated.places_busy, simulated.trainer_busy, simulated.agents_busy):
         assert -1e-9 <= share <= 1.0 + 1e-9
     assert simulated.batch <= places + 1e-9

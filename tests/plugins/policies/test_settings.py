@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config import Config, LoraConfig, load_config, recorded_config, settings, with_settings
+from lightning.config import (
+    Config,
+    LoraConfig,
+    load,
+    load_config,
+    plugin_settings,
+    recorded_config,
+    settings,
+    with_settings,
+)
 from lightning.errors import ConfigError
-from lightning.plugins import plugins
+from lightning.plugins import Plugins, plugins
 from lightning.trainer.runs import check_run
 from lightning.types import Run, StepRecord
 from lightning_policies.config import PoliciesConfig, PolicyConfig
@@ -113,6 +122,16 @@ def test_a_wrong_variable_is_named() -> None:
 )  # fmt: skip
 def test_policies_that_cannot_be_are_refused_with_the_cure(overrides: list[str], said: str) -> None:
     assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize("key", ["policies.writer.lr=0.5", "trainer.policy_turns=writer:1"])
+def test_without_the_plugin_its_settings_are_refused_by_its_name(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "policies")
+    found = Plugins()
+    for module in (load, plugin_settings):
+        monkeypatch.setattr(module, "plugins", lambda: found)
+    said = f"unknown setting {key.partition('=')[0]!r}. The plugin 'policies' brings it."
+    assert said in refused(key)
 
 
 def test_what_a_glob_takes_out_may_be_another_policys() -> None:

@@ -205,7 +205,9 @@ def load_model(
     what is wrong."""
     kind = _resolve_dtype(dtype, device)
     held = torch.float32 if kind is torch.bfloat16 and lora is None else kind
-    with torch.random.fork_rng([]):  # some families draw random numbers at loading, which would change the first adapters
+    with torch.random.fork_rng(
+        []
+    ):  # some families draw random numbers at loading, which would change the first adapters
         model = base_of(base.model) if base else read_model(folder, dtype=held).to(device)
     context = fix_positions(model, folder, max_model_len)
     if lora is not None:

@@ -370,11 +370,12 @@ class NewCall:
     values: tuple[rows.Value, ...]
 
 
-def prepare(transition: Transition) -> NewCall:
+def prepare(transition: Transition, late: codec.LatePrompts | None = None) -> NewCall:
     """Encode a transition before the transaction, during which nobody else can write. Raises `DataError` for a transition that
     cannot be stored."""
-    packed = codec.pack_tokens(codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
-    tokens = Fingerprint.of(packed.full, len(packed.prompt))
+    arrays = codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
+    packed = codec.pack_tokens(arrays, late, (transition.rollout, transition.attempt, transition.caller.name))
+    tokens = Fingerprint.of(packed.full, len(packed.prompt), packed.blocks)
     if transition.seq < 0:
         raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
     values = rows.CALLS.values(transition)

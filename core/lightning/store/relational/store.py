@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from lightning.store import rollout_state, rows
+from lightning.store.codec import LatePrompts
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
 from lightning.store.relational import operations
@@ -64,6 +65,7 @@ class RelationalStore(Operations, ABC):
         """The groups whose tables are known to exist; emptied whenever the store is opened."""
         self._has_written = False
         """Whether this object has committed anything. Until it has, it makes no tables for reading operations."""
+        self._late = LatePrompts()
 
     @abstractmethod
     async def _write(self, operation: Operation[T], *, first: Callable[[], object] | None = None) -> T:
@@ -129,5 +131,6 @@ class RelationalStore(Operations, ABC):
         given = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
         calls: list[operations.NewCall] = []
         return await self._write(
-            partial(operations.append, calls=calls), first=lambda: calls.extend(map(operations.prepare, given))
+            partial(operations.append, calls=calls),
+            first=lambda: calls.extend(operations.prepare(each, self._late) for each in given),
         )
