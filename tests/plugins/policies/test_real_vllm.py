@@ -1,33 +1,34 @@
-"""A real vLLM on a CPU with the adapters of two policies, held against peft in float32."""
+"""A real vLLM on a CPU with the adapters of two policies, held against the engine that trains them, in float32."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
-from lightning.config import LoraConfig
-from lightning.config.sections import PolicyServerConfig
-from lightning.engines.export import write_adapters
-from lightning.engines.loading import add_adapters
+from lightning.batch.sample import Sample
+from lightning.config import Config, LoraConfig
+from lightning.config.sections import EngineConfig, PolicyServerConfig
+from lightning.engines.plugin import torch_engine
+from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
-from lightning.policy_server.model_folder import ADAPTERS, POLICIES
+from lightning.policy_server.model_folder import checkpoint_files
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.policy_server.weights import FromDisk
 from lightning.testing.tiny_models import make_tiny_model
+from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_policies.transfer import PolicyAdapters
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -40,40 +41,38 @@ LORAS = {"writer": LoraConfig(rank=4), "editor": LoraConfig(rank=8, alpha=8.0, t
 UNTRAINED = "judge"
 
 
-def trained(folder: Path, lora: LoraConfig, seed: int) -> PreTrainedModel:
-    """The model with adapters that change it."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    add_adapters(model, lora)
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=random))
-    return model
+class Trainer:
+    """The trainer's side: the engine of the policies, and the model that no policy trains."""
 
+    def __init__(self, folder: Path, loras: Mapping[str, LoraConfig]) -> None:
+        config = Config(engine=EngineConfig(device="cpu", dtype="float32"))
+        self.engine = PolicyEngine({name: TrainedPolicy(lora) for name, lora in loras.items()}, torch_engine, config)
+        self.engine.open(folder, OptimizerConfig(), seed=0)
+        self._base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-def combined(folder: Path, models: Mapping[str, PreTrainedModel], file: Path) -> Path:
-    """One file with the adapters of all policies, as the engine of several policies writes it."""
-    tensors: dict[str, torch.Tensor] = {}
-    told: dict[str, Any] = {}
-    for name, model in models.items():
-        own = write_adapters(folder, model, torch.float32, file.with_suffix(f".{name}"))
-        assert own is not None
-        with safe_open(own, framework="pt") as found:
-            tensors |= {f"{name}|{key}": found.get_tensor(key) for key in found.keys()}  # noqa: SIM118 — no mapping
-            told[name] = json.loads(found.metadata()[ADAPTERS])
-    save_file(tensors, file, metadata={POLICIES: json.dumps(told)})
-    return file
+    def written(self, file: Path, **seeds: int) -> Path:
+        """A file with the adapters of all policies, which are those of the seeds from now on."""
+        for name, seed in seeds.items():
+            random = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for parameter in cast("TorchEngine", self.engine._engines[name])._parameters.values():
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=random))
+        return self.engine.adapters(file)
 
+    def logprobs(self, policy: str, ids: Sequence[int]) -> list[float]:
+        """The logprob of each id but the first, given those before it."""
+        row, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.float32)
+        if policy != UNTRAINED:
+            sample = Sample(row, zeros, zeros, zeros, np.zeros(len(ids), np.int32), (), policy=policy)
+            found: list[float] = self.engine.logprobs([sample])[0][1:].tolist()
+            return found
+        with torch.no_grad():
+            logprobs = self._base(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
+        own: list[float] = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return own
 
-def forward(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
-    with torch.no_grad():
-        logprobs = model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
-    return [0.0, *logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
-
-
-def probes(models: Mapping[str, PreTrainedModel]) -> list[Probe]:
-    return [Probe(PROMPT, forward(model, PROMPT), name) for name, model in models.items()]
+    def probes(self) -> list[Probe]:
+        return [Probe(PROMPT, [0.0, *self.logprobs(name, PROMPT)], name) for name in LORAS]
 
 
 async def sample(server: OwnedVLLM, policy: str, first: int) -> tuple[list[int], list[int], list[float]]:
@@ -90,13 +89,13 @@ async def sample(server: OwnedVLLM, policy: str, first: int) -> tuple[list[int],
     return prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-async def check_together(server: OwnedVLLM, models: Mapping[str, PreTrainedModel]) -> None:
+async def check_together(server: OwnedVLLM, trainer: Trainer) -> None:
     """Calls of all policies that vLLM computes together each have their own adapter, also where prefixes are cached."""
-    asked = [(policy, first) for first in range(3) for policy in models]
+    asked = [(policy, first) for first in range(3) for policy in (*LORAS, UNTRAINED)]
     for _ in range(2):
         answers = await asyncio.gather(*(sample(server, policy, first) for policy, first in asked))
         for (policy, _), (prompt, ids, told) in zip(asked, answers, strict=True):
-            own = forward(models[policy], prompt + ids)[len(prompt) :]
+            own = trainer.logprobs(policy, prompt + ids)[len(prompt) - 1 :]
             assert max(abs(a - b) for a, b in zip(own, told, strict=True)) <= GAP, policy
 
 
@@ -112,38 +111,42 @@ async def server(tmp_path: Path) -> AsyncIterator[OwnedVLLM]:
 
 async def test_policies_change_alone_and_the_untrained_one_never(server: OwnedVLLM, tmp_path: Path) -> None:
     folder, control = tmp_path / "tiny", server._running()
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = Trainer(folder, LORAS)
     before = await control.served_logprobs(server.alias, PROMPT)
     for policy in LORAS:
         assert await control.served_logprobs(dict(server.models)[policy], PROMPT) == before, "they begin as the model"
-    models: dict[str, PreTrainedModel] = {}
     for version in (1, 2, 3):
-        seeds = {"writer": version, "editor": 10 if version > 1 else 9}  # the editor stays as it is in the last step
-        models = {name: trained(folder, lora, seeds[name]) for name, lora in LORAS.items()}
-        asked = probes(models)
-        update = await server.update(combined(folder, models, tmp_path / f"{version}"), version, asked)
+        editor = 10 if version > 1 else 9  # it stays as it is in the last step
+        file = trainer.written(tmp_path / f"{version}", writer=version, editor=editor)
+        asked = trainer.probes()
+        update = await server.update(file, version, asked)
         assert all(max(probe.gaps(served)) <= GAP for probe, served in zip(asked, update.served, strict=True))
         assert all(max(probe.gaps(served)) > OTHER for probe, served in zip(asked, update.served[::-1], strict=True))
         assert await control.served_logprobs(server.alias, PROMPT) == before, "bit for bit"
-        await check_together(server, models | {UNTRAINED: base})
+        await check_together(server, trainer)
 
-    wrong = dict(LORAS, editor=LoraConfig(rank=8, target_modules=("q_proj", "lm_head")))
-    bad = combined(folder, {name: trained(folder, lora, 5) for name, lora in wrong.items()}, tmp_path / "wrong")
+    wrong = Trainer(folder, dict(LORAS, editor=LoraConfig(rank=8, target_modules=("q_proj", "lm_head"))))
     with pytest.raises(
         PolicyServerError, match=r"adds no adapter to lm_head, and the policy 'editor'.*without lm_head"
     ):
-        await server.update(bad, 4)
+        await server.update(wrong.written(tmp_path / "wrong"), 4)
     assert (server.version, await control.attach()) == (3, 3)
     whole = tmp_path / "whole.safetensors"
     shutil.copy(folder / "model.safetensors", whole)
     with pytest.raises(PolicyServerError, match="other weights would change the base model"):
         await server.update(whole, 4)
-    await check_together(server, models | {UNTRAINED: base})
+    await check_together(server, trainer)
+
+    await server._transfer.load(control, checkpoint_files(folder))  # as where the first update fails
+    for policy in LORAS:
+        assert await control.served_logprobs(dict(server.models)[policy], PROMPT) == before, (
+            "they are as at the beginning"
+        )
 
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     async with asyncio.timeout(30):
         await server.wait_died()
     await server.restart(tmp_path / "3", 3)
-    await check_together(server, models | {UNTRAINED: base})
+    await check_together(server, trainer)
     assert await server._running().served_logprobs(server.alias, PROMPT) == before
