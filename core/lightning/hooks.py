@@ -168,6 +168,17 @@ def register_policy_servers(
 
 
 @hookspec
+def register_placements(register: Callable[[str, Callable[..., PolicyServer]], None]) -> None:
+    """Register where lightning starts vLLM other than on this machine, by the names for `policy_server.placement`: functions
+    with the arguments of `lightning.policy_server.vllm_server.OwnedVLLM`.
+
+    The function makes a `lightning.policy_server.protocol.PolicyServer`, not started yet, which starts vLLM at that place,
+    copies its output to the `log`, and ends it. After `restart` it may have another URL. The function raises `ConfigError` for
+    settings that cannot be met.
+    """
+
+
+@hookspec
 def register_server_sets(register: Callable[[str, Callable[[], ServerSet]], None]) -> None:
     """Register how a policy has several policy servers: a function that makes a `lightning.policy_server.servers.ServerSet`.
 

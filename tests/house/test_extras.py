@@ -109,7 +109,7 @@ def settings_of_plugins() -> Iterator[tuple[str, str]]:
 
 def added_keys(kind: Any) -> list[str]:
     """The keys that a class of settings adds: those of its own in a section or in a table of the core's, else its table."""
-    extended = {key for base in kind.__bases__ if base is not PluginSettings for key in base.model_fields}
+    extended = {key for base in kind.__bases__ if not issubclass(base, PluginSettings) for key in base.model_fields}
     if not extended and kind.place not in Config.model_fields:
         return [kind.place]
     return [f"{kind.place}.{key}" for key in kind.model_fields if key not in extended]

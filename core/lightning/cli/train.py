@@ -16,9 +16,8 @@ from lightning.plugins import plugins
 from lightning.safe_text import read_text
 from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
-from lightning.trainer.model import models_in
 from lightning.trainer.needs import said_of_disk
-from lightning.types import POLICY, Task
+from lightning.types import Task
 
 # Arguments and options that take more than a line.
 Agent = Annotated[
@@ -183,7 +182,7 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
     console.print(said_of_disk(trainer.out), markup=False, highlight=False, soft_wrap=True)
-    made, models = "prompts" if (trainer.out / "prompts").is_dir() else "model", models_in(trainer.out / "model")
+    made = "prompts" if (trainer.out / "prompts").is_dir() else "model"
     console.print(
         f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",
         highlight=False,
@@ -192,8 +191,7 @@ def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
     next_steps(
         ("see each step and rollout", ["runs", trainer.out]),
         ("learn what is wrong, if it gained little", ["advise", trainer.out]),
-        *([("serve the trained model", ["serve", trainer.out])] if POLICY in models else []),
-        *((f"serve the policy {name}", ["serve", folder]) for name, folder in models.items() if name != POLICY),
+        *([("serve the trained model", ["serve", trainer.out])] if made == "model" else []),
     )
 
 

@@ -176,6 +176,8 @@ class PolicyServerConfig(Section):
     attach: str | tuple[str, ...] = ""
     """Root URL of a running vLLM to attach to, which the plugin `attach` does; empty starts one. Several URLs, which need the
     plugin `replicas`, are servers of one policy."""
+    placement: str = ""
+    """Where lightning starts vLLM: empty is this machine; the plugin `ray` has `ray`, the nodes of a Ray cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device profile (arguments and environment) of a server that lightning starts."""
     host: str = "127.0.0.1"
@@ -213,6 +215,11 @@ class PolicyServerConfig(Section):
     vLLM, else a file."""
     transfer_timeout: float = Field(default=600.0, gt=0)
     """Time limit in seconds for a weight transfer."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether vLLM is no process that lightning starts on this machine."""
+        return bool(self.attach or self.placement)
 
 
 class GatewayConfig(Section):

@@ -1,9 +1,9 @@
 """From a model's hidden states to logits, and to logprobs and entropies of wanted tokens, in chunks of a few
 tokens.
 
-The invariant: a chunk has at most one table of logits in the dtype of losses, and with bfloat16 one more in bfloat16; both
-results are differentiable. The table is overwritten in place: logits, then log p, then the gradient. The logits are the model's
-own, also where a family caps or scales them.
+The invariant: a chunk has at most one table of logits, in the dtype that the model computes in; both results are
+differentiable and are computed in the dtype of losses, a block of the table at a time. The backward pass overwrites the table
+with the gradient. The logits are the model's own, also where a family caps or scales them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 CHUNK_BYTES = {"cpu": 52 << 20}
-"""The largest size of a chunk's tables, by kind of device; with the copies of a block it is 64 MiB. Larger chunks read the
-output layer's weights and their gradient less often: with 49,152 words a chunk has 277 tokens in float32, 184 in bfloat16.
+"""The largest size of a chunk's table, by kind of device; with the copies of a block it is 64 MiB. Larger chunks read the
+output layer's weights and their gradient less often: with 49,152 words a chunk has 277 tokens in float32, 554 in bfloat16.
 Capped logits (Gemma) keep two more tables."""
 
 OTHER_BYTES = 1 << 28
-"""The largest size of a chunk's tables on other devices, whose memory is larger and whose kernels need longer rows."""
+"""The largest size of a chunk's table on other devices, whose memory is larger and whose kernels need longer rows."""
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20}
 """The numbers of a table that are computed at one time from logits to log p, with up to three copies, by kind of device."""
@@ -39,9 +39,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 def chunks(count: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
     """Return the slices that cut `count` tokens into chunks, for a model that computes in `dtype`."""
-    exact = torch.promote_types(dtype, torch.float32)
-    bytes_each = exact.itemsize + (dtype.itemsize if exact is not dtype else 0)
-    size = max(1, CHUNK_BYTES.get(device.type, OTHER_BYTES) // (bytes_each * vocab_size))
+    size = max(1, CHUNK_BYTES.get(device.type, OTHER_BYTES) // (dtype.itemsize * vocab_size))
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -52,16 +50,13 @@ def token_logprobs(
 
     `hidden` has shape (N, H); `temperatures` (N,) of None are all 1. Results are float32, or float64 if the logits are.
     """
-    scores = logits(hidden)
-    if scores.dtype not in (torch.float32, torch.float64):
-        scores = scores.float()
-    result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(scores, targets, temperatures)  # type: ignore[no-untyped-call]
+    result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(logits(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
     return result
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """log p[target] and H = -sum p log p of each row of logits. The table of logits is overwritten by log p, and in the
-    backward pass by the gradient.
+    """log p[target] and H = -sum p log p of each row of logits. The backward pass overwrites the table of logits with their
+    gradient.
 
     With z the logits and t the temperature, d log p[k] / d z_j = (1[j = k] - p_j) / t and d H / d z_j = -p_j (log p_j + H) / t.
     The backward pass computes the entropy's part only if the entropy is used.
@@ -71,38 +66,59 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        entropy = logits.new_empty(len(logits))
-        heat = None if temperatures is None else temperatures[:, None].to(logits.dtype)
-        least = torch.finfo(logits.dtype).min
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        logprobs, entropy = (logits.new_empty(len(logits), dtype=kind) for _ in range(2))
+        heat = None if temperatures is None else temperatures[:, None].to(kind)
+        least = torch.finfo(kind).min
         for part in _blocks(logits):
-            rows = logits[part]
-            log_p = torch.log_softmax(rows if heat is None else rows.div_(heat[part]), dim=-1)
-            rows.copy_(log_p)
+            log_p = _log_p(logits, heat, part)
+            logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             # Without the clamp a masked token would give 0 * -inf = NaN; it must give 0.
             entropy[part] = -log_p.exp().mul_(log_p.clamp_min_(least)).sum(-1)
+            del log_p  # or it would live beside the next block's
         ctx.save_for_backward(logits, targets, entropy, heat)
         ctx.set_materialize_grads(False)
-        return logits.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         table, targets, entropy, heat = ctx.saved_tensors
-        by_logprob, by_entropy = grads
-        if by_logprob is None and by_entropy is None:
+        if all(grad is None for grad in grads):
             return None, None, None
         for part in _blocks(table):
-            rows = table[part]
-            p = torch.exp(rows) if by_entropy is not None else rows.exp_()
-            if by_entropy is not None:
-                torch.special.entr(p, out=rows)
-                rows.addcmul_(p, entropy[part, None], value=-1).mul_(by_entropy[part, None])
-                if by_logprob is not None:
-                    rows.addcmul_(p, by_logprob[part, None], value=-1)
-            elif by_logprob is not None:
-                rows.mul_(-by_logprob[part, None])
+            own = (targets[part], entropy[part], *(None if grad is None else grad[part] for grad in grads))
+            rows = _by_logits(_log_p(table, heat, part), *own)
+            table[part] = rows if heat is None else rows.div_(heat[part])
+            del rows  # or it would live beside the next block's
+        return table, None, None
+
+
+def _log_p(table: torch.Tensor, heat: torch.Tensor | None, part: slice) -> torch.Tensor:
+    """Return log p (B, V) of a block of logits, at least in float32; `heat` are the temperatures (N, 1)."""
+    rows = table[part].to(torch.promote_types(table.dtype, torch.float32))
+    return torch.log_softmax(rows if heat is None else rows / heat[part], dim=-1)
+
+
+def _by_logits(
+    log_p: torch.Tensor,
+    targets: torch.Tensor,
+    entropy: torch.Tensor,
+    by_logprob: torch.Tensor | None,
+    by_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient (B, V) with respect to the logits over the temperature, written over `log_p`, from the gradients (B,)
+    with respect to the targets' logprobs and to the entropies."""
+    p = torch.exp(log_p) if by_entropy is not None else log_p.exp_()
+    if by_entropy is not None:
+        torch.special.entr(p, out=log_p)
+        log_p.addcmul_(p, entropy[:, None], value=-1).mul_(by_entropy[:, None])
         if by_logprob is not None:
-            table.scatter_add_(-1, targets[:, None], by_logprob[:, None])
-        return table if heat is None else table.div_(heat), None, None
+            log_p.addcmul_(p, by_logprob[:, None], value=-1)
+    elif by_logprob is not None:
+        log_p.mul_(-by_logprob[:, None])
+    if by_logprob is not None:
+        log_p.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+    return log_p
 
 
 def _blocks(table: torch.Tensor) -> Iterator[slice]:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lightning.errors import ConfigError
 from lightning.installation import version_of
+from lightning.policy_server.gathering import AT_ONCE, LEAST
 from lightning.policy_server.model_folder import ModelFacts
 from lightning.policy_server.parsers import parsers_for
 from lightning.policy_server.servers import settings_of_servers
@@ -123,6 +125,8 @@ class Chosen:
     threads: int | None = None
     kv_cache_bytes: int | None = None
     max_model_len: int | None = None
+    gathers: int = 0
+    """How many requests run at once, where a step waits for those that are about to come (`gathering`); 0 if none waits."""
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     sleeps: bool = False
@@ -171,14 +175,18 @@ def choose(
     demand: Demand = DEFAULT_DEMAND,
     env: Mapping[str, str] = os.environ,
 ) -> Chosen:
-    """Choose every setting of a start of vLLM. The result depends on the arguments alone."""
+    """Choose every setting of a start of vLLM. The result depends on the arguments alone. Raises ConfigError for a variable of
+    `env` that cannot be used."""
     dtype, why = (config.dtype, "set") if config.dtype != "auto" else choose_dtype(facts, device, machine)
     reasons = [f"dtype {dtype} ({why})"]
     threads = block = None
+    gathers = 0
     kv = config.kv_cache_bytes
     if device == "cpu":
         threads, why = _threads(facts, machine, demand, env)
         reasons.append(f"{threads if threads is not None else 'own'} threads ({why})")
+        gathers, why = _gathers(facts, demand, env)
+        reasons.append(f"steps wait for more of {gathers} requests ({why})" if gathers else f"no step waits ({why})")
         block = BLOCK_TOKENS if facts.plain_attention else None
         why = "the least on a CPU" if block else "vLLM's: not plain attention"
         reasons.append(f"blocks of {block or 'its own number of'} tokens ({why})")
@@ -200,7 +208,7 @@ def choose(
     reasons.append(f"reasoning: {reasoning or 'no parser'}")
     sleeps = device == "cuda" and demand.shares_gpu and not demand.trains_meanwhile
     seconds = config.start_timeout or START_SECONDS[device] + facts.bytes / READ_BYTES
-    return Chosen(dtype, seconds, block, threads, kv, length, tool, reasoning, sleeps, tuple(reasons))
+    return Chosen(dtype, seconds, block, threads, kv, length, gathers, tool, reasoning, sleeps, tuple(reasons))
 
 
 def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[str, str]) -> tuple[int | None, str]:
@@ -216,6 +224,20 @@ def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[s
     if demand.servers > 1:
         cores, why = max(1, cores // demand.servers), f"{why}, divided among {demand.servers} servers"
     return cores, why
+
+
+def _gathers(facts: ModelFacts, demand: Demand, env: Mapping[str, str]) -> tuple[int, str]:
+    """Return the requests that a step on a CPU waits for (0: none), and the reason. Raises ConfigError for a setting that is no
+    number."""
+    if by_hand := env.get(AT_ONCE):
+        if not by_hand.isdigit():
+            raise ConfigError(f"{AT_ONCE}={by_hand} in the environment is no number of requests; 0 lets no step wait")
+        return int(by_hand) if int(by_hand) >= LEAST else 0, f"{AT_ONCE}={by_hand} of the environment"
+    if facts.parameters >= REAL_PARAMETERS:
+        return 0, f"at least {REAL_PARAMETERS // 10**6} M parameters"
+    if demand.requests < LEAST:
+        return 0, f"fewer than {LEAST} requests at once"
+    return demand.requests, "while the cores are busy"
 
 
 def _kv_bytes(
@@ -281,7 +303,7 @@ def pick_device(config: PolicyServerConfig) -> Device:
 
 def shares_gpu(config: Config) -> bool:
     """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first GPU that a vLLM takes."""
-    if config.policy_server.attach or pick_device(config.policy_server) != "cuda":
+    if config.policy_server.is_elsewhere or pick_device(config.policy_server) != "cuda":
         return False
     device = config.engine.device
     if device not in ("auto", "cuda", "cuda:0"):

@@ -27,8 +27,15 @@ class PolicySet(Protocol):
         """The names under which calls are recorded that are never trained."""
 
     @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+
+    @property
     def adapters(self) -> Mapping[str, LoraConfig]:
         """The adapters of each trained policy, by its name."""
+
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""

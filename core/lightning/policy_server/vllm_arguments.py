@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
 from lightning.policy_server.auto_settings import Chosen, Device
+from lightning.policy_server.gathering import AT_ONCE
 from lightning.policy_server.launch import FORKED, OWNED
 
 if TYPE_CHECKING:
@@ -114,10 +115,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def server_env(
-    base: Mapping[str, str], *, device: Device, threads: int | None = None, gpus: Sequence[int] = ()
+    base: Mapping[str, str],
+    *,
+    device: Device,
+    threads: int | None = None,
+    gathers: int = 0,
+    gpus: Sequence[int] = (),
 ) -> dict[str, str]:
-    """Return the environment of the server: `base` with our settings, marked as owned by this process. `gpus` are numbers among
-    the GPUs that `base` shows; empty shows them all. Raises ConfigError for a GPU that it does not show."""
+    """Return the environment of the server: `base` with our settings, marked as owned by this process. `gathers` is that of
+    `Chosen`. `gpus` are numbers among the GPUs that `base` shows; empty shows them all. Raises ConfigError for a GPU that it
+    does not show."""
     env = {name: value for name, value in base.items() if name not in _NOT_INHERITED}
     if device == "cpu":
         env |= {"TORCHDYNAMO_DISABLE": "1"}  # otherwise the first request for logprobs compiles for 3 to 9 s
@@ -128,6 +135,8 @@ def server_env(
                 env |= {FORKED: "1"}  # and no second import of vLLM: tests/bench/bench_vllm_start.py
         if threads is not None:
             env |= {"OMP_NUM_THREADS": str(threads)}
+        if gathers:
+            env[AT_ONCE] = str(gathers)
         # Agents, gateway and trainer want the same cores. Beside them a second thread that spins while it waits took two thirds
         # of the speed of one (5 against 16 passes a second of a real model's layers); one that sleeps added to it (12 to 22).
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")

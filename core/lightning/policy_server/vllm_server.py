@@ -410,8 +410,8 @@ class OwnedVLLM(VLLMServer):
     async def start(self) -> None:
         """Start vLLM with the weights of the model folder, and return once it answers.
 
-        Raises MissingExtraError without vLLM, ConfigError for a host that is not loopback, and PolicyServerError when
-        the model folder is incomplete, the port is taken, or vLLM ends or stays silent (with the last lines of its log).
+        Raises MissingExtraError without vLLM, and PolicyServerError when the model folder is incomplete, the port is taken, or
+        vLLM ends or stays silent (with the last lines of its log).
         """
         async with self._changing:
             await self._start(self.version)
@@ -420,7 +420,6 @@ class OwnedVLLM(VLLMServer):
         """Start vLLM with the folder's weights as `version`. If anything fails, stop it again."""
         if self._process is not None:
             raise PolicyServerError(f"the policy server runs already (pid {self.pid}); close() it first")
-        check_host(self._config.host)
         if self._updates:
             check_args(self._config)
         check_model_folder(self._folder)
@@ -441,9 +440,13 @@ class OwnedVLLM(VLLMServer):
                 self._folder, self._config, chosen, device=device, names=names, port=self._port, transfer=self._transfer
             )
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
-            env = server_env(os.environ, device=device, threads=chosen.threads, gpus=self._config.gpus) | {
-                SECRET: secret
-            }
+            env = server_env(
+                os.environ,
+                device=device,
+                threads=chosen.threads,
+                gathers=chosen.gathers,
+                gpus=self._config.gpus,
+            ) | {SECRET: secret}
             self._process = ServerProcess(args, env, self._log)
             self._control = VLLMControl(f"http://{host}:{self._port}", secret)
             try:
@@ -517,12 +520,13 @@ def make_policy_server(
     sender: object | None = None,
     demand: Demand = DEFAULT_DEMAND,
 ) -> PolicyServer:
-    """Make the server that `config` asks for, not started yet: an own one (`log` gets its output), or that at
-    `policy_server.attach`.
+    """Make the server that `config` asks for, not started yet: an own one (`log` gets its output), on this machine or at
+    `policy_server.placement`, or that at `policy_server.attach`.
 
     Without `claims` it gets no new weights: a server that others run is used as it is, and somebody else may train it. `sender`
     is the engine that sends weights (`lightning.engines.protocol.SendsWeights`); None if this process has the weights. An own
-    server is set up for the `demand`. Raises `PluginError` where a plugin is missing.
+    server is set up for the `demand`. Raises `PluginError` where a plugin is missing, and `ConfigError` for settings that
+    cannot be met.
     """
     settings = config.policy_server
     check_policy_server(settings)
@@ -542,11 +546,19 @@ def make_policy_server(
             plugins().by_scheme("policy_servers", settings.attach),
         )
         return attach(model, config, transfer, claims)
-    return OwnedVLLM(model, settings, transfer, log=log, version=version, updates=claims, demand=demand)
+    check_host(settings.host)
+    own = cast("type[OwnedVLLM]", plugins().get("placements", settings.placement) if settings.placement else OwnedVLLM)
+    return own(model, settings, transfer, log=log, version=version, updates=claims, demand=demand)
 
 
 def check_policy_server(config: PolicyServerConfig) -> None:
-    """Raise `PluginError` if no plugin provides the configured `policy_server.weight_transfer` or `policy_server.attach`."""
+    """Raise `PluginError` if no plugin provides the configured `policy_server.weight_transfer`, `policy_server.placement` or
+    `policy_server.attach`, and `ConfigError` if the last two are both set."""
+    if config.attach and config.placement:
+        raise ConfigError(
+            f"policy_server.placement = {config.placement!r} says where to start vLLM, and policy_server.attach names a "
+            "running one: leave out one of the two"
+        )
     find_transfer, find_server = (
         partial(plugins().get, "weight_transfers"),
         partial(plugins().by_scheme, "policy_servers"),
@@ -554,11 +566,12 @@ def check_policy_server(config: PolicyServerConfig) -> None:
     urls = (config.attach,) if isinstance(config.attach, str) else config.attach
     named = [
         ("weight_transfer", config.weight_transfer, find_transfer),
+        ("placement", config.placement, partial(plugins().get, "placements")),
         *(("attach", url, find_server) for url in urls),
     ]
     for setting, value, find in named:
         try:
-            if value or setting != "attach":
+            if value or setting == "weight_transfer":
                 find(value)
         except PluginError as error:
             raise PluginError(f"policy_server.{setting} = {redacted(value)!r}: {error}") from error

@@ -125,8 +125,8 @@ class WeightsFolder:
             return "policy_server.weight_transfer is 'file'"
         if not self._here:
             return "they are written by a worker that may be on another machine"
-        if kind == "auto" and self._config.attach:
-            return "the vLLM at policy_server.attach may have a shared memory of its own"
+        if kind == "auto" and self._config.is_elsewhere:
+            return "vLLM is elsewhere and may have a shared memory of its own"
         if not SHARED.is_dir():
             return f"there is no {SHARED}"
         need = ROOM_RATIO * 4 * sum(math.prod(spec.shape) for spec in folder_tensors(self._model).values())

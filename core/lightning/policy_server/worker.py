@@ -27,6 +27,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias
 
 from lightning.bounded import Bounded
+from lightning.policy_server.gathering import Gathering
 from lightning.policy_server.launch import OWNED, die_with_parent
 from lightning.policy_server.model_folder import weight_tensors
 
@@ -177,6 +178,7 @@ def _watch(worker: object, state: State) -> None:
     The method is wrapped on the worker itself: a mixin stands behind vLLM's own class and cannot override it.
     """
     execute: Callable[..., object] = getattr(worker, "execute_model")  # noqa: B009
+    gathering = Gathering.of()
 
     def execute_model(scheduler_output: object, *args: object, **kwargs: object) -> object:
         leaving: set[str] = set(getattr(scheduler_output, "finished_req_ids", ()))
@@ -194,6 +196,8 @@ def _watch(worker: object, state: State) -> None:
                 counts, state.unwatched = {}, repr(error)
             for request_id, count in counts.items():
                 state.departed.keep(request_id, count)
+        if gathering is not None:
+            gathering.wait(len(getattr(scheduler_output, "num_scheduled_tokens", ())))
         return execute(scheduler_output, *args, **kwargs)
 
     setattr(worker, "execute_model", execute_model)  # noqa: B010

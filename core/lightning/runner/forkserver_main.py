@@ -21,7 +21,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -45,6 +47,9 @@ LONGEST_IMPORT = 60.0
 
 LONGEST_ANSWER = 4095
 """The most bytes that a trial import reports: a pipe transfers that many in one piece."""
+
+FIRST_ALONE = 5.0
+"""The most seconds that workers wait until the first rollout has told what it imported. Each would import it for itself."""
 
 _COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
 """Libraries that start their threads anew in a forked process, or do without them."""
@@ -196,6 +201,11 @@ class _Template:
         self._told = bytearray()
         self._contexts = Contexts()
         self._reporter = 0  # the worker that is to tell its imports; -1 when one has
+        self._asked: deque[tuple[int, int]] = (
+            deque()
+        )  # requests for workers that are not forked yet, with their descriptors
+        self._until = 0.0  # from when on no worker waits for the first rollout; 0 before the first request
+        self._early = max(2, os.cpu_count() or 1)  # so many workers may begin before: more would wait for a core
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -213,7 +223,8 @@ class _Template:
                 selector.register(self._imports, selectors.EVENT_READ)
                 # SIGTERM also comes when only the thread that started us has ended: then the parent is still there.
                 while os.getppid() == self._parent:
-                    ready = {key.fileobj for key, _ in selector.select()}
+                    left = max(0.0, self._until - time.monotonic()) if self._asked else None
+                    ready = {key.fileobj for key, _ in selector.select(left)}
                     if self._woken in ready:
                         self._drain()
                     if self._control in ready and not self._receive():
@@ -221,6 +232,7 @@ class _Template:
                     if self._imports in ready:
                         self._learn()
                     self._reap()
+                    self._fork_asked()
         except (BrokenPipeError, ConnectionResetError):
             return
         finally:
@@ -237,10 +249,20 @@ class _Template:
         while (message := socket_framing.unpack(self._buffer)) is not None:
             command = json.loads(message)
             if "fork" in command:
-                self._fork(command["fork"], self._descriptors.pop(0))
+                self._asked.append((command["fork"], self._descriptors.pop(0)))
             elif command["kill"] in self._children:
                 kill_group(command["kill"])
         return bool(data)
+
+    def _fork_asked(self) -> None:
+        """Fork the workers that were asked for, at first only as many as there are cores. The others wait until the first
+        rollout has told its imports, but no longer than `FIRST_ALONE`."""
+        while self._asked:
+            self._until = self._until or time.monotonic() + FIRST_ALONE
+            waits = self._reporter >= 0 and time.monotonic() < self._until
+            if waits and len(self._children) >= self._early:
+                return
+            self._fork(*self._asked.popleft())
 
     def _fork(self, request: int, descriptor: int) -> None:
         flush()  # or both processes would write what is buffered

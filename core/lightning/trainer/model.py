@@ -70,6 +70,12 @@ def policies_of(described: Mapping[str, Json]) -> dict[str, LoraConfig]:
     return {} if several is None else {name: several.adapters[name] for name in sorted(several.adapters)}
 
 
+def with_one_policy(config: Config) -> Config:
+    """Return the settings for a server of one model, which answers all agents, whatever policies they have in training."""
+    several = plugins().policy_set(config)
+    return config if several is None else several.without(config)
+
+
 def check_policy(run: Run, folder: Path, policy: str, step: int) -> None:
     """Raise `ConfigError` unless a run, in its `folder`, has one model of `policy` after a step: several policies need a name
     (RUN/model/NAME), the one policy of a run has none, and before the first step all are the run's model."""

@@ -18,6 +18,8 @@ from pathlib import Path
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server.model_folder import folder_tensors
+from lightning.trainer.model import adapters_of
+from lightning.types import POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     weights cannot be read.
 
     A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
-    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. What the run has on the
-    disk already is counted as free.
+    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. Of several policies each
+    has a model and adapters of its own. What the run has on the disk already is counted as free.
     """
     try:
         shapes = [spec.shape for spec in folder_tensors(model).values()]
@@ -62,9 +64,11 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
         return None
     if not shapes:
         return None
-    whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
-    state = 3 * 4 * (adapter_weights(shapes, config) or whole)
-    export = 4 * whole * (3 if config.trainer.keep == "best" else 1)
+    whole, keep = sum(map(math.prod, shapes)), config.trainer.keep_checkpoints
+    adapters, policies = adapter_weights(shapes, config), adapters_of(config)
+    state = 3 * 4 * (adapters or whole)
+    export = 4 * whole * max(1, len(policies)) + (0 if POLICY in policies else 2 * 4 * adapters)
+    export *= 3 if config.trainer.keep == "best" else 1
     kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
     return Need(
         f"disk in {out}",
@@ -73,14 +77,19 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
         shutil.disk_usage(out).free + kept,
         "Give an `out` on another disk"
         + (", set trainer.keep_checkpoints = 1" if keep > 1 else "")
-        + ("" if lora else ", or train adapters alone (engine.lora)"),
+        + ("" if policies else ", or train adapters alone (engine.lora)"),
     )
 
 
 def adapter_weights(shapes: list[tuple[int, ...]], config: Config) -> int:
-    """Return the number of weights that adapters have, 0 without adapters."""
-    lora = config.engine.lora
-    return sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
+    """Return the number of weights that the adapters of all policies have, 0 without adapters."""
+    return ranks_of_adapters(config) * sum(sum(shape) for shape in shapes if len(shape) == 2)
+
+
+def ranks_of_adapters(config: Config) -> int:
+    """Return the sum of the ranks of all policies' adapters, 0 without adapters: together they have as many weights as adapters
+    of this rank."""
+    return sum(lora.rank for lora in adapters_of(config).values())
 
 
 def check_disk(need: Need, out: Path) -> None:

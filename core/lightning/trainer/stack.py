@@ -519,6 +519,6 @@ def check_ports(gateway: GatewayConfig, *servers: PolicyServerConfig) -> None:
     if gateway.port:
         bind(gateway.host, gateway.port).close()
     for server in servers:
-        if server.port and not server.attach:
+        if server.port and not server.is_elsewhere:
             with reserved_port(server.host, server.port):
                 pass

@@ -20,6 +20,7 @@ from lightning.plugins import plugins
 from lightning.safe_text import counted
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import parse, redacted
+from lightning.trainer.model import with_one_policy
 from lightning.trainer.plan import TRAIN
 from lightning.types import Rollout, Run
 from lightning_proof.bring_forward import MACHINE_SETTINGS
@@ -230,7 +231,7 @@ def config_of(
         held["temperature"] = base.trainer.eval_temperature
     seed = parent.found.how.seed
     recorded = base.model_dump(mode="json")
-    config = configure(
+    configured = configure(
         with_settings(
             Config(),
             {name: _at(recorded, name) for name in RECORDED if find(name)}
@@ -243,6 +244,7 @@ def config_of(
             },
         )
     )
+    config = with_one_policy(configured)
     if config.policy_server.attach:
         raise ConfigError(
             "policy_server.attach: branches have a vLLM of their own with the weights that are named; leave it out"

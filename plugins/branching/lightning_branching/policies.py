@@ -111,8 +111,15 @@ async def model_of_run(
     """Return a run's model after `step` steps, and an empty text; or, if that model is lost, the model of the nearest step, and
     a warning about it.
 
-    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left.
+    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left, and
+    for a run with several policies.
     """
+    if several := [*policies_of(run.config)]:
+        example = f"{folder or run.id}/model/{several[0]}"
+        raise ConfigError(
+            f"the run {run.id} trains the policies {', '.join(several)}, and branches are sampled from one model, which "
+            f"answers all agents: name it (--weights {example})"
+        )
     if folder is None:
         if step:
             raise ConfigError(

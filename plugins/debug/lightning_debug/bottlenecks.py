@@ -314,7 +314,7 @@ def _recomputing(profile: Profile, config: Config) -> Iterable[Help]:
 def _update(profile: Profile, config: Config) -> Iterable[Help]:
     seconds, transfer = profile.parts["update"], config.policy_server.weight_transfer
     each = seconds / len(profile.steps)
-    if transfer in ("file", "gloo") and not config.policy_server.attach:
+    if transfer in ("file", "gloo") and not config.policy_server.is_elsewhere:
         yield Help(
             "weight update",
             f"an update of the policy server takes {each:.2f} s through {transfer}: let lightning choose the way",

@@ -78,8 +78,8 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
     if gpus > MOST_GPUS:
         raise ConfigError(
             f"{training} GPUs for training and {gpus - training} for policy_server.replicas: deployments are made for one "
-            f"machine of up to {MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, or start vLLMs "
-            "elsewhere (policy_server.attach)"
+            f"machine of up to {MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, or have vLLMs "
+            "elsewhere (policy_server.placement, policy_server.attach)"
         )
     try:
         shape = read_shape(model)
@@ -101,7 +101,7 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
 def _serving_gpus(config: Config) -> int:
     """Return the number of GPUs on which vLLM alone runs; 0 where it has those of the training."""
     replicas = ReplicasConfig.of(config)
-    if config.policy_server.attach or (replicas.replicas == 1 and replicas.gpus_each is None):
+    if config.policy_server.is_elsewhere or (replicas.replicas == 1 and replicas.gpus_each is None):
         return 0
     return replicas.replicas * (replicas.gpus_each or 1)
 
@@ -434,8 +434,8 @@ def _below(project: Path, path: Path, option: str) -> Path:
 def _extras(config: Config, engine: str) -> tuple[str, ...]:
     """Return the extras of lightning that the trainer needs."""
     trackers = {"tensorboard", "wandb", "mlflow", "trackio", "otel"} & set(names_of(config))
-    engines = {"verl"} if engine == "verl" else set()
-    return tuple(sorted({"torch", "vllm", "postgres", *trackers, *engines}))
+    used = {"verl"} & {engine} | {"ray"} & {config.policy_server.placement}
+    return tuple(sorted({"torch", "vllm", "postgres", *trackers, *used}))
 
 
 def checked_name(text: str) -> str:

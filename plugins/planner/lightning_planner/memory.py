@@ -26,8 +26,7 @@ from lightning_planner.shape import Shape
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and a float32."""
 CHUNK = 1 << 28
-"""Bytes of the engines' table of logits (`lightning.engines.logprobs`), which becomes log p and their gradient in
-place."""
+"""Bytes of the engines' table of logits (`lightning.engines.logprobs`), which becomes their gradient in place."""
 
 COUNTED = frozenset(
     {
@@ -134,7 +133,7 @@ def training_items(shape: Shape, ranks: int, engine: EngineConfig) -> list[Item]
         items, master = _sharded(shape, ranks, engine, size), False
     else:
         items, master = _alone(shape, engine, size), size == HALF
-    most, how = min(CHUNK, (FULL + HALF) * tokens * shape.vocabulary), "at most 256 MiB at one time"
+    most, how = min(CHUNK, size * tokens * shape.vocabulary), "at most 256 MiB at one time"
     if ranks > 1 and engine.lora is None:
         most, how = most + (FULL + size) * shape.embedding, f"{how}; float32 sum and a part of the layer's gradient"
     logits = Item("logits", most, how)

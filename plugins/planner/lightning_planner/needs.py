@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.config import Config
+from lightning.config import Config, LoraConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server.auto_settings import (
     DTYPE_BYTES,
@@ -24,8 +24,10 @@ from lightning.policy_server.auto_settings import (
 )
 from lightning.policy_server.model_folder import folder_tensors, read_facts
 from lightning.policy_server.servers import settings_of_servers
-from lightning.trainer.needs import Need, adapter_weights, size
+from lightning.trainer.model import adapters_of
+from lightning.trainer.needs import Need, adapter_weights, ranks_of_adapters, size
 from lightning.trainer.run_stages import API, RunStage, Start
+from lightning.types import POLICY
 
 from lightning_planner.memory import Item, ranks_of, training_items
 from lightning_planner.shape import read_shape
@@ -40,9 +42,11 @@ class GpuNeeds(RunStage):
         """Return the need of the memory of the GPU that trains, or of the first of several; nothing for a model that the
         planner cannot count."""
         config = start.config
-        ranks = ranks_of(config.engine) if start.described.get("engine") == "verl" else 1
+        ranks, engine = ranks_of(config.engine) if start.described.get("engine") == "verl" else 1, config.engine
+        if rank := ranks_of_adapters(config):
+            engine = engine.model_copy(update={"lora": LoraConfig(rank=rank)})
         try:
-            items = training_items(read_shape(str(start.model)), ranks, config.engine)
+            items = training_items(read_shape(str(start.model)), ranks, engine)
         except ConfigError:
             return []
         free, whole = gpu_memory(config.engine.device)
@@ -52,7 +56,7 @@ class GpuNeeds(RunStage):
             share = config.policy_server.gpu_memory_utilization
             items = [*items, Item("vLLM", share * whole, f"gpu_memory_utilization = {share:g}")]
         cure = "Lower engine.tokens_per_microbatch, set engine.gradient_checkpointing = true"
-        cure += "" if config.engine.lora else ", train adapters alone (engine.lora)"
+        cure += "" if engine.lora else ", train adapters alone (engine.lora)"
         cure += f", or train on more GPUs than {ranks} (--engine verl --set engine.verl.world_size=N)"
         parts = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
         return [Need("the memory of each GPU that trains", sum(item.bytes for item in items), parts, free, cure)]
@@ -87,11 +91,12 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
     trained = base + TRAINING_BYTES * adapters if adapters else TRAINING_BYTES * facts.parameters
     parts, served = [f"training {size(trained)} and its activations"], 0
     machine = this_machine()
-    if not config.policy_server.attach:
+    if not config.policy_server.is_elsewhere:
         count = len(settings_of_servers(config))
         demand = Demand(-(-requests // count), servers=count)
         chosen = choose(config.policy_server, facts, "cpu", machine, demand=demand)
-        weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
+        numbers, cache = facts.parameters + served_adapters(shapes, config), chosen.kv_cache_bytes or 0
+        weights = numbers * DTYPE_BYTES.get(chosen.dtype, 2)
         each = "" if count == 1 else f", in each of {count} processes"
         parts.append(f"vLLM {size(weights)} of weights and {size(cache)} of KV cache{each}")
         served = count * (weights + cache)
@@ -103,6 +108,16 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
         "The system may end the run. End other programs, take a smaller model"
         + ("" if adapters else ", or train adapters alone (engine.lora)"),
     )
+
+
+def served_adapters(shapes: Sequence[tuple[int, ...]], config: Config) -> int:
+    """Return the least number of weights of adapters that a vLLM has: 0 for the one policy of a run, whose weights it gets
+    merged; else as many for each of the policies as for that with the highest rank."""
+    policies = adapters_of(config)
+    if POLICY in policies or not policies:
+        return 0
+    most = max(lora.rank for lora in policies.values())
+    return len(policies) * most * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
 
 def gpu_memory(device: str) -> tuple[float, float]:

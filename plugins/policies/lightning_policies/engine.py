@@ -40,7 +40,7 @@ from lightning.engines.rows import name as row_name
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B, POLICIES
+from lightning.policy_server.model_folder import ADAPTERS, ADAPTERS_OF_ALL, LORA_A, LORA_B, POLICIES
 from lightning.trainer.context import Numeric
 from lightning.types import Json
 from safetensors import safe_open
@@ -105,6 +105,8 @@ class PolicyEngine:
                 )
             self._engines[name] = engine
         self._lr = OptimizerConfig().lr
+        self.rates: dict[str, float] = {}
+        """Learning rates that were set for policies; see `TrainsPolicies`."""
         self._pending: dict[str, StepResult] = {}
         """The report of each policy's accumulated gradient, which `forward_backward` made."""
         self._half = ""
@@ -236,14 +238,21 @@ class PolicyEngine:
 
     def export(self, folder: Path) -> Path:
         """Write, atomically, for each policy `folder`/NAME, a model folder with its adapters merged, and
-        `folder`/adapters/NAME, the adapters alone as a folder of PEFT. Return `folder`."""
+        `folder`/adapters/NAME, the adapters alone as a folder of PEFT; and the file of `adapters` as `ADAPTERS_OF_ALL`. Return
+        `folder`."""
         self._usable()
         with whole_folder(folder) as path, TemporaryDirectory(dir=path) as scratch:
             for name, engine in self._engines.items():
                 engine.export(path / name)
                 file = self._written(name, Path(scratch) / name)
                 write_peft_folder(path / EXPORTED / name, file, self._policies[name].lora)
+            self.adapters(path / ADAPTERS_OF_ALL)
         return folder
+
+    def export_policy(self, policy: str, folder: Path) -> Path:
+        """Write, atomically, the model folder of one policy, with its adapters merged, and return it."""
+        self._usable()
+        return self._engines[policy].export(folder)
 
     def weights(self, file: Path) -> Path:
         """Raise `EngineError`: several policies are no one model."""
@@ -308,9 +317,13 @@ class PolicyEngine:
             found |= zip(places, compute(self._engines[name], _at(samples, places)), strict=True)
         return [found[place] for place in range(len(samples))]
 
+    def rate_of(self, policy: str, lr: float) -> float:
+        """Return the learning rate of a policy in a step for which the run has the rate `lr`."""
+        own = self._policies[policy].lr
+        return lr if own is None else lr * (own / self._lr)
+
     def _rate(self, name: str, lr: float | None) -> float | None:
-        own = self._policies[name].lr
-        return lr if lr is None or own is None else lr * (own / self._lr)
+        return self.rates.get(name, None if lr is None else self.rate_of(name, lr))
 
     @contextmanager
     def _whole(self, doing: str, found: Mapping[str, StepResult]) -> Iterator[None]:

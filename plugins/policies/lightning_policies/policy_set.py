@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
 
-from lightning_policies.calls import BASE
+from lightning_policies.calls import BASE, globs_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -30,9 +30,19 @@ class Policies:
         self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
 
     @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+        return {name: globs_of(policy) for name, policy in self._policies.items()}
+
+    @property
     def untrained(self) -> Sequence[str]:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
+
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+        trainer = config.trainer.model_copy(update={"policy_turns": ""})
+        return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(), TurnsConfig.place: trainer})
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""

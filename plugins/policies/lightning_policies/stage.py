@@ -38,15 +38,18 @@ class PoliciesStage(CallStage):
         self._said = Once()
 
     async def admitted(self, call: Call, request: Request) -> None:
-        """Set the policy of a call, and whether it is frozen, if the call's run has policies. Raises `RefusalError` for a call
-        that two policies match."""
-        run = call.claims.run
+        """Set the policy of a call, and whether it is frozen, if the call's run has policies; that of a served model is the
+        session. Raises `RefusalError` for a call that two policies match, and for a call of no served policy."""
+        run = call.claims.run or call.claims.session
         if not (policies := await self._of(run)):
             return
         model = request.model if isinstance(request.model, str) else ""
         found = policies_of(policies, call.caller, model)
         if len(found) > 1:
             raise RefusalError(400, "several_policies", _several(call.caller.name, model, found))
+        if not found and not call.claims.run:
+            told = f"No policy has the agent {call.caller.name!r} or the model {model!r}: ask for the model "
+            raise RefusalError(404, "no_policy", f"{told}{' or '.join(map(repr, policies))}.")
         if not found and self._said.first((run, call.caller.name)):
             log.warning(
                 "the agent %r of run %s has no policy: it is answered by the untrained model, and is not trained. To train it, "

@@ -1,4 +1,6 @@
-"""Runs agents in a Ray cluster, in actors that each have a fork server and worker processes, as the process runner has.
+"""Runs agents and the policy's vLLMs in a Ray cluster: agents in worker processes of actors, as the process runner does, and
+each vLLM in an actor of its own.
 
-The invariant is that of `lightning_ray.runner`. Nothing is imported here, since importing Ray takes seconds.
+The invariants are those of `lightning_ray.runner` and `lightning_ray.vllm_on_ray`. Nothing is imported here, since importing
+Ray takes seconds.
 """

@@ -1,6 +1,7 @@
 """The connection to a Ray cluster, ended only by the code that made it.
 
-The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`.
+The invariant: a program that uses Ray itself keeps its connection; no other module here imports `ray` in the trainer's
+process.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning.config import RunnerConfig
 from lightning.errors import MissingExtraError, RunnerError
 
 from lightning_ray.actor import AgentHost
-from lightning_ray.config import RayConfig
-from lightning_ray.connection import begin
+from lightning_ray.config import ActorSettings, RayConfig
+from lightning_ray.connection import begin, check_listening, say_which
 
 LOCAL_STARTS = 3
 """How often starting a local cluster is tried: Ray gives up after 30 s, which may not suffice on a busy machine."""
@@ -33,42 +35,41 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RayCluster:
+class Connection:
     """A connection to a cluster. `thread` is set when the connection was made here: then `close` ends it."""
 
     ray: Any
-    config: RunnerConfig
-    thread: concurrent.futures.ThreadPoolExecutor | None = None
+    thread: concurrent.futures.ThreadPoolExecutor | None
+
+    def here(self) -> str:
+        """Return the id of the node that this process runs on; "" if it is on no node."""
+        return "" if self.ray.util.client.ray.is_connected() else str(self.ray.get_runtime_context().get_node_id())
+
+    def nodes(self) -> dict[str, Mapping[str, float]]:
+        """Return the resources of each living node, also those in use, by the node's id."""
+        return {node["NodeID"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
 
     def spans_machines(self) -> bool:
         """Whether an actor may run on another machine than this process."""
-        if self.ray.util.client.ray.is_connected():
-            return True
-        here = self.ray.get_runtime_context().get_node_id()
-        return any(node["Alive"] and node["NodeID"] != here for node in self.ray.nodes())
+        return bool(self.nodes().keys() - {self.here()})
 
-    def host(self, shipped: bytes) -> Any:
-        """Ask Ray for a new actor, and return its handle; Ray starts it when it finds room."""
-        settings = RayConfig.of(self.config)
-        options: dict[str, Any] = {
-            "num_cpus": settings.num_cpus,
-            "num_gpus": settings.num_gpus,
-            "resources": settings.resources or None,
-            "scheduling_strategy": settings.scheduling,
-            "max_restarts": 0,  # the runner replaces a lost actor itself: it knows what ran in it
-        }
+    def actor(self, kind: type, settings: ActorSettings, num_gpus: float, **options: Any) -> Any:
+        """Return Ray's maker of actors of this class: `actor(...).remote(...)` asks for one, and Ray starts it when it finds
+        room."""
         if settings.memory_bytes:
             options["memory"] = settings.memory_bytes
-        if settings.runtime_env and self.thread is None:
-            options["runtime_env"] = settings.runtime_env
-        inside = self.config.model_copy(update={"concurrency": settings.agents_per_actor})
-        return (
-            self.ray.remote(AgentHost).options(**options).remote(shipped, inside.model_dump_json(exclude_defaults=True))
+        return self.ray.remote(kind).options(
+            num_cpus=settings.num_cpus,
+            num_gpus=num_gpus,
+            resources=settings.resources or None,
+            scheduling_strategy=settings.scheduling,
+            max_restarts=0,  # a lost actor is replaced here: this process knows what ran in it
+            **options,
         )
 
-    async def answer(self, reference: Reference, seconds: float) -> Any:
-        """Wait for an actor's answer, `seconds` at most, and return it. Raises `TimeoutError`, or `ActorLostError` when the
-        actor is lost."""
+    async def answer(self, reference: Reference, seconds: float | None) -> Any:
+        """Wait for an actor's answer, `seconds` at most (None: without a limit), and return it. Raises `TimeoutError`, or
+        `ActorLostError` when the actor is lost."""
         coming = asyncio.wrap_future(reference.future())
         coming.add_done_callback(_heard)
         try:
@@ -93,6 +94,21 @@ class RayCluster:
             self.thread.shutdown(wait=False)
 
 
+@dataclass(frozen=True, slots=True)
+class RayCluster(Connection):
+    """The runner's connection to a cluster."""
+
+    config: RunnerConfig = field(kw_only=True)
+
+    def host(self, shipped: bytes) -> Any:
+        """Ask Ray for a new actor, and return its handle."""
+        settings = RayConfig.of(self.config)
+        options = {"runtime_env": settings.runtime_env} if settings.runtime_env and self.thread is None else {}
+        inside = self.config.model_copy(update={"concurrency": settings.agents_per_actor})
+        actor = self.actor(AgentHost, settings, settings.num_gpus, **options)
+        return actor.remote(shipped, inside.model_dump_json(exclude_defaults=True))
+
+
 class ActorLostError(RunnerError):
     """An actor died, or could not be started; the message is Ray's."""
 
@@ -103,8 +119,15 @@ def actors_for(config: RunnerConfig) -> int:
 
 
 async def connect(config: RunnerConfig) -> RayCluster:
-    """Connect to the cluster of `runner.ray.address`, or start a local one when it is empty. A connection that this program
-    already has is used.
+    """Connect the runner to its cluster; see `connected`."""
+    settings = RayConfig.of(config)
+    found = await connected(settings, actors_for(config), runtime_env=settings.runtime_env or None)
+    return RayCluster(found.ray, found.thread, config=config)
+
+
+async def connected(settings: ActorSettings, actors: int, **arguments: Any) -> Connection:
+    """Connect to the cluster at `settings.address`, or start a local one for so many `actors` when it is empty. A connection
+    that this program already has is used. Further `arguments` are for `ray.init`.
 
     Raises `MissingExtraError` without the extra `ray`, `RunnerError` when the cluster cannot be reached.
     """
@@ -112,23 +135,18 @@ async def connect(config: RunnerConfig) -> RayCluster:
         import ray
     except ImportError as error:
         raise MissingExtraError("ray", "ray") from error
-    settings = RayConfig.of(config)
-    arguments: dict[str, Any] = {
-        "address": settings.address or "local",
-        "runtime_env": settings.runtime_env or None,
-        "logging_level": logging.WARNING,
-    }
+    arguments |= {"address": settings.address or "local", "logging_level": logging.WARNING}
     if not settings.address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         arguments |= {
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "num_cpus": max(os.cpu_count() or 1, round(actors_for(config) * settings.num_cpus + 0.5)),
+            "num_cpus": max(os.cpu_count() or 1, round(actors * settings.num_cpus + 0.5)),
         }
     for _ in range(1 if settings.address else LOCAL_STARTS):
         # Ray's processes die with the thread that started them, so the thread is kept.
         thread = concurrent.futures.ThreadPoolExecutor(1, "lightning-ray")
-        coming = thread.submit(begin, ray, **arguments)
+        coming = thread.submit(_begin, ray, settings.address, arguments)
         try:
             ours = await asyncio.wrap_future(coming)
         except asyncio.CancelledError:
@@ -141,11 +159,20 @@ async def connect(config: RunnerConfig) -> RayCluster:
         else:
             if not ours:
                 thread.shutdown(wait=False)
-            return RayCluster(ray, config, thread if ours else None)
+                say_which(ray, f"{settings.place}.address", settings.address)
+            return Connection(ray, thread if ours else None)
+    names = " and ".join(f"{settings.place}.{name}" for name in ("address", "runtime_env") if hasattr(settings, name))
     raise RunnerError(
-        f"no Ray cluster at {settings.address or 'this machine'}: {failed}. Check runner.ray.address and "
-        "runner.ray.runtime_env, and that the cluster has this Ray and Python version"
+        f"no Ray cluster at {settings.address or 'this machine'}: {failed}. Check {names}, and that the cluster has this Ray "
+        "and Python version"
     ) from failed
+
+
+def _begin(ray: Any, address: str, arguments: dict[str, Any]) -> bool:
+    """Connect as `connection.begin` does, unless nothing listens at the address."""
+    if not ray.is_initialized():
+        check_listening(address)
+    return begin(ray, **arguments)
 
 
 def _leave(ray: Any, coming: concurrent.futures.Future[bool]) -> None:

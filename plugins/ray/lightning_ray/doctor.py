@@ -6,14 +6,15 @@ The invariant: a cluster is attached to only if the user named it, and in a sepa
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 
 from lightning.cli.check import Check, ProbeError, probe
 from lightning.installation import install_command, version_of
 
-CONNECT_SECONDS, RAY_SECONDS = 3, 60
-"""Time limits in seconds: for a connection, and for attaching to a cluster."""
+from lightning_ray.connection import check_listening
+
+RAY_SECONDS = 60
+"""Time limit in seconds for attaching to a cluster."""
 RAY_PORT = 6379
 REFUSED = "InvalidAuthToken"
 """Ray's error when the cluster needs a token that this process has not sent."""
@@ -36,10 +37,10 @@ def check_ray(tried: str | None) -> Iterator[Check]:
         return
     start = f"ray start --head --port={RAY_PORT} on one machine, ray start --address=HOST:{RAY_PORT} on the others"
     try:
-        _listening(address)
+        check_listening(address)
         answer = probe("lightning_ray.probe", address, seconds=RAY_SECONDS)
-    except ProbeError as error:
-        if REFUSED in error.log:
+    except (OSError, ProbeError) as error:
+        if isinstance(error, ProbeError) and REFUSED in error.log:
             yield Check("ray", "broken", f"the cluster at {address} wants a token", AUTHENTICATE)
         else:
             yield Check("ray", "broken", f"no cluster answers at {address}: {error}", start)
@@ -51,14 +52,3 @@ def check_ray(tried: str | None) -> Iterator[Check]:
         yield Check("ray", "ok", detail)
     else:
         yield Check("ray", "low", detail, f"workers need GPUs: {start}, with --num-gpus=N where Ray does not find them")
-
-
-def _listening(address: str) -> None:
-    """Raise `ProbeError` at once where nothing listens at the address; Ray itself would try for a minute."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():  # `auto`, `local`
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ProbeError(str(error)) from error

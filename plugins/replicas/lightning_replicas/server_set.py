@@ -38,7 +38,7 @@ class Replicas:
         section, replicas = config.policy_server, ReplicasConfig.of(config).replicas
         if section.attach:
             return [_alone(config, {"policy_server.attach": url}) for url in _urls(section, replicas)]
-        if replicas == 1 and ReplicasConfig.of(config).gpus_each is None:
+        if replicas == 1 and ReplicasConfig.of(config).gpus_each is None and (section.gpus or not section.placement):
             return [config]
         if section.port and section.port + replicas - 1 > LAST_PORT:
             raise ConfigError(
@@ -87,7 +87,8 @@ def _urls(section: PolicyServerConfig, replicas: int) -> Sequence[str]:
 
 def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
     """Return the GPUs of each server that lightning starts, by their numbers among the visible ones; empty tuples on a CPU.
-    Raises `ConfigError` if there are too few."""
+    Where servers start at another place, each has the first GPUs that it sees there. Raises `ConfigError` if there are too
+    few."""
     section, each = config.policy_server, ReplicasConfig.of(config).gpus_each
     if pick_device(section) != "cuda":
         if each is not None:
@@ -96,6 +97,13 @@ def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
                 "policy_server.device = 'cuda'"
             )
         return [()] * replicas
+    if section.placement and section.gpus:
+        raise ConfigError(
+            f"policy_server.gpus = {list(section.gpus)} names GPUs of this machine, and with policy_server.placement = "
+            f"{section.placement!r} vLLM gets GPUs elsewhere: leave it out (policy_server.gpus_each says how many)"
+        )
+    if section.placement:
+        return [tuple(range(each or 1))] * replicas
     count, trainers = visible_gpus(), _trainers_gpu(config.engine.device)
     free = list(section.gpus) or [number for number in range(count) if number != trainers]
     if len(set(free)) < len(free):
@@ -117,7 +125,7 @@ def deal(config: Config, replicas: int) -> list[tuple[int, ...]]:
         cure = f"set policy_server.replicas to {most}" if most else "lower policy_server.gpus_each"
         raise ConfigError(
             f"policy_server.replicas = {replicas} with {each} GPU{'s' * (each > 1)} each need {replicas * each} GPUs, and "
-            f"{where}: {cure}, or attach to vLLMs on other machines (policy_server.attach)"
+            f"{where}: {cure}, or have vLLMs on other machines (policy_server.placement, policy_server.attach)"
         )
     return [tuple(free[number * each : (number + 1) * each]) for number in range(replicas)]
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from lightning.engines.step import MORE_ROOM, ran_out
 from lightning.errors import ConfigError, EngineError, LightningError, WorkersLostError
-from lightning_ray.connection import begin
+from lightning_ray.connection import begin, say_which
 
 from lightning_verl import api
 from lightning_verl.config import VerlConfig
@@ -240,7 +240,7 @@ def connect(config: VerlConfig, device: str) -> bool:
     for tries_left in (1, 0):
         try:
             if not begin(ray, **given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning"):
-                _say_which(ray, config.address)
+                say_which(ray, "engine.verl.address", config.address)
                 return False
             break
         except Exception as error:  # Ray waits 30 s for its own processes, then raises nothing narrower
@@ -256,17 +256,6 @@ def connect(config: VerlConfig, device: str) -> bool:
                 ) from error
             logger.warning("Ray did not start; it is started once more: %s", error)
     return not config.address
-
-
-def _say_which(ray: Any, address: str) -> None:
-    """Warn when the configured address was not used because this process is connected to another cluster."""
-    present = getattr(ray.get_runtime_context(), "gcs_address", "") if address not in ("", "auto") else ""
-    if present and present != address:
-        logger.warning(
-            "engine.verl.address = %s was not used: this process is connected to the Ray cluster at %s",
-            address,
-            present,
-        )
 
 
 def _room(ray: Any, config: VerlConfig, patience: float) -> int:

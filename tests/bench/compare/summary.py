@@ -128,7 +128,7 @@ def table(runs: Sequence[Run]) -> str:
     arms = [arm for arm in NAMES if any(run.arm == arm for run in runs)]
     levels = LEVELS[str(runs[0].setting.get("demo", "tiny"))]
     header = ["", "seeds", "held-out before", "after", "start, s", "a step, s", "a step, CPU-s"]
-    header += [f"to {level}, s" for level in levels]
+    header += [f"to {level}, {unit}" for unit in ("s", "CPU-s") for level in levels]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for arm in arms:
         mine = [run for run in runs if run.arm == arm]
@@ -142,7 +142,8 @@ def table(runs: Sequence[Run]) -> str:
             _spread([(run.points[-1].seconds - run.start_seconds) / n for run, n in zip(mine, steps, strict=True)], 1),
             _spread([(run.points[-1].cpu - run.start_cpu) / n for run, n in zip(mine, steps, strict=True)], 1),
         ]
-        cells += [_spread([cost_to(run.by_seconds, level) for run in mine]) for level in levels]
+        curves = ([run.by_seconds for run in mine], [run.by_cpu for run in mine])
+        cells += [_spread([cost_to(curve, level) for curve in each]) for each in curves for level in levels]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

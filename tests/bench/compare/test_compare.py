@@ -124,6 +124,7 @@ class TestRun:
         runs = [a_run(seed=0), a_run(seed=1, rewards=(0.4, 0.5, 0.75), pace=20.0)]
         [row] = [line for line in table(runs).splitlines() if line.startswith("| TRL")]
         assert "25, 1 of 2 never" in row
+        assert "50, 1 of 2 never" in row, "CPU-seconds, too"
         assert "15.0 (10.0 to 20.0)" in row
 
     @pytest.mark.slow

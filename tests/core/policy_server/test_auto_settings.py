@@ -12,6 +12,7 @@ import pytest
 from lightning.config import Config
 from lightning.config.load import with_settings
 from lightning.config.sections import PolicyServerConfig
+from lightning.errors import ConfigError
 from lightning.policy_server import auto_settings
 from lightning.policy_server.auto_settings import (
     GIBI,
@@ -25,6 +26,7 @@ from lightning.policy_server.auto_settings import (
     this_machine,
     why_slow,
 )
+from lightning.policy_server.gathering import AT_ONCE
 from lightning.policy_server.model_folder import ModelFacts, growing_positions, read_facts
 from lightning.trainer import model as trainer_model
 from lightning.trainer.model import with_dtypes
@@ -70,6 +72,18 @@ def test_a_tiny_model_is_float32_on_one_thread_with_the_least_cache() -> None:
     found = chosen(TINY)
     assert (found.dtype, found.threads, found.block_size) == ("float32", 1, 32)
     assert found.kv_cache_bytes == LEAST_KV_BYTES
+
+
+def test_steps_of_a_small_model_wait_for_more_requests_where_many_agents_run() -> None:
+    found = [chosen(facts, demand=Demand(requests=count)) for facts, count in ((TINY, 16), (TINY, 15), (SMOLLM2, 32))]
+    assert [each.gathers for each in found] == [16, 0, 0]
+    assert ["; steps wait for more" in "; ".join(each.reasons) for each in found] == [True, False, False]
+    by_hand = [chosen(facts, env={AT_ONCE: asked}) for facts, asked in ((TINY, "0"), (TINY, "15"), (SMOLLM2, "64"))]
+    assert [each.gathers for each in by_hand] == [0, 0, 64]
+    assert "no step waits (LIGHTNING_GATHER=0 of the environment)" in by_hand[0].reasons
+    with pytest.raises(ConfigError, match=r"LIGHTNING_GATHER=many .* is no number of requests; 0 lets no step wait"):
+        chosen(TINY, env={AT_ONCE: "many"})
+    assert choose(PolicyServerConfig(), TINY, "cuda", OLD, env={}).gathers == 0
 
 
 def test_a_cpu_without_bfloat16_stays_float32_and_a_token_takes_twice_the_cache() -> None:

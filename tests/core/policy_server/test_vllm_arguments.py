@@ -12,6 +12,7 @@ import pytest
 from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.auto_settings import Chosen, pick_device, shares_gpu
+from lightning.policy_server.gathering import AT_ONCE
 from lightning.policy_server.launch import FORKED
 from lightning.policy_server.vllm_arguments import (
     VISIBLE,
@@ -106,6 +107,9 @@ def test_environment() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in bound
     spawned = server_env({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, device="cpu")
     assert [FORKED in env for env in (cpu, cuda, bound, spawned)] == [True, False, False, False]
+    assert server_env({}, device="cpu", gathers=32)[AT_ONCE] == "32"
+    assert server_env({AT_ONCE: "0"}, device="cpu", gathers=0)[AT_ONCE] == "0", "set by hand"
+    assert AT_ONCE not in cpu
 
 
 def test_who_shares_a_gpu() -> None:

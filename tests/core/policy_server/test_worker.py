@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.policy_server.gathering import AT_ONCE, Gathering
 from lightning.policy_server.worker import WorkerExtension, _forgotten, replace_weights
 
 
@@ -72,6 +73,17 @@ def test_a_claim_over_others_is_refused_where_another_one_is() -> None:
     assert worker.lightning_claim("", "lost") == {"owner": "first"}
     assert worker.lightning_claim("", "first") == {"version": 0, "before": "first"}
     assert worker.lightning_attach()["claim"] == ""
+
+
+def test_a_step_waits_for_more_requests_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, seen = Extended(v1(a=1)), list[tuple[int, int]]()
+    monkeypatch.setenv(AT_ONCE, "32")
+    monkeypatch.setattr(Gathering, "wait", lambda _, running: seen.append((running, len(worker.executed))))
+    worker.lightning_attach()
+    scheduled = SimpleNamespace(**vars(step()), num_scheduled_tokens={"a": 1, "b": 7})
+    assert worker.execute_model(scheduled) == "output"
+    assert worker.executed == [scheduled]
+    assert seen == [(2, 0)]
 
 
 def test_in_flight_counts_what_runs_and_what_has_left() -> None:

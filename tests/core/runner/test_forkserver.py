@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import deque
 from collections.abc import AsyncIterator
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from lightning.runner import forkserver, socket_framing
 from lightning.runner.forkserver import FORKS, ForkServer, Worker, WorkerDiedError, _Incoming
+from lightning.runner.forkserver_main import FIRST_ALONE, _Template
 
 NOBODY = 1 << 23
 """Above every process id that Linux gives."""
@@ -137,3 +139,39 @@ def test_agents_do_not_see_what_leads_to_the_store(monkeypatch: pytest.MonkeyPat
     assert forkserver._environment()["PGPASSWORD"] == "word"
     monkeypatch.setenv("LIGHTNING_STORE", "postgresql://me@db/x")
     assert not {"PGPASSWORD", "LIGHTNING_STORE", "LIGHTNING_TOKEN"} & forkserver._environment().keys()
+
+
+class Template(_Template):
+    """A fork server that notes which requests it has forked a worker for."""
+
+    def __init__(self, requests: int, cores: int) -> None:
+        self._asked = deque((request, -1) for request in range(requests))
+        self._children, self._reporter, self._until, self._early = set(), 0, 0.0, cores
+        self.forked: list[int] = []
+
+    def _fork(self, request: int, descriptor: int) -> None:
+        self.forked.append(request)
+        self._children.add(NOBODY + request)
+        self._reporter = self._reporter or NOBODY + request
+
+
+def test_workers_wait_for_the_imports_of_the_first_rollout_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would import them for itself, all on the same cores."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    template = Template(8, cores=3)
+    template._fork_asked()
+    assert template.forked == [0, 1, 2], "as many as there are cores"
+    template._children.remove(NOBODY + 2)
+    template._fork_asked()
+    assert template.forked == [0, 1, 2, 3], "a core is free again"
+    template._reporter = -1
+    template._fork_asked()
+    assert template.forked == list(range(8)), "the first rollout has told its imports"
+
+    late = Template(8, cores=3)
+    late._fork_asked()
+    late._reporter = 0  # it died: another worker is to tell, and the time goes on
+    now += FIRST_ALONE
+    late._fork_asked()
+    assert late.forked == list(range(8))

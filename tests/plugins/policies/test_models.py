@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.store.places import policy_in, store_in
 from lightning.store.protocol import Store
-from lightning.trainer.model import models_in, resolve_model
+from lightning.trainer.model import adapters_of, models_in, resolve_model
 from lightning.types import LLM, Task
-from lightning_branching.policies import find_model
+from lightning_branching.policies import find_model, model_of_run
 from lightning_resources.operations import list_resources
+from lightning_server import serving
+from lightning_server.policies import policies_in
 
+from tests.core.trainer.test_families import Served
 from tests.core.trainer.test_tiny_run import equal, model, state
 from tests.core.trainer.test_tiny_run import train as train
 
@@ -34,14 +38,15 @@ POLICIES = {
 
 def crew(task: Task, llm: LLM) -> float:
     """Asks the writer and the editor; the reward depends on what the editor said."""
-    said = ""
-    for name in ("writer", "editor"):
-        body = {"model": name, "messages": [{"role": "user", "content": f"{name}: {task.input}"}]}
-        headers = {"authorization": f"Bearer {llm.api_key}", "content-type": "application/json"}
-        request = urllib.request.Request(f"{llm.base_url}/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as reply:
-            said = json.load(reply)["choices"][0]["message"]["content"]
-    return float("yes" in said)
+    return float("yes" in [ask(llm, name, f"{name}: {task.input}") for name in ("writer", "editor")][-1])
+
+
+def ask(llm: LLM, model: str, text: str) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": text}]}
+    headers = {"authorization": f"Bearer {llm.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{llm.base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as reply:
+        return str(json.load(reply)["choices"][0]["message"]["content"])
 
 
 @pytest.fixture
@@ -77,6 +82,10 @@ def test_a_policy_s_model_is_found_kept_and_forked_by_its_name(run: Any, train: 
         with pytest.raises(ConfigError, match=words):
             find_model(name, runs, into, Config())
 
+    record = asked(folder, lambda store: store.get_run("mine"))
+    with pytest.raises(ConfigError, match=rf"branches are sampled from one model, .* \(--weights {own}/editor\)"):
+        asked(folder, lambda store: model_of_run(store, record, folder, 1, into, Config()))
+
     versions = asked(folder, lambda store: list_resources(store, "policy/writer/weights"))
     assert [version.metadata["probe"]["dtype"] for version in versions] == ["float32"]
     assert "probes" not in versions[0].metadata
@@ -101,3 +110,49 @@ def test_a_model_in_a_run_s_folder_is_a_policy_s_and_others_are_none(tmp_path: P
     assert policy_in(tmp_path / "run/model/writer") == (tmp_path / "run", "writer")
     for other in ("run", "run/model", "run/adapters/writer", "elsewhere/model/writer"):
         assert policy_in(tmp_path / other) == (tmp_path / other, "")
+
+
+class Adapted(Served):
+    """A scripted vLLM that has an adapter for each trained policy."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fake.aliases = ("tiny/writer", "tiny/editor")
+        self.models = (("writer", "tiny/writer"), ("editor", "tiny/editor"), ("judge", "tiny"))
+
+
+async def test_all_policies_of_a_run_are_served_by_their_names(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await asyncio.to_thread(run, "runs/mine", 1)
+    policies = await policies_in(folder)
+    assert (policies.names, policies.base) == (["writer", "editor", "judge"], (tmp_path / "folder").resolve())
+    vllm, given = Adapted(policies.base), []
+    monkeypatch.setattr(serving, "make_policy_server", lambda model, config, **_: given.append((model, config)) or vllm)
+    async with serving.serve(policies.base, Config(), tmp_path / "served", policies=policies) as server:
+        ((base, config),) = given
+        assert base == policies.base
+        assert {name: lora.rank for name, lora in adapters_of(config).items()} == {"writer": 2, "editor": 2}
+        (sent,) = vllm.sent
+        assert {name.partition("|")[0] for name in sent} == {"writer", "editor"}
+        llm = await server.open_session("shell", 60)
+        for name in policies.names:
+            await asyncio.to_thread(ask, llm, name, "hello")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            await asyncio.to_thread(ask, llm, "gpt-4o", "hello")
+        assert refused.value.code == 404
+        told = json.load(refused.value)["error"]["message"]
+        assert "ask for the model 'writer' or 'editor' or 'judge'" in told
+        assert [each.body["model"] for each in vllm.fake.requests] == [model for _, model in vllm.models]
+        found = [
+            call.policy
+            for each in await server.store.list_runs()
+            for rollout in (await server.store.list_rollouts(each.id)).items
+            for call in await server.store.transitions(rollout.id)
+            if call.status.answered
+        ]
+        assert sorted(found) == ["editor", "judge", "writer"]
+
+    (policies.base / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(ConfigError, match=r"is not the one that the policies of .* began as: its weights have changed"):
+        await policies_in(folder)

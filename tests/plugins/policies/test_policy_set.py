@@ -9,6 +9,7 @@ from lightning.config import Config, LoraConfig, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.policy_server.weights import FromDisk
+from lightning.trainer.model import with_one_policy
 from lightning.trainer.trainer import Trainer
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_policies.policy_set import Policies
@@ -56,6 +57,11 @@ def test_a_trained_policy_without_adapters_is_refused_with_the_cure() -> None:
         "policies.editor has no adapters to train: all policies share the weights of the run's model"
     )
     assert "--set engine.lora.rank=8, or this one with --set policies.editor.lora.rank=8" in said
+
+
+def test_a_server_of_one_model_has_no_policies() -> None:
+    config = made(*AGENTS, LORA, 'trainer.policy_turns="writer:1,editor:1"', "trainer.steps=3")
+    assert with_one_policy(config) == made(LORA, "trainer.steps=3")
 
 
 def test_policies_take_turns_again_and_again() -> None:

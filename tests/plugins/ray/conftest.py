@@ -12,6 +12,7 @@ from lightning.config.plugin_settings import RunnerConfig
 from lightning_ray.cluster import connect
 from lightning_ray.config import RayConfig
 
+from tests.core.policy_server.conftest import fake, model  # noqa: F401 — fixtures
 from tests.core.runner.conftest import gone, lease, server  # noqa: F401 — fixtures
 
 

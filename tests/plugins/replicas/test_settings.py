@@ -130,6 +130,7 @@ def test_a_deployment_has_gpus_for_the_trainer_and_each_replica() -> None:
         return deploy_plan.estimate("no-such-model", config(**CUDA, **settings), "torch", "h100")
 
     assert [machine().gpus, machine(replicas=3).gpus, machine(replicas=3, gpus_each=2).gpus] == [1, 4, 7]
+    assert machine(replicas=8, placement="ray").gpus == 1, "the others are elsewhere"
     with pytest.raises(ConfigError, match=r"1 GPUs for training and 8 for policy_server\.replicas"):
         machine(replicas=8)
 

@@ -115,20 +115,22 @@ class Linear:
         """Call `visit` with micro-batches of at most `budget` padded tokens, until every token and state was visited once. Each
         has one forward pass and, if `visit` returns a loss, one backward pass. Returns the number of tokens computed."""
         wanted = np.unique(np.concatenate([self.tokens.rows, self.states.rows])).tolist()
-        computed = 0
-        for places in plan([self.lengths[row] for row in wanted], budget):
-            rows = [wanted[place] for place in places]
-            ids = self._ids(rows)
-            computed += ids.size
-            what = f"{counted(len(rows), 'row')} of up to {ids.shape[1]} tokens ({_names([self.samples[row] for row in rows])})"
-            with failing("forward pass", what), lm.computing():
-                # The last token's hidden state would predict a token behind the row, so it is not computed.
-                hidden = lm.hidden(torch.from_numpy(ids[:, :-1]).to(lm.device))
-            loss = visit(self._part(rows, hidden, what))
-            if loss is not None:
-                with failing("backward pass", what):
-                    loss.backward()  # type: ignore[no-untyped-call]
-        return computed
+        with lm.casts.keeping():
+            batches = plan([self.lengths[row] for row in wanted], budget)
+            return sum(self._compute([wanted[place] for place in places], lm, visit) for places in batches)
+
+    def _compute(self, rows: Sequence[int], lm: CausalLM, visit: Visit) -> int:
+        """Compute one micro-batch, and return its number of padded tokens."""
+        ids = self._ids(rows)
+        what = f"{counted(len(rows), 'row')} of up to {ids.shape[1]} tokens ({_names([self.samples[row] for row in rows])})"
+        with failing("forward pass", what), lm.computing():
+            # The last token's hidden state would predict a token behind the row, so it is not computed.
+            hidden = lm.hidden(torch.from_numpy(ids[:, :-1]).to(lm.device))
+        loss = visit(self._part(rows, hidden, what))
+        if loss is not None:
+            with failing("backward pass", what):
+                loss.backward()  # type: ignore[no-untyped-call]
+        return ids.size
 
     def _ids(self, rows: Sequence[int]) -> Ints:
         """Return the token ids (B, T) of some rows, with zeros behind a row's end."""
@@ -229,7 +231,7 @@ class Forest:
                 return None
             return visit(LayoutPart(hidden, tokens, before, states, at, what))
 
-        with failing("pass over the tree", what):
+        with failing("pass over the tree", what), lm.casts.keeping():
             return TreeWalk(lm, self.tree, self._needed(), min(budget, _affordable(lm)), visit_runs).run()
 
     def _needed(self) -> list[bool]:

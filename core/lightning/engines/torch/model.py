@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -46,13 +46,17 @@ if TYPE_CHECKING:
     from lightning.config import LoraConfig
 
 
-def add_in_place(model: nn.Module) -> None:
-    """Make a model's trained plain linear and embedding layers add up their weights' gradients in place."""
+def add_in_place(model: nn.Module) -> Casts:
+    """Make a model's trained plain linear and embedding layers add up their weights' gradients in place. Returns the casts that
+    the linear layers share."""
+    casts = Casts()
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad:
             module.__class__ = AddingLinear
+            cast("AddingLinear", module).casts = casts
         elif type(module) is nn.Embedding and _is_plain(module):
             module.__class__ = AddingEmbedding
+    return casts
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
@@ -62,14 +66,42 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     return embedding.weight.requires_grad and embedding.weight.device.type == "cpu" and not special
 
 
+class Casts:
+    """The casts of the weights of a model's linear layers to the dtype that they compute in. Inside `keeping`, on a CPU, a
+    weight is cast once for all passes."""
+
+    def __init__(self) -> None:
+        self._weights: dict[int, torch.Tensor] | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside the block casts are kept, so weights must not change there."""
+        self._weights = {}
+        try:
+            yield
+        finally:
+            self._weights = None
+
+    def weight(self, weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        """Return a weight in the dtype `kind`, without a graph."""
+        if self._weights is None or weight.dtype is kind or weight.device.type != "cpu":
+            return weight.detach().to(kind)  # a GPU casts fast, and its memory is short
+        if id(weight) not in self._weights:
+            self._weights[id(weight)] = weight.detach().to(kind)
+        return self._weights[id(weight)]
+
+
 class AddingLinear(nn.Linear):
     """`nn.Linear`, (..., in) to (..., out), whose backward pass adds the weight's gradient in place."""
+
+    casts: Casts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 — its name in torch
         """Compute as `nn.Linear` does, in autocast's dtype if autocast is on."""
         device = input.device.type
         kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-        result: torch.Tensor = _Linear.apply(input, self.weight, kind)  # type: ignore[no-untyped-call]
+        low = self.casts.weight(self.weight, kind)
+        result: torch.Tensor = _Linear.apply(input.to(kind), self.weight, low)  # type: ignore[no-untyped-call]
         return result if self.bias is None else result + self.bias.to(kind)
 
 
@@ -83,28 +115,28 @@ class AddingEmbedding(nn.Embedding):
 
 
 class _Linear(torch.autograd.Function):
-    """given @ weight.T in the dtype `kind`; the backward pass adds the weight's gradient to `weight.grad` itself."""
+    """given @ low.T, where `low` is `weight` in the dtype of `given`; the backward pass adds the weight's gradient to
+    `weight.grad` itself."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        low, inputs = weight.to(kind), given.to(kind)
-        ctx.save_for_backward(inputs, low)
-        ctx.weight, ctx.dtype = weight, given.dtype
-        return inputs @ low.T
+    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(given, low)
+        ctx.weight = weight
+        return given @ low.T
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        inputs, low = ctx.saved_tensors
+        given, low = ctx.saved_tensors
         weight = ctx.weight
         if ctx.needs_input_grad[1]:
-            rows, columns = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
+            rows, columns = grad.reshape(-1, grad.shape[-1]), given.reshape(-1, given.shape[-1])
             if weight.grad is None:
                 weight.grad = (rows.T @ columns).to(weight.dtype)
             elif weight.dtype is grad.dtype:
                 weight.grad.addmm_(rows.T, columns)
             else:
                 weight.grad.add_(rows.T @ columns)
-        return (grad @ low).to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None
+        return grad @ low if ctx.needs_input_grad[0] else None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -143,6 +175,7 @@ class CausalLM:
     vocab_size: int
     logits: Logits
     """The function from hidden states (N, H) to logits (N, V)."""
+    casts: Casts
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (B, T, H), after the last norm, of token ids (B, T). Rows may be padded on the right."""
@@ -216,7 +249,7 @@ def load_model(
     for parameter in model.parameters():
         if id(parameter) in beside:
             parameter.requires_grad_(requires_grad=False)
-    add_in_place(model)
+    casts = add_in_place(model)
     if gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise EngineError(
             f"{type(model).__name__} in {folder} cannot compute its activations a second time: set "
@@ -233,7 +266,7 @@ def load_model(
             return _hidden(model, ids, **({} if positions is None else {"position_ids": positions}))
 
     refuse_dependence(model, compute, dtype=kind, vocab_size=vocab_size, context=context, folder=folder)
-    return CausalLM(model, folder, device, kind, vocab_size, logits)
+    return CausalLM(model, folder, device, kind, vocab_size, logits, casts)
 
 
 def resolve_device(device: str) -> torch.device:
