@@ -45,7 +45,7 @@ UPDATES, ROLLOUTS, TURNS = 50, 192, 4
 """Updates of `updates`, its rollouts, and the calls of each agent in a rollout."""
 CALLS, ROUNDS = 600, 5
 """Calls of `cpu` in one of its rounds."""
-STEPS, HELD_OUT = {"opposites": 6, "sql": 10}, {"opposites": 200, "sql": 100}
+STEPS, HELD_OUT = {"opposites": 6, "sql": 6}, {"opposites": 200, "sql": 100}
 WAYS = ("shared", "policies")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "opposites": {"policies.low.agents": ["low"], "policies.high.agents": ["high"]},
@@ -244,7 +244,7 @@ def row(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(evaluation: Mapping[str, Any]) -> str:
-    """A held-out reward with its interval."""
+    """A held-out reward with its interval: Wilson's, which is rather too wide for rewards between 0 and 1."""
     from lightning_debug.statistics import share_interval
 
     low, high = share_interval(evaluation["reward"], evaluation["rollouts"])
