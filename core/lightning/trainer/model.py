@@ -21,6 +21,7 @@ from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import choose_dtype, pick_device, this_machine
 from lightning.policy_server.model_folder import folder_tensors, read_facts
+from lightning.policy_server.policies import PolicySet
 from lightning.types import POLICY, Json, Run
 
 DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
@@ -62,11 +63,17 @@ def adapters_of(config: Config) -> dict[str, LoraConfig]:
     return {} if config.engine.lora is None else {POLICY: config.engine.lora}
 
 
+def policy_set_of(described: Mapping[str, Json]) -> PolicySet | None:
+    """The policies of a run's recorded configuration; None for a run with one policy. Raises `ConfigError` for settings that
+    this release does not accept."""
+    said = described.get("config")
+    return plugins().policy_set(recorded_config(said)[0]) if isinstance(said, Mapping) else None
+
+
 def policies_of(described: Mapping[str, Json]) -> dict[str, LoraConfig]:
     """The trained policies of a run's recorded configuration, with the adapters of each; empty for a run with one policy.
     Raises `ConfigError` for settings that this release does not accept."""
-    said = described.get("config")
-    several = plugins().policy_set(recorded_config(said)[0]) if isinstance(said, Mapping) else None
+    several = policy_set_of(described)
     return {} if several is None else {name: several.adapters[name] for name in sorted(several.adapters)}
 
 

@@ -14,9 +14,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from lightning.cli.output import answers, with_store
 from lightning.config import Config
+from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import ConfigError
 from lightning.store.places import existing_store, policy_in, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
@@ -41,12 +43,14 @@ logger = logging.getLogger(__name__)
 class EvaluatedModel:
     """The folder of a model, and its name: the name that the user gave, completed with the step or version. `place` is the
     run's folder, or the store of the named weights without passwords; empty for a model that belongs to no run. `weights` is
-    the resource that has models of this policy as versions."""
+    the resource that has models of this policy as versions. `adapters` is a file with the adapters of all policies of a run,
+    and `folder` then is the model that they are of; None for one policy."""
 
     name: str
     folder: Path
     place: str = ""
     weights: str = WEIGHTS_NAME
+    adapters: Path | None = None
 
     @property
     def title(self) -> str:
@@ -108,18 +112,11 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
 async def model_of_run(
     store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
 ) -> tuple[EvaluatedModel, str]:
-    """Return a run's model after `step` steps, and an empty text; or, if that model is lost, the model of the nearest step, and
-    a warning about it.
+    """Return a run's model after `step` steps, all its policies together if it has several, and an empty text; or, if that
+    model is lost, the model of the nearest step, and a warning about it.
 
-    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left, and
-    for a run with several policies.
+    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left.
     """
-    if several := [*policies_of(run.config)]:
-        example = f"{folder or run.id}/model/{several[0]}"
-        raise ConfigError(
-            f"the run {run.id} trains the policies {', '.join(several)}, and branches are sampled from one model, which "
-            f"answers all agents: name it (--weights {example})"
-        )
     if folder is None:
         if step:
             raise ConfigError(
@@ -133,13 +130,13 @@ async def model_of_run(
             "committed steps: name the weights for the branches (--weights)"
         )
     try:
-        return await _of_run(store, run.id, folder, "", step, into, config), ""
+        return await _of_run(store, run.id, folder, None, step, into, config), ""
     except ConfigError as error:
         lost = error
     saved = Checkpoints(folder / "checkpoints", keep=1).steps()
     for other in sorted({0, last, *saved} - {step}, key=lambda each: (abs(each - step), each)):
         try:
-            found = await _of_run(store, run.id, folder, "", other, into, config)
+            found = await _of_run(store, run.id, folder, None, other, into, config)
         except ConfigError:
             continue
         return found, f"{run.id}@{step} is not there any more ({lost}); the nearest that is there is {found.name}"
@@ -147,8 +144,9 @@ async def model_of_run(
 
 
 async def _of_run(
-    store: Store, name: str, folder: Path, policy: str, step: int | None, into: Path, config: Config
+    store: Store, name: str, folder: Path, policy: str | None, step: int | None, into: Path, config: Config
 ) -> EvaluatedModel:
+    """Return the model of `policy` after a step of a run, "" for the one policy of a run, None for all its policies."""
     run = await store.get_run(name)
     if run is None:
         raise ConfigError(
@@ -162,32 +160,48 @@ async def _of_run(
     delivered = bool(models_in(final)) and await is_over(store, run.id)
     kept = await _kept(store, run, folder, epochs, len(records)) if delivered else len(records)
     at = kept if step is None else step
-    check_policy(run, folder, policy, at)
+    together = policy is None and bool(policies_of(run.config)) and at > 0
+    if not together:
+        check_policy(run, folder, policy or "", at)
     which_run = hashlib.sha256(f"{place} {run.created_at}".encode()).hexdigest()[:8]  # of those of the same name
-    made = into / f"{run.id}@{at}-{which_run}"
+    made = into / f"{run.id}@{at}-{which_run}{'.safetensors' if together else ''}"
+    base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
+
+    def is_made() -> bool:  # models and adapters are written whole or not at all
+        return made.is_file() if together else bool(models_in(made))
+
+    def make(engine: Engine) -> object:
+        return cast("WritesAdapters", engine).adapters(made) if together else engine.export(made)
 
     def found_in(model: Path) -> EvaluatedModel:
+        if together:
+            return EvaluatedModel(f"{run.id}@{at}", base, place, adapters=model)
         own = f"{run.id}/{final.name}/{policy}" if policy else run.id
         return EvaluatedModel(f"{own}@{at}", models_in(model)[policy or POLICY], place, weights_name(policy or POLICY))
 
-    if models_in(made):  # an evaluation that is resumed began with it
+    if is_made():  # an evaluation that is resumed began with it
         return found_in(made)
-    if delivered and at and at == kept:
+    if delivered and at and at == kept and not together:
         return found_in(final)
-    base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
-    kept_begin = FORKED not in run.config or (folder / MODEL).is_dir()  # else `base` is the model before the fork
-    if not kept_begin and there.checkpoints.newest(at) is None:
-        raise ConfigError(
-            f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} "
-            f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
-            f"Checkpoints: {there.there}"
-        )
+    _check_begin(there)
     if not at and there.checkpoints.newest(0) is None:
         return EvaluatedModel(f"{run.id}@0", base, place)
     async with _alone(made):
-        if not models_in(made):  # models are written whole or not at all
-            await there.make(lambda engine: engine.export(made), base, config, made.with_name(f"{made.name}.between"))
+        if not is_made():
+            await there.make(make, base, config, made.with_name(f"{made.name}.between"))
     return found_in(made)
+
+
+def _check_begin(there: RunAt) -> None:
+    """Raise `ConfigError` for a step that has to be made again from the weights of a fork that has not kept them."""
+    run = there.run
+    kept = FORKED not in run.config or (there.folder / MODEL).is_dir()  # else the run's model is that before the fork
+    if not kept and there.checkpoints.newest(there.step) is None:
+        raise ConfigError(
+            f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that "
+            f"{run.id}@{there.step} cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a "
+            f"checkpoint on. Checkpoints: {there.there}"
+        )
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from lightning.store.places import policy_in, store_in
 from lightning.store.protocol import Store
 from lightning.trainer.model import adapters_of, models_in, resolve_model
 from lightning.types import LLM, Task
-from lightning_branching.policies import find_model, model_of_run
+from lightning_branching.policies import find_model
 from lightning_resources.operations import list_resources
 from lightning_server import serving
 from lightning_server.policies import policies_in
@@ -81,10 +81,6 @@ def test_a_policy_s_model_is_found_kept_and_forked_by_its_name(run: Any, train: 
     ):
         with pytest.raises(ConfigError, match=words):
             find_model(name, runs, into, Config())
-
-    record = asked(folder, lambda store: store.get_run("mine"))
-    with pytest.raises(ConfigError, match=rf"branches are sampled from one model, .* \(--weights {own}/editor\)"):
-        asked(folder, lambda store: model_of_run(store, record, folder, 1, into, Config()))
 
     versions = asked(folder, lambda store: list_resources(store, "policy/writer/weights"))
     assert [version.metadata["probe"]["dtype"] for version in versions] == ["float32"]
