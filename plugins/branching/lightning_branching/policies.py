@@ -165,7 +165,6 @@ async def _of_run(
         check_policy(run, folder, policy or "", at)
     which_run = hashlib.sha256(f"{place} {run.created_at}".encode()).hexdigest()[:8]  # of those of the same name
     made = into / f"{run.id}@{at}-{which_run}{'.safetensors' if together else ''}"
-    base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
 
     def is_made() -> bool:  # models and adapters are written whole or not at all
         return made.is_file() if together else bool(models_in(made))
@@ -175,7 +174,7 @@ async def _of_run(
 
     def found_in(model: Path) -> EvaluatedModel:
         if together:
-            return EvaluatedModel(f"{run.id}@{at}", base, place, adapters=model)
+            return EvaluatedModel(f"{run.id}@{at}", _base(run, folder), place, adapters=model)
         own = f"{run.id}/{final.name}/{policy}" if policy else run.id
         return EvaluatedModel(f"{own}@{at}", models_in(model)[policy or POLICY], place, weights_name(policy or POLICY))
 
@@ -183,6 +182,7 @@ async def _of_run(
         return found_in(made)
     if delivered and at and at == kept and not together:
         return found_in(final)
+    base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
     _check_begin(there)
     if not at and there.checkpoints.newest(0) is None:
         return EvaluatedModel(f"{run.id}@0", base, place)
