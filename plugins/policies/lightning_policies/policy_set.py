@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import ConfigError
 
-from lightning_policies.calls import BASE
+from lightning_policies.calls import BASE, globs_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Policies:
     """Implements `lightning.policy_server.policies.PolicySet`. `adapters` are those of each trained policy, by its name."""
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
-        self._policies = policies
+        self._policies, self._lr = policies, config.engine.lr
         self.adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
         self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
 
@@ -33,6 +33,21 @@ class Policies:
     def untrained(self) -> Sequence[str]:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """The agents of each policy, and how it is trained, in words for people, by its name."""
+        return {
+            name: f"answers {', '.join(globs_of(policy))}; {self._training(name)}"
+            for name, policy in self._policies.items()
+        }
+
+    def _training(self, name: str) -> str:
+        if (lora := self.adapters.get(name)) is None:
+            return "not trained"
+        return (
+            f"trained with a learning rate of {self._policies[name].lr or self._lr:g} and adapters of rank {lora.rank}"
+        )
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""
