@@ -42,6 +42,10 @@ class PolicySet(Protocol):
     def without(self, config: Config) -> Config:
         """Return settings that are otherwise the same for a run with one policy."""
 
+    @property
+    def described(self) -> Mapping[str, str]:
+        """The agents of each policy of the settings, and how it is trained, in words for people, by its name."""
+
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""
 

@@ -26,7 +26,7 @@ class Policies:
     """Implements `lightning.policy_server.policies.PolicySet`."""
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
-        self._policies = policies
+        self._policies, self._lr = policies, config.engine.lr
         self._adapters = {name: _adapters(name, policy, config) for name, policy in policies.items() if policy.train}
         self._turns = [name for name, steps in _turns(config, self._adapters) for _ in range(steps)]
 
@@ -54,6 +54,21 @@ class Policies:
         """Return settings that are otherwise the same for a run with one policy."""
         trainer = config.trainer.model_copy(update={"policy_turns": ""})
         return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(), TurnsConfig.place: trainer})
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """The agents of each policy, and how it is trained, in words for people, by its name."""
+        return {
+            name: f"answers {', '.join(globs_of(policy))}; {self._training(name)}"
+            for name, policy in self._policies.items()
+        }
+
+    def _training(self, name: str) -> str:
+        if (lora := self.adapters.get(name)) is None:
+            return "not trained"
+        return (
+            f"trained with a learning rate of {self._policies[name].lr or self._lr:g} and adapters of rank {lora.rank}"
+        )
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import shutil
 import sqlite3
 import urllib.request
@@ -13,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.cli.app import main
 from lightning.policy_server.model_folder import hash_weights
 from lightning.types import LLM, POLICY, Task, Transition
 from lightning_branching.branching import BranchReport, branch
 from lightning_branching.retrain import Retraining
+from lightning_console.places import Places
+from lightning_console.router import show
 from lightning_proof.audit import audit
 from safetensors.torch import load_file, save_file
 
@@ -118,3 +123,30 @@ def test_branches_are_answered_by_all_policies_of_the_step(run: Any, tmp_path: P
         "the judge is answered beside the same weights"
     )
     assert answered(branch("mine/2/0/1", trio, at=2, weights="mine/model/writer@1", **how)) == {(POLICY, 0)}
+
+
+def test_each_policy_is_seen_by_its_name(run: Any, tmp_path: Path, capsys: Any) -> None:
+    folder = run("runs/mine", 2, trainer__policy_turns="writer:1,editor:1", policies__editor__lr=2e-3)
+    with pytest.raises(SystemExit):
+        main(["runs", "show", str(folder)])
+    said = capsys.readouterr().out
+    assert "policy editor: answers model:editor; trained with a learning rate of 0.002 and adapters of rank 2\n" in said
+    assert "policy judge: answers model:judge; not trained\n" in said
+    assert re.search(r"policies that rested\n1 .* v1 +editor\n2 .* v2 +writer\n", said)
+
+    async def tables(address: str, title: str) -> list[dict[str, str]]:
+        places = Places(str(tmp_path / "runs"))
+        try:
+            blocks = (await show(places, address)).to_json()["blocks"]
+        finally:
+            await places.close()
+        (table,) = [block["value"] for block in blocks if block["title"] == title]
+        names = [column["name"] for column in table["columns"]]
+        return [dict(zip(names, (cell["text"] for cell in row), strict=True)) for row in table["rows"]]
+
+    writer, editor, judge = asyncio.run(tables("step/mine/2", "Policies"))
+    assert writer["agents and training"].endswith("of rank 2; it rested in this step")
+    assert (writer["gradient share"], editor["gradient share"], judge["gradient share"]) == ("–", "100 %", "–")
+    assert [row["policy"] for row in asyncio.run(tables("run/mine", "Policies"))] == ["writer", "editor", "judge"]
+    calls = asyncio.run(tables("rollout/mine/mine%2F2%2F0%2F0", "Calls"))
+    assert [call["policy"] for call in calls] == ["writer 1", "editor 1", "judge 0"]
