@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -399,16 +399,14 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
 def _show_run(found: Details) -> None:
     from lightning.trainer.runs import changes_of  # it imports algorithms, which a list of runs does not need
 
-    parent = (
-        f", forked from {escape(str(found.run.config['forked_from']))}" if "forked_from" in found.run.config else ""
-    )
-    say(f"[bold]{escape(found.run.id)}[/bold], model {escape(str(found.run.config.get('model', 'unknown')))}{parent}")
+    config = found.run.config
+    parent = f", forked from {escape(str(config['forked_from']))}" if "forked_from" in config else ""
+    say(f"[bold]{escape(found.run.id)}[/bold], model {escape(str(config.get('model', 'unknown')))}{parent}")
     for epoch in found.epochs[1:]:
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
-    for name, told in _policies(found.epochs[-1]).items():
-        say(f"policy [bold]{escape(name)}[/bold]: {escape(told)}")
-    rested = [", ".join(map(str, cast("Sequence[Json]", record.context.get(RESTING, ())))) for record in found.steps]
+    _say_policies(found.epochs[-1])
+    rested = [_rested(record) for record in found.steps]
     aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
     columns = ["step", "reward", "failed as 0", "rollouts trained on", "tokens", "loss", "logprob gap", "policy"]
     print_table(
@@ -460,16 +458,22 @@ def _show_run(found: Details) -> None:
         say(f"{count} of {found.among} rollouts failed: {escape(str(why))}")
 
 
-def _policies(epoch: Epoch) -> Mapping[str, str]:
-    """Return what each policy of a run with several does, by its name."""
+def _say_policies(epoch: Epoch) -> None:
+    """Print what each policy of a run with several does."""
     from lightning.trainer.model import policy_set_of  # it imports what a list of runs does not need
 
     try:
         several = policy_set_of(epoch.config)
     except ConfigError as error:  # its steps are shown all the same
         say(f"[yellow]its policies are not known: {escape(str(error))}")
-        return {}
-    return {} if several is None else several.described
+        return
+    for name, told in several.described.items() if several is not None else ():
+        say(f"policy [bold]{escape(name)}[/bold]: {escape(told)}")
+
+
+def _rested(record: StepRecord) -> str:
+    """Format the policies that a step did not train, because policies took turns."""
+    return ", ".join(map(str, cast("Sequence[Json]", record.context.get(RESTING, ()))))
 
 
 def _age(record: StepRecord) -> tuple[str, str]:
