@@ -20,13 +20,14 @@ FOLDERS = {
     "sql": "sql_langchain",
     "rag": "rag_openai_agents",
     "math": "math_autogen",
+    "opposites": "opposites",
 }
 """The folder of each demonstration."""
 
 
 @hookimpl
 def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
-    """`lightning demo calculator`, `quest`, `tiny`, `sql`, `rag` and `math`."""
+    """`lightning demo calculator`, `quest`, `tiny`, `sql`, `rag`, `math` and `opposites`."""
     for name, folder in FOLDERS.items():
         register(name, partial(_demo, folder))
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -126,12 +126,12 @@ async def backend(announce: Callable[[object], None]) -> None:
     await asyncio.Event().wait()
 
 
-async def ours(announce: Callable[[object], None], upstream: str) -> None:
-    """The gateway over a SQLite file."""
+async def ours(announce: Callable[[object], None], upstream: str, policies: Sequence[str] = ()) -> None:
+    """The gateway over a SQLite file; with `policies`, of a run in which the first of them answers all agents but one."""
     from lightning.types import Rollout, Task
 
     rollouts = [Rollout(id=f"r{i}", run="run", task=Task(input=i), group=f"g{i // 8}") for i in range(ROLLOUTS)]
-    async with gateway_over_sqlite(upstream) as (gateway, store):
+    async with gateway_over_sqlite(upstream, policies) as (gateway, store):
         announce({"url": gateway.url, "tokens": await keys(gateway, store, rollouts)})
         await asyncio.Event().wait()
 
@@ -155,8 +155,8 @@ async def branches(announce: Callable[[object], None], upstream: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def gateway_over_sqlite(upstream: str) -> AsyncIterator[tuple[Gateway, Store]]:
-    """A gateway that is served, and its store with a run."""
+async def gateway_over_sqlite(upstream: str, policies: Sequence[str] = ()) -> AsyncIterator[tuple[Gateway, Store]]:
+    """A gateway that is served, and its store with a run of these policies; none named means one for all agents."""
     from lightning.config.sections import GatewayConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.store.sqlite import SqliteStore
@@ -165,8 +165,10 @@ async def gateway_over_sqlite(upstream: str) -> AsyncIterator[tuple[Gateway, Sto
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "bench.db")
         await store.open()
-        await store.put_run(Run("run", "run"))
-        gateway = Gateway(store, [Upstream(upstream, "tiny")], GatewayConfig(), secret=b"s" * 32)
+        agents = {name: {"agents": [name, *(["*", "!other"] * (name == policies[0]))]} for name in policies}
+        await store.put_run(Run("run", "run", config={"config": {"policies": agents}} if policies else {}))
+        models = tuple((name, "tiny") for name in policies)
+        gateway = Gateway(store, [Upstream(upstream, "tiny", models=models)], GatewayConfig(), secret=b"s" * 32)
         await gateway.start()
         yield gateway, store
 
@@ -390,6 +392,7 @@ def serve(role: str, upstream: str) -> None:
     roles = {
         "backend": lambda: backend(announce),
         "ours": lambda: ours(announce, upstream),
+        "policies": lambda: ours(announce, upstream, ("one", "other")),
         "branches": lambda: branches(announce, upstream),
     }
     asyncio_utils.run(roles[role]() if role in roles else naive(announce, upstream))

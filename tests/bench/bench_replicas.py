@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -46,6 +47,7 @@ CONCURRENCY = 32
 BALANCED, ROLLOUTS, IN_GROUPS = 192, 320, 160
 """Rollouts of `balance`, of each half of `versions`, and of `prefixes`."""
 UPDATES, KILLS = 100, 50
+RUN = Run("run", "run")
 
 
 @dataclass
@@ -110,15 +112,28 @@ def script(rng: random.Random, delay: float) -> Callable[[Mapping[str, Any]], Re
     return reply
 
 
-async def world(resources: AsyncExitStack, delays: list[float], seed: int, **settings: Any) -> World:
-    """Open a stack over servers that take these seconds for each token."""
+async def world(
+    resources: AsyncExitStack,
+    delays: list[float],
+    seed: int,
+    *,
+    agent: Callable[[Task, LLM], Any] = agent,
+    run: Run = RUN,
+    policies: Mapping[str, bool] = MappingProxyType({}),
+    **settings: Any,
+) -> World:
+    """Open a stack over servers that take these seconds for each token. `policies` are those that answer there, each with
+    whether it is trained."""
     folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
     store = MemoryStore()
     await store.open()
     resources.push_async_callback(store.close)
-    await store.put_run(Run("run", "run"))
+    await store.put_run(run)
     rng, truth = random.Random(seed), dict[str, list[int]]()
-    servers = [Replica(script(rng, delay), load_seconds=0.02, start_seconds=0.2, truth=truth) for delay in delays]
+    servers = [
+        Replica(script(rng, delay), load_seconds=0.02, start_seconds=0.2, truth=truth, policies=policies)
+        for delay in delays
+    ]
     left = iter(servers)
     given = {"runner.concurrency": CONCURRENCY, "policy_server.replicas": len(delays), "policy_server.device": "cpu"}
     config = with_settings(
@@ -127,7 +142,7 @@ async def world(resources: AsyncExitStack, delays: list[float], seed: int, **set
     with patch("lightning.trainer.stack.make_policy_server", lambda *_, **__: next(left)):
         stack = await open_stack(
             resources,
-            run=Run("run", "run"),
+            run=run,
             config=config,
             folder=folder,
             model=folder,

@@ -202,6 +202,19 @@ def trained(module: ModuleType) -> None:
     module.train = train
 
 
+def policies(module: ModuleType) -> None:
+    """Every part but the trainings, whose results are in their place."""
+    ended = {"reward": 0.5, "rollouts": 8}
+    summary = {"evaluations": [ended, ended], "time": {"rollout": 1.0}, "steps": 2}
+    summary |= {"trained_tokens": 64, "drift_tokens": 0, "failed": 0}
+    result = {"summary": summary, "shares": {}, "base_gap": 0.0, "trainer_mb": 500.0, "vllm_mb": 1000.0}
+
+    def train(name: str, way: str, seed: int, folder: Path) -> None:
+        (folder / "result.json").write_text(json.dumps(result))
+
+    module.train = train
+
+
 def started(module: ModuleType) -> None:
     """A vLLM that says how it was started."""
 
@@ -226,6 +239,10 @@ PREPARED: dict[str, tuple[Size, Callable[[ModuleType], None]]] = {
     "profile": (Size((), {"DELAY": 0.005, "TOKEN_DELAY": 0.001}), profile),
     "distill": (Size(["--seeds", "1"], json=False), trained),
     "policy_fault": (Size(["--seeds", "1"], json=False), trained),
+    "policies": (
+        Size(["--seeds", "1"], {"UPDATES": 3, "ROLLOUTS": 8, "TURNS": 2, "CALLS": 16, "ROUNDS": 1}),
+        policies,
+    ),
     "vllm_start": (Size(["--rounds", "1"], json=False), started),
 }
 ELSEWHERE = {

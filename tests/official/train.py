@@ -1,10 +1,10 @@
-"""Trains three of the programs for three steps with a real vLLM and a tiny model that says noise: each agent's own tokens are
-trained, the audit finds nothing, and no token drifted.
+"""Trains some of the programs for three steps with a real vLLM and a tiny model that says noise: each agent's own tokens are
+trained, the audit finds nothing, and no token drifted. With `--policies` each agent has a policy of its own, and answers by it.
 
 The invariant: the tokens that are counted are those of the rows that the engine computed on, by the digest that each step
 keeps. The workflows are the programs' own; what is set here is how long an answer may be, and that a tool has to be called.
 
-    python -m tests.official.train [NAME ...]
+    python -m tests.official.train [--policies] [NAME ...]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.training_data import all_rollouts, batch_digest, load_groups
-from lightning.types import LLM, Task
+from lightning.types import LLM, POLICY, Task
 
 from tests.official.listing import OURS
 
@@ -95,8 +95,9 @@ TRAININGS: Mapping[str, Training] = {
 }
 
 
-async def trained_tokens(store: Store, run: str) -> Counter[str]:
-    """Trained tokens by agent. Raises `AssertionError` where a step's rows are not the ones that the engine had."""
+async def trained_tokens(store: Store, run: str, *, policies: bool) -> Counter[str]:
+    """Trained tokens by agent. Raises `AssertionError` where a step's rows are not the ones that the engine had, or where they
+    are not of the policy that has the agent's name, with `policies`, or of the one policy."""
     found: Counter[str] = Counter()
     rollouts = await all_rollouts(store, run, split="train")
     for record in await store.steps(run):
@@ -108,13 +109,16 @@ async def trained_tokens(store: Store, run: str) -> Counter[str]:
         for sample in batch.samples:
             for span in sample.spans:
                 weights = sample.weights[span.start : span.stop]
-                found[agents[span.rollout, span.attempt, span.seq]] += int(np.count_nonzero(weights))
+                agent = agents[span.rollout, span.attempt, span.seq]
+                assert sample.policy == (agent if policies else POLICY)
+                found[agent] += int(np.count_nonzero(weights))
     return found
 
 
-def train(name: str, root: Path) -> str:
+def train(name: str, root: Path, *, policies: bool) -> str:
     """Train one, and say what came of it in a line. Raises `AssertionError` where something is not as it has to be."""
     training, out = TRAININGS[name], root / name
+    settings = {f"policies.{agent}.agents": [agent] for agent in training.names} | {"engine.lora.rank": 4}
     trainer = lightning.Trainer(
         make_tiny_model(root / f"{name}-model"),
         ALGORITHM,
@@ -124,9 +128,10 @@ def train(name: str, root: Path) -> str:
         lr=1e-4,
         concurrency=8,
         progress=False,
+        config=settings if policies else None,
     )
     summary = trainer.fit(training.agent, [Task(topic) for topic in TOPICS])
-    tokens = asyncio.run(_tokens(out))
+    tokens = asyncio.run(_tokens(out, policies=policies))
     audited = subprocess.run([sys.executable, "-m", "lightning", "audit", str(out)], capture_output=True, text=True)
     assert audited.returncode == 0, audited.stdout
     assert summary.drift_tokens == 0
@@ -139,20 +144,21 @@ def train(name: str, root: Path) -> str:
     )
 
 
-async def _tokens(out: Path) -> Counter[str]:
+async def _tokens(out: Path, *, policies: bool) -> Counter[str]:
     store = plugins().store(f"sqlite:///{out / 'lightning.db'}")
     await store.open()
     try:
-        return await trained_tokens(store, out.name)
+        return await trained_tokens(store, out.name, policies=policies)
     finally:
         await store.close()
 
 
-def main(names: Sequence[str]) -> None:
+def main(given: Sequence[str]) -> None:
     """Train those with these names, or all."""
+    policies, names = "--policies" in given, [name for name in given if name != "--policies"]
     with tempfile.TemporaryDirectory(prefix="official-train-") as root:
         for name in names or TRAININGS:
-            sys.stdout.write(train(name, Path(root)) + "\n")
+            sys.stdout.write(train(name, Path(root), policies=policies) + "\n")
             sys.stdout.flush()
 
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning.errors import PolicyServerError
@@ -44,9 +45,10 @@ class Replica:
     """One of several policy servers. `truth`, which several may share, has the versions of the tokens that its starts have
     sampled, by the request; of a request that was sent again the last time counts. `requests` counts their requests.
     `load_seconds` is how long it takes weights. `refuses` makes the next update fail, before (`"clean"`) or after (`"lost"`)
-    the weights have changed."""
+    the weights have changed. `policies` are those that answer here, each with whether it is trained: a trained one has an
+    adapter."""
 
-    model, models, claim = "policy", (), ""
+    model, claim = "policy", ""
 
     def __init__(
         self,
@@ -55,7 +57,9 @@ class Replica:
         load_seconds: float = 0.0,
         start_seconds: float = 0.0,
         truth: dict[str, list[int]] | None = None,
+        policies: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
+        self._policies = policies
         self._script, self._load, self._start = script, load_seconds, start_seconds
         self.truth = {} if truth is None else truth
         self.served: list[str] = []
@@ -68,8 +72,14 @@ class Replica:
 
     def _made(self, port: int, version: int) -> TellingVLLM:
         alias = f"policy-{next(STARTS)}"
+        adapters = (f"{alias}/{policy}" for policy, trained in self._policies.items() if trained)
         return TellingVLLM(
-            model=self.model, aliases=(alias,), script=self._script, port=port, version=version, truth=self.truth
+            model=self.model,
+            aliases=(alias, *adapters),
+            script=self._script,
+            port=port,
+            version=version,
+            truth=self.truth,
         )
 
     @property
@@ -79,6 +89,11 @@ class Replica:
     @property
     def alias(self) -> str:
         return self.fake.aliases[0]
+
+    @property
+    def models(self) -> tuple[tuple[str, str], ...]:
+        """Each policy with the model name of its calls."""
+        return tuple((name, f"{self.alias}/{name}" * trained or self.alias) for name, trained in self._policies.items())
 
     @property
     def version(self) -> int:

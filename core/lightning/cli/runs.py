@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 import typer.core
@@ -24,7 +24,7 @@ from lightning.store.pages import each_rollout
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.context import Epoch, read_epochs
+from lightning.trainer.context import RESTING, Epoch, read_epochs
 from lightning.trainer.gains import Gain, gain_of, margin
 from lightning.trainer.plan import TRAIN, VAL
 from lightning.trainer.runs import differences
@@ -399,17 +399,18 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
 def _show_run(found: Details) -> None:
     from lightning.trainer.runs import changes_of  # it imports algorithms, which a list of runs does not need
 
-    parent = (
-        f", forked from {escape(str(found.run.config['forked_from']))}" if "forked_from" in found.run.config else ""
-    )
-    say(f"[bold]{escape(found.run.id)}[/bold], model {escape(str(found.run.config.get('model', 'unknown')))}{parent}")
+    config = found.run.config
+    parent = f", forked from {escape(str(config['forked_from']))}" if "forked_from" in config else ""
+    say(f"[bold]{escape(found.run.id)}[/bold], model {escape(str(config.get('model', 'unknown')))}{parent}")
     for epoch in found.epochs[1:]:
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
+    _say_policies(found.epochs[-1])
+    rested = [_rested(record) for record in found.steps]
     aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
     columns = ["step", "reward", "failed as 0", "rollouts trained on", "tokens", "loss", "logprob gap", "policy"]
     print_table(
-        [*columns, *(["age", "record"] if aged else [])],
+        [*columns, *(["age", "record"] if aged else []), *(["policies that rested"] if any(rested) else [])],
         [
             [
                 str(record.step),
@@ -421,8 +422,9 @@ def _show_run(found: Details) -> None:
                 said(record.metrics.get("max_logprob_gap"), ".1e"),
                 f"v{record.policy_version}",
                 *(_age(record) if aged else ()),
+                *([escape(resting)] if any(rested) else ()),
             ]
-            for record in found.steps
+            for record, resting in zip(found.steps, rested, strict=True)
         ],
         title="committed steps",
     )
@@ -454,6 +456,24 @@ def _show_run(found: Details) -> None:
     )
     for count, why in found.failures:
         say(f"{count} of {found.among} rollouts failed: {escape(str(why))}")
+
+
+def _say_policies(epoch: Epoch) -> None:
+    """Print what each policy of a run with several does."""
+    from lightning.trainer.model import policy_set_of  # it imports what a list of runs does not need
+
+    try:
+        several = policy_set_of(epoch.config)
+    except ConfigError as error:  # its steps are shown all the same
+        say(f"[yellow]its policies are not known: {escape(str(error))}")
+        return
+    for name, told in several.described.items() if several is not None else ():
+        say(f"policy [bold]{escape(name)}[/bold]: {escape(told)}")
+
+
+def _rested(record: StepRecord) -> str:
+    """Format the policies that a step did not train, because policies took turns."""
+    return ", ".join(map(str, cast("Sequence[Json]", record.context.get(RESTING, ()))))
 
 
 def _age(record: StepRecord) -> tuple[str, str]:

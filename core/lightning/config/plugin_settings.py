@@ -82,18 +82,22 @@ def check_plugin_settings(config: sections.Config) -> None:
 
 
 def keys_of_training_state() -> list[str]:
-    """The keys of plugins with which a training state is stored, and without which it is not loaded."""
-    kinds = _with_plugins(_registered())[1]
-    return [f"{kind.place}.{key}" for kind in kinds for key in kind.of_training_state]
+    """The keys of plugins with which a training state is stored, and without which it is not loaded, with `*` for a name that
+    the user gives."""
+    return _keys(lambda kind: kind.of_training_state)
 
 
 def keys_of_run() -> list[str]:
     """The keys of plugins that stay the same in a run, with `*` for a name that the user gives."""
+    return _keys(lambda kind: kind.of_run)
+
+
+def _keys(of: Callable[[type[PluginSettings]], Collection[str]]) -> list[str]:
     kinds = _with_plugins(_registered())[1]
     return [
         f"{kind.place}.*.{key}" if issubclass(kind, NamedSettings) else f"{kind.place}.{key}"
         for kind in kinds
-        for key in kind.of_run
+        for key in of(kind)
     ]
 
 

@@ -171,6 +171,21 @@ class SharesBase(Protocol):
 
 
 @runtime_checkable
+class TrainsPolicies(Protocol):
+    """An engine of several policies, of which each trains on its own rows (`Sample.policy`)."""
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates by policy that hold in place of `rate_of` in `step` and `optim_step`. The caller changes them."""
+
+    def rate_of(self, policy: str, lr: float) -> float:
+        """Return the learning rate of a policy in a step for which the run has the rate `lr`."""
+
+    def export_policy(self, policy: str, folder: Path) -> Path:
+        """Write the model of one policy, as `Engine.export` does for one."""
+
+
+@runtime_checkable
 class SendsWeights(Protocol):
     """An engine whose weights are in another process than the trainer's, perhaps on another machine."""
 

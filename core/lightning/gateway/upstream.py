@@ -48,7 +48,6 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import MODEL, NO_RETRY
 from lightning.memory_budget import bounded
-from lightning.types import POLICY
 
 if TYPE_CHECKING:
     from lightning.gateway.policy import LiveCall, Policy
@@ -145,7 +144,7 @@ class Upstream:
         return dict(self.models).get(policy) if self.models else self.model
 
     def answers(self, policy: str | None) -> bool:
-        """Return whether a policy (None: any) answers there."""
+        """Whether a policy answers there; of None, which is any policy, always."""
         return policy is None or self.model_of(policy) is not None
 
 
@@ -231,10 +230,10 @@ class Pool:
             slot.version = version
 
     async def pick(
-        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str | None = POLICY
+        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str | None = None
     ) -> Slot:
-        """Return the rollout's server, of the healthy servers where this `policy` answers (None: of all) and that were not
-        `tried` yet: that in the slot `home`, else one by rendezvous hashing.
+        """Return the rollout's server, of the healthy servers where this `policy` answers (None: any) and that were not `tried`
+        yet: that in the slot `home`, else one by rendezvous hashing.
 
         If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError`: 503 if none comes up, 404 if
         the policy answers nowhere.
@@ -260,7 +259,7 @@ class Pool:
         return found
 
     def _choose(
-        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str | None = POLICY
+        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str | None = None
     ) -> Slot | None:
         well = (slot for slot in self.slots if slot.healthy and slot not in tried)
         candidates = [slot for slot in well if slot.upstream.answers(policy)]

@@ -30,6 +30,8 @@ LORA_A, LORA_B, ADAPTERS = "|lora_A", "|lora_B", "lightning.adapters"
 POLICIES = "policies"
 """The metadata key of a file with the adapters of several policies: a JSON object that maps each policy's name to the metadata
 `ADAPTERS` of a file with its adapters alone. Names of tensors begin with the policy's name and `|`."""
+ADAPTERS_OF_ALL = "adapters/policies.safetensors"
+"""In the exported model of a run with several policies, the file with the adapters of all."""
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes that vLLM casts to the dtype it serves."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")

@@ -7,7 +7,7 @@ that is not trained has version 0 in every record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+    from lightning.types import Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,34 @@ class PolicySet(Protocol):
     them answers a call (`Call.policy_name`)."""
 
     @property
+    def adapters(self) -> Mapping[str, LoraConfig | None]:
+        """The adapters of each trained policy, by its name; None for a policy of which all weights are trained."""
+
+    @property
+    def bases(self) -> Mapping[str, str]:
+        """The model that each policy begins as, by its name; without the policies that begin as the run's model."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a policy's model that is no model folder on this machine and no name on a hub."""
+
+    @property
     def untrained(self) -> Sequence[str]:
         """The names under which calls are recorded that are never trained."""
+
+    def policy_of(self, caller: Caller, model: str) -> str:
+        """Return the name under which a call of this agent, which asks for this model, is recorded. Raises `ConfigError` for a
+        call that several policies match."""
+
+    @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """The agents of each policy of the settings, and how it is trained, in words for people, by its name."""
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the policies that this step does not train, because policies take turns; empty if it trains all."""

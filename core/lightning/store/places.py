@@ -24,6 +24,13 @@ def split_reference(text: str, sign: str, *beside: Path) -> tuple[str, str, str]
     return text.rpartition(sign)
 
 
+def policy_in(folder: Path) -> tuple[Path, str]:
+    """Split RUN/model/NAME, the folder of one policy's model in a run's folder, into RUN and NAME. Return any other folder, and
+    an empty name. The model need not lie there: a step of the policy is written RUN/model/NAME@STEP."""
+    run = folder.parent.parent
+    return (run, folder.name) if folder.parent.name == "model" and store_in(run) else (folder, "")
+
+
 def run_id_of(folder: Path) -> str:
     """Return the id of the run in a folder: the one in its `run.json`, or the folder's name if there is no such file.
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning.algorithms.protocol import Batch, head_of
 from lightning.asyncio_utils import in_thread
@@ -62,6 +62,8 @@ OTHER_STAGES = (
     "%s are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
     "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `%s`"
 )
+SKIPPED = "skipped_nonfinite"
+"""A metric of an engine's step, and of each policy of it (`policy/NAME/METRIC`): updates that were not finite."""
 SECTIONS = {"calls": "gateway", "attempts": "runner", "steps": "trainer", "groups": "trainer", "runs": "runner"}
 """Of what goes through a line, the section of its settings."""
 
@@ -299,10 +301,14 @@ class Loop:
         self.trackers.finished(rollout)
 
     def drift(self, groups: Sequence[Group], batch: Batch, result: StepResult) -> int:
-        """Trained tokens that are not what the store says the policy server sampled (must be 0, as of a skipped step).
-        `groups` are as they were read from the store: nobody can write to their token arrays."""
-        if result.metrics.get("skipped_nonfinite"):
-            return 0
+        """Trained tokens that are not what the store says the policy server sampled (must be 0, as of a skipped step, and of a
+        policy whose update was skipped). `groups` are as they were read from the store: nobody can write to their token
+        arrays."""
+
+        def skipped(policy: str) -> bool:
+            return bool(result.metrics.get(f"policy/{policy}/{SKIPPED}", result.metrics.get(SKIPPED)))
+
+        batch = replace(batch, samples=tuple(row for row in batch.samples if not skipped(row.policy)))
         calls = [call for group in groups for member in group.trajectories for call in member.transitions]
         drift = count_drift(batch, calls, result.seen)
         if drift:

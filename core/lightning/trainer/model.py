@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, cast
 
-from lightning.config import Config
-from lightning.config.load import with_settings
+from lightning.config import Config, LoraConfig
+from lightning.config.load import recorded_config, with_settings
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import choose_dtype, pick_device, this_machine
 from lightning.policy_server.model_folder import folder_tensors, read_facts
-from lightning.types import Json
+from lightning.policy_server.policies import PolicySet
+from lightning.types import POLICY, Json, Run
 
 DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 """vLLM's names of dtypes that the torch engine has too, and what that calls them."""
@@ -47,6 +48,78 @@ def with_dtypes(config: Config, model: Path, engine: str) -> Config:
     return with_settings(config, {"policy_server.dtype": dtype, "engine.dtype": dtype})
 
 
+def models_in(folder: Path) -> dict[str, Path]:
+    """The model folders of an exported model by policy: the folder itself for the one policy of a run (`POLICY`), or a folder
+    for each of several policies, in the order of their names. Empty where no model is."""
+    if (folder / "config.json").is_file():
+        return {POLICY: folder}
+    return {file.parent.name: file.parent for file in sorted(folder.glob("*/config.json"))}
+
+
+def adapters_of(config: Config) -> dict[str, LoraConfig | None]:
+    """The adapters that a run with these settings trains, by policy; None for one of several policies of which all weights are
+    trained. Empty if the run trains all weights of its one policy."""
+    if (several := plugins().policy_set(config)) is not None:
+        return dict(several.adapters)
+    return {} if config.engine.lora is None else {POLICY: config.engine.lora}
+
+
+def policy_set_of(described: Mapping[str, Json]) -> PolicySet | None:
+    """The policies of a run's recorded configuration; None for a run with one policy. Raises `ConfigError` for settings that
+    this release does not accept."""
+    said = described.get("config")
+    return plugins().policy_set(recorded_config(said)[0]) if isinstance(said, Mapping) else None
+
+
+def policies_of(described: Mapping[str, Json]) -> dict[str, LoraConfig | None]:
+    """The trained policies of a run's recorded configuration, with the adapters of each (None: all weights are trained); empty
+    for a run with one policy. Raises `ConfigError` for settings that this release does not accept."""
+    several = policy_set_of(described)
+    return {} if several is None else {name: several.adapters[name] for name in sorted(several.adapters)}
+
+
+def check_one_model(run: Run) -> None:
+    """Raise `ConfigError` for a run whose policies one server cannot answer together: a policy begins as another model than the
+    run's, or all weights of a policy are trained."""
+    several = policy_set_of(run.config)
+    if several is None:
+        return
+    whole = [name for name, lora in several.adapters.items() if lora is None]
+    told = [f"{name} begins as {base}" for name, base in several.bases.items()]
+    told += [f"all weights of {', '.join(whole)} are trained"] * bool(whole)
+    if told:
+        raise ConfigError(
+            f"the policies of the run {run.id} have no model in common ({'; '.join(told)}), and one vLLM answers policies "
+            "together only as adapters of the run's model"
+        )
+
+
+def with_one_policy(config: Config) -> Config:
+    """Return the settings for a server of one model, which answers all agents, whatever policies they have in training."""
+    several = plugins().policy_set(config)
+    return config if several is None else several.without(config)
+
+
+def check_policy(run: Run, folder: Path, policy: str, step: int) -> None:
+    """Raise `ConfigError` unless a run, in its `folder`, has one model of `policy` after a step: several policies need a name
+    (RUN/model/NAME), the one policy of a run has none, and before the first step all are the run's model."""
+    several = policy_set_of(run.config)
+    trained = [] if several is None else sorted(several.adapters)
+    if policy in trained or (not policy and (not trained or not step)):
+        return
+    known = f"the run {run.id} trains the policies {', '.join(trained)}"
+    if not trained:
+        raise ConfigError(f"the run {run.id} has one policy, and none called {policy!r}: write {folder}@{step}")
+    example = f"as {folder / 'model' / trained[0]}@{step}"
+    if not policy:
+        raise ConfigError(f"{known}, each with a model of its own: name one of them, {example}")
+    if several is not None and policy in several.bases:
+        raise ConfigError(f"{known}, and the policy {policy} is not trained: it is {several.bases[policy]}")
+    raise ConfigError(
+        f"{known}, and not {policy!r}: name one of them, {example}. A policy that is not trained is the run's model, {folder}@0"
+    )
+
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -61,6 +134,11 @@ def local_model(model: str | Path) -> Path | None:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if several := models_in(folder):
+                raise ConfigError(
+                    f"{folder} has no model of its own, but those of {', '.join(several)}: give one of their folders, as "
+                    f"{next(iter(several.values()))}"
+                )
             raise ConfigError(
                 f"{folder} is not a model folder: it has no config.json. Give the folder that `save_pretrained` wrote."
             )
@@ -104,7 +182,7 @@ def default_rate(config: Config, model: Path) -> tuple[float, str]:
         size = math.inf
     rate = next(rate for most, rate in RATES if size <= most)
     trained = "all weights"
-    if config.engine.lora is not None:
+    if (adapters := adapters_of(config)) and None not in adapters.values():
         rate, trained = rate * ADAPTER_RATE_FACTOR, "adapters"
     of = f"with {size / 1e6:,.3g} M parameters" if math.isfinite(size) else "whose size cannot be read"
     return rate, f"the default for training {trained} of a model {of}"

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.config import Config, LoraConfig
 from lightning.errors import ConfigError, PolicyServerError
+from lightning.plugins import plugins
 from lightning.policy_server.model_folder import folder_tensors
 from lightning.policy_server.servers import served_models
+from lightning.trainer.model import adapters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     weights cannot be read. Each trained policy has a state and a model.
 
     A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
-    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. What the run has on the
-    disk already is counted as free.
+    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. Of several policies each
+    has a model and adapters of its own. What the run has on the disk already is counted as free.
     """
-    models, trained, exported = served_models(model, config), 0, 0
+    models, whole, adapters, exported = served_models(model, config), 0, 0, 0
     for served in models:
         try:
             shapes = [spec.shape for spec in folder_tensors(served.folder).values()]
@@ -65,13 +67,15 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
             return None
         if not shapes:
             return None
-        whole = sum(map(math.prod, shapes))
-        trained += sum(adapter_weights(shapes, lora) or whole for lora in served.trained)
-        exported += whole * len(served.trained)
-    lora, keep = all(None not in served.trained for served in models), config.trainer.keep_checkpoints
-    state = 3 * 4 * trained
-    export = 4 * exported * (3 if config.trainer.keep == "best" else 1)
-    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
+        numbers = sum(map(math.prod, shapes))
+        for lora in served.trained:
+            own = adapter_weights(shapes, lora)
+            whole, adapters = whole + (0 if own else numbers), adapters + own
+        exported += numbers * len(served.trained)
+    keep, state = config.trainer.keep_checkpoints, 3 * 4 * (whole + adapters)
+    export = 4 * exported + (0 if plugins().policy_set(config) is None else 2 * 4 * adapters)
+    export *= 3 if config.trainer.keep == "best" else 1
+    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/**/*") if file.is_file())
     return Need(
         f"disk in {out}",
         (keep + 1) * state + export,
@@ -79,13 +83,20 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
         shutil.disk_usage(out).free + kept,
         "Give an `out` on another disk"
         + (", set trainer.keep_checkpoints = 1" if keep > 1 else "")
-        + ("" if lora else ", or train adapters alone (engine.lora)"),
+        + (", or train adapters alone (engine.lora)" if whole else ""),
     )
 
 
-def adapter_weights(shapes: list[tuple[int, ...]], lora: LoraConfig | None) -> int:
+def adapter_weights(shapes: Sequence[tuple[int, ...]], lora: LoraConfig | None) -> int:
     """Return the number of weights that adapters have, 0 without adapters."""
     return sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
+
+
+def ranks_of_adapters(config: Config) -> int:
+    """Return the sum of the ranks of all policies' adapters: together they have as many weights as adapters of this rank. 0 if
+    a policy trains all weights."""
+    ranks = [lora.rank if lora else 0 for lora in adapters_of(config).values()]
+    return sum(ranks) if all(ranks) else 0
 
 
 def check_disk(need: Need, out: Path) -> None:

@@ -28,7 +28,7 @@ from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError, EngineError, LightningError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
-from lightning.store.places import run_id_of, split_reference
+from lightning.store.places import policy_in, run_id_of, split_reference
 from lightning.store.protocol import Store
 from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
@@ -47,9 +47,11 @@ FORKED: Final = "forked_from"
 """The key of a run's configuration that names the run and the step whose weights it began with."""
 MODEL: Final = "forked"
 """The folder, in the run's own, of the model that a forked run starts from if it could not take the training state."""
+PROBES: Final = "probes"
+"""The key, in `about` of `exported`, of a JSON object that maps a policy's name to its `PROBE`."""
 PROBE: Final = "probe"
-"""The key, in `about` of `exported`, of some tokens and the trainer's logprobs of them. Whoever loads the weights can check by
-them that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and their `dtype`."""
+"""The key, in the metadata of a version of weights, of some tokens and the trainer's logprobs of them. Whoever loads the
+weights can check by them that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and their `dtype`."""
 
 
 BringForward: TypeAlias = Callable[[Engine, Sequence[StepRecord]], Awaitable[None]]
@@ -64,7 +66,14 @@ def began_with(run: Run, parent: str, folder: Path) -> bool:
     name, _, asked = split_reference(parent, "@", folder.parent)
     if not parent or not theirs:
         return not parent and not theirs
-    return theirs in {run_id_of(Path(name)), run_id_of(folder.parent / name)} and asked in ("", step)
+    named = {_named(policy_in(Path(name))), _named(policy_in(folder.parent / name))}
+    return theirs in named and asked in ("", step)
+
+
+def _named(parent: tuple[Path, str]) -> str:
+    """Return the name of a run, by its folder, and of one of its policies, as `FORKED` has it."""
+    folder, policy = parent
+    return f"{run_id_of(folder)}/model/{policy}" if policy else run_id_of(folder)
 
 
 @dataclass

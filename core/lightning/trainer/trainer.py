@@ -43,7 +43,7 @@ from lightning.trainer.loop import Loop
 from lightning.trainer.model import default_rate, local_model, made_head, optimizer_of, resolve_model, with_dtypes
 from lightning.trainer.needs import Need, check_disk, disk_need
 from lightning.trainer.plan import as_tasks, task_ids
-from lightning.trainer.run_stages import FORKED, PROBE, BringForward, Prompts, RunLine, Start, began_with, run_line
+from lightning.trainer.run_stages import FORKED, PROBES, BringForward, Prompts, RunLine, Start, began_with, run_line
 from lightning.trainer.runs import (
     AGENT,
     FolderHeldError,
@@ -64,7 +64,7 @@ from lightning.trainer.stack import Stack, check_gateway, open_stack
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, check_held_out, summarize
 from lightning.trainer.training_data import without
-from lightning.types import POLICY, Json, Run, Task, as_texts
+from lightning.types import Json, Run, Task, as_texts
 
 if TYPE_CHECKING:
     from lightning import Session
@@ -555,12 +555,11 @@ class Trainer:
         steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.final_reward)
         about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
         probes = [] if kept else await asyncio.to_thread(loop.publisher.prober.probes)
-        for probe in (each for each in probes if each.policy == POLICY):  # a model of several policies has no probe
-            about[PROBE] = {
-                "ids": [*probe.ids],
-                "logprobs": [0.0, *probe.logprobs[1:]],
-                "dtype": made.start.config.engine.dtype,
-            }
+        dtype = made.start.config.engine.dtype
+        about[PROBES] = {
+            probe.policy: {"ids": [*probe.ids], "logprobs": [0.0, *probe.logprobs[1:]], "dtype": dtype}
+            for probe in probes
+        }
         await made.line.exported(made.start.store, made.start.run, self.out / "model", about)
         return summary
 
@@ -707,6 +706,8 @@ def _check_settings(config: Config, store: str | None) -> None:
         raise ConfigError(
             f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
         )
+    if (several := plugins().policy_set(config)) is not None:
+        several.check()
     check_server_settings(config)
     check_gateway(config.gateway)
     check_policy_server(config.policy_server)

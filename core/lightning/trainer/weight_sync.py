@@ -99,6 +99,8 @@ class Prober:
         self._below, self._said = Counter[str](), Once()
         """How many successive updates of each policy were below the sampler's noise."""
         self._noted: dict[str, Probe] = {}
+        self._trained: frozenset[str] = frozenset()
+        """The policies that have rows in the newest batch."""
 
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Probe every policy that has rows in this batch with their tokens from now on. Gaps of its step, which were measured
@@ -107,6 +109,7 @@ class Prober:
         rows: dict[str, list[Sample]] = {}
         for row in batch.samples:
             rows.setdefault(row.policy, []).append(row)
+        self._trained = frozenset(rows)
         self._tokens |= {policy: [_of_row(row) for row in _best(own)] for policy, own in rows.items()}
         if not metrics.get("staleness_max") and "mean_logprob_gap" in metrics:
             self._baseline = GapBound(metrics["mean_logprob_gap"], metrics.get("p999_logprob_gap", 0.0), 1.0)
@@ -153,9 +156,8 @@ class Prober:
             now, before = float(np.mean(every[known])), float(np.mean(np.abs(np.asarray(served) - old)[known]))
             if not problem and now > few * BASELINE * base.mean and before < now:
                 problem = f"{now:.3g} nats in the mean, and those of the step before by {before:.3g}"
-            if (
-                not attempt and self._noted.get(probe.policy) is not probe
-            ):  # a second try, and the next server, have the same update
+            known_update = attempt or self._noted.get(probe.policy) is probe  # a second try, or the next server
+            if not known_update and probe.policy in self._trained:
                 self._noted[probe.policy] = probe
                 self._note(probe.policy, moved)
         return Verdict(float(np.max(gaps)), float(np.mean(gaps)), problem, probe.policy)

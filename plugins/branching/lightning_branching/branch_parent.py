@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from lightning.plugins import plugins
 from lightning.safe_text import counted
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import parse, redacted
+from lightning.trainer.model import check_one_model, policies_of, with_one_policy
 from lightning.trainer.plan import TRAIN
 from lightning.types import Rollout, Run
 from lightning_proof.bring_forward import MACHINE_SETTINGS
@@ -98,8 +99,12 @@ class Parent:
 
     @property
     def version(self) -> int:
-        """The version of the policy that answered the call."""
-        return version_of(self.at.transition, self.rollout)
+        """The version of the policy that answered the call. Of several policies it is that of the trained ones, which is also
+        the one to serve for a call of an untrained policy: the nearest call of a trained one says it."""
+        trained, at = policies_of(self.run.config), self.at
+        calls = sorted(self.found.recorded.calls, key=lambda call: abs(call.number - at.number))
+        known = (call.transition for call in calls if not trained or call.transition.policy in trained)
+        return version_of(next(known, replace(at.transition, versions=())), self.rollout)
 
 
 def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Parent:
@@ -214,11 +219,15 @@ def _uses(name: str) -> bool:
 
 
 def config_of(
-    parent: Parent, sampling: Mapping[str, float | int], configure: Callable[[Config], Config]
+    parent: Parent,
+    sampling: Mapping[str, float | int],
+    configure: Callable[[Config], Config],
+    *,
+    one_policy: bool = False,
 ) -> tuple[Config, list[str]]:
     """Return the settings of branches, and warnings about them. They are the settings in `RECORDED` of the parent's run,
-    changed by `configure` and by the sampling parameters `sampling`; prompts are given elsewhere. Raises `ConfigError` for
-    values that are not valid."""
+    changed by `configure` and by the sampling parameters `sampling`; prompts are given elsewhere. With `one_policy` one model
+    answers all agents, else the policies of the parent's run do. Raises `ConfigError` for values that are not valid."""
     check_sampling(sampling)
     base, unknown = recorded_config(parent.found.settings)
     lost = [
@@ -230,10 +239,11 @@ def config_of(
         held["temperature"] = base.trainer.eval_temperature
     seed = parent.found.how.seed
     recorded = base.model_dump(mode="json")
-    config = configure(
+    configured = configure(
         with_settings(
             Config(),
             {name: _at(recorded, name) for name in RECORDED if find(name)}
+            | ({} if one_policy else _policies(recorded, parent.run))
             | ({"trainer.project": parent.run.project} if find("trainer.project") else {})
             | {
                 "trainer.eval_temperature": None,
@@ -243,6 +253,7 @@ def config_of(
             },
         )
     )
+    config = with_one_policy(configured) if one_policy else configured
     if config.policy_server.attach:
         raise ConfigError(
             "policy_server.attach: branches have a vLLM of their own with the weights that are named; leave it out"
@@ -262,6 +273,21 @@ def config_of(
             "with --set or --config"
         )
     return config, lost
+
+
+def _policies(recorded: Mapping[str, Any], run: Run) -> dict[str, object]:
+    """Return the settings of the policies of a run: their agents, and the adapters of the trained ones. Raises `ConfigError`
+    if one vLLM cannot answer them together."""
+    try:
+        check_one_model(run)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}: name the weights of one policy for all agents (--weights RUN/model/NAME)"
+        ) from error
+    kept = ("agents", "models", "train")
+    adapters = {name: {"lora": lora.model_dump(mode="json")} for name, lora in policies_of(run.config).items() if lora}
+    own = {name: {key: policy[key] for key in kept} for name, policy in recorded.get("policies", {}).items()}
+    return {"policies": {name: policy | adapters.get(name, {}) for name, policy in own.items()}} if adapters else {}
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:

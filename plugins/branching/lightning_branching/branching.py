@@ -240,7 +240,7 @@ def branch(
         if edit is not None:
             edited(parent.at, edit)  # raises where the answer cannot be another text
         _check_tools(parent, n, run_tools=run_tools)
-        config, said = config_of(parent, sampling or {}, configure)
+        config, said = config_of(parent, sampling or {}, configure, one_policy=bool(weights))
         if isinstance(settings, Mapping):
             said += filter(None, [unused(settings, live=live)])
         folder = _folder(parent) if out is None else Path(out)
@@ -345,6 +345,8 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
             raise ConfigError(f"another process has begun {stored.id} in this moment: run the command again")
         try:
             if isinstance(agents, Stack):
+                if plan.model.adapters is not None:
+                    await agents.update(plan.model.adapters, parent.version)
                 await agents.tell_how_to_call()
             reporter.phase(run.id, plan.n)
             await agents.execute(_rollouts(plan, run.id, number), reporter.rollout)

@@ -14,25 +14,27 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from lightning.cli.output import answers, with_store
 from lightning.config import Config
+from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import ConfigError
-from lightning.store.places import existing_store, run_id_of, split_reference, store_in
+from lightning.store.places import existing_store, policy_in, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch, is_over, read_epochs
-from lightning.trainer.model import resolve_model
+from lightning.trainer.model import check_policy, models_in, policies_of, policy_set_of, resolve_model
 from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.trainer.summary import BEST
-from lightning.types import Run
+from lightning.types import POLICY, Run
 from lightning_proof.fork import RunAt, model_of
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import list_resources
 from lightning_resources.reference import ResourceReference, find, parse_reference
-from lightning_resources.weights import WEIGHTS_NAME, checked_weights
+from lightning_resources.weights import WEIGHTS_NAME, checked_weights, is_weights_name, weights_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
     """The folder of a model, and its name: the name that the user gave, completed with the step or version. `place` is the
-    run's folder, or the store of the named weights without passwords; empty for a model that belongs to no run."""
+    run's folder, or the store of the named weights without passwords; empty for a model that belongs to no run. `weights` is
+    the resource that has models of this policy as versions. `adapters` is a file with the adapters of all policies of a run,
+    and `folder` then is the model that they are of; None for one policy."""
 
     name: str
     folder: Path
     place: str = ""
+    weights: str = WEIGHTS_NAME
+    adapters: Path | None = None
 
     @property
     def title(self) -> str:
@@ -55,24 +61,28 @@ class EvaluatedModel:
 def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedModel:
     """Return the model that `what` names: a folder or a hub's name, RUN or RUN@STEP, or [PLACE#]policy/weights@ALIAS.
 
-    Weights that have to be computed again are written below `into`, once. `runs` is the folder in which names of runs are
-    looked up. Raises `ConfigError` or `StoreError`, which lists the existing ones, for a model that does not exist.
+    Of a run with several policies, RUN/model/NAME is the model of one, and RUN/model/NAME@STEP its model after a step. Weights
+    that have to be computed again are written below `into`, once. `runs` is the folder in which names of runs are looked up.
+    Raises `ConfigError` or `StoreError`, which lists the existing ones, for a model that does not exist.
     """
     if split_reference(what, "#", runs)[1]:
         reference = parse_reference(what)
         return _of_resource(existing_store(reference.place), reference)
     run, at, which = split_reference(what, "@", runs)
     tried = [Path(run), runs / run]
-    if folder := next((each for each in tried if store_in(each)), None):
+    if found := next((each for each in map(policy_in, tried) if store_in(each[0])), None):
+        folder, policy = found
         if at and not which.isdecimal():
             raise ConfigError(
                 f"{what!r} names no step of a run: write RUN@STEP, as {run}@20, or for its weights {run}#{WEIGHTS_NAME}@{which}"
             )
         folder, url, step = folder.resolve(), store_in(folder), int(which) if at else None
         return asyncio.run(
-            with_store(url, lambda store: _of_run(store, run_id_of(folder), folder, step, into.resolve(), config))
+            with_store(
+                url, lambda store: _of_run(store, run_id_of(folder), folder, policy, step, into.resolve(), config)
+            )
         )
-    if not at and what != WEIGHTS_NAME:
+    if not at and not is_weights_name(what):
         try:
             return EvaluatedModel(what, resolve_model(what))
         except ConfigError as error:
@@ -96,14 +106,14 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
     name = f"{resource.name}@{resource.version}"
     if resource.kind is not ResourceKind.WEIGHTS:
         raise ConfigError(f"{name} is a {resource.kind.value}, not weights: only a model can be evaluated")
-    return EvaluatedModel(name, checked_weights(resource), redacted(url))
+    return EvaluatedModel(name, checked_weights(resource), redacted(url), resource.name)
 
 
 async def model_of_run(
     store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
 ) -> tuple[EvaluatedModel, str]:
-    """Return a run's model after `step` steps, and an empty text; or, if that model is lost, the model of the nearest step, and
-    a warning about it.
+    """Return a run's model after `step` steps, all its policies together if it has several, and an empty text; or, if that
+    model is lost, the model of the nearest step, and a warning about it.
 
     `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left.
     """
@@ -120,13 +130,13 @@ async def model_of_run(
             "committed steps: name the weights for the branches (--weights)"
         )
     try:
-        return await _of_run(store, run.id, folder, step, into, config), ""
+        return await _of_run(store, run.id, folder, None, step, into, config), ""
     except ConfigError as error:
         lost = error
     saved = Checkpoints(folder / "checkpoints", keep=1).steps()
     for other in sorted({0, last, *saved} - {step}, key=lambda each: (abs(each - step), each)):
         try:
-            found = await _of_run(store, run.id, folder, other, into, config)
+            found = await _of_run(store, run.id, folder, None, other, into, config)
         except ConfigError:
             continue
         return found, f"{run.id}@{step} is not there any more ({lost}); the nearest that is there is {found.name}"
@@ -134,8 +144,9 @@ async def model_of_run(
 
 
 async def _of_run(
-    store: Store, name: str, folder: Path, step: int | None, into: Path, config: Config
+    store: Store, name: str, folder: Path, policy: str | None, step: int | None, into: Path, config: Config
 ) -> EvaluatedModel:
+    """Return the model of `policy` after a step of a run, "" for the one policy of a run, None for all its policies."""
     run = await store.get_run(name)
     if run is None:
         raise ConfigError(
@@ -146,35 +157,54 @@ async def _of_run(
     if step is not None and step > len(records):
         raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
     final = folder / "model"
-    delivered = (final / "config.json").is_file() and await is_over(store, run.id)
+    delivered = bool(models_in(final)) and await is_over(store, run.id)
     kept = await _kept(store, run, folder, epochs, len(records)) if delivered else len(records)
     at = kept if step is None else step
-    name = f"{run.id}@{at}"
+    several = policy_set_of(run.config)
+    together = policy is None and several is not None and at > 0
+    if not together:
+        check_policy(run, folder, policy or "", at)
     which_run = hashlib.sha256(f"{place} {run.created_at}".encode()).hexdigest()[:8]  # of those of the same name
-    made = into / f"{name}-{which_run}"
-    if _is_made(made):  # an evaluation that is resumed began with it
-        return EvaluatedModel(name, made, place)
-    if delivered and at and at == kept:
-        return EvaluatedModel(name, final, place)
+    made = into / f"{run.id}@{at}-{which_run}{'.safetensors' if together else ''}"
+
+    def is_made() -> bool:  # models and adapters are written whole or not at all
+        return made.is_file() if together else bool(models_in(made))
+
+    def make(engine: Engine) -> object:
+        return cast("WritesAdapters", engine).adapters(made) if together else engine.export(made)
+
+    def found_in(model: Path) -> EvaluatedModel:
+        if together:
+            return EvaluatedModel(f"{run.id}@{at}", _base(run, folder), place, adapters=model)
+        own = f"{run.id}/{final.name}/{policy}" if policy else run.id
+        return EvaluatedModel(f"{own}@{at}", models_in(model)[policy or POLICY], place, weights_name(policy or POLICY))
+
+    if is_made():  # an evaluation that is resumed began with it
+        return found_in(made)
+    if delivered and at and at == kept and not together:
+        return found_in(final)
     base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
-    kept_begin = FORKED not in run.config or (folder / MODEL).is_dir()  # else `base` is the model before the fork
-    if not kept_begin and there.checkpoints.newest(at) is None:
-        raise ConfigError(
-            f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} "
-            f"cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. "
-            f"Checkpoints: {there.there}"
-        )
+    own = several.bases.get(policy) if several is not None and policy else None
+    _check_begin(there)
     if not at and there.checkpoints.newest(0) is None:
-        return EvaluatedModel(name, base, place)
+        name = f"{run.id}/{final.name}/{policy}@0" if own else f"{run.id}@0"
+        return EvaluatedModel(name, resolve_model(own) if own else base, place)
     async with _alone(made):
-        if not _is_made(made):
-            await there.make(lambda engine: engine.export(made), base, config, made.with_name(f"{made.name}.between"))
-    return EvaluatedModel(name, made, place)
+        if not is_made():
+            await there.make(make, base, config, made.with_name(f"{made.name}.between"))
+    return found_in(made)
 
 
-def _is_made(made: Path) -> bool:
-    """Whether the weights in a folder are complete: they are written whole or not at all."""
-    return (made / "config.json").is_file()
+def _check_begin(there: RunAt) -> None:
+    """Raise `ConfigError` for a step that has to be made again from the weights of a fork that has not kept them."""
+    run = there.run
+    kept = FORKED not in run.config or (there.folder / MODEL).is_dir()  # else the run's model is that before the fork
+    if not kept and there.checkpoints.newest(there.step) is None:
+        raise ConfigError(
+            f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that "
+            f"{run.id}@{there.step} cannot be made again: name {run.config[FORKED]} itself for the beginning, or a step from a "
+            f"checkpoint on. Checkpoints: {there.there}"
+        )
 
 
 @asynccontextmanager
@@ -209,7 +239,8 @@ async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], l
         return last
     if len(steps := Checkpoints(folder / BEST, keep=1).steps()) == 1:
         return steps[0]
-    for resource in reversed(await list_resources(of_project(store, run.project), WEIGHTS_NAME)):
+    name = weights_name(next(iter(policies_of(run.config)), POLICY))
+    for resource in reversed(await list_resources(of_project(store, run.project), name)):
         made = resource.metadata
         if made.get("run") == run.id and isinstance(step := made.get("steps"), int):
             return step

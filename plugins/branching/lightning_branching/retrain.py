@@ -145,11 +145,18 @@ def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) ->
 
 
 def _machine_settings(record: StepRecord) -> Mapping[str, object]:
-    """Return the settings of the engine that were in effect when a step was computed. The section `verl` is this machine's own,
-    because it names hosts and modules that workers import."""
-    known = {name: record.context[name] for name in ("threads", "tokens_per_microbatch") if record.context.get(name)}
+    """Return the settings of the engine that were in effect when a step was computed; of numbers that differed between policies
+    the least. The section `verl` is this machine's own, because it names hosts and modules that workers import."""
+    found = {name: record.context.get(name) for name in ("threads", "tokens_per_microbatch")}
+    least = {name: _least(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+    known = {name: value for name, value in least.items() if value}
     device = str(record.context.get("device") or "auto")  # of a GPU it is the product's name
     return {**known, "device": device if device in ("auto", "cpu") else "cuda", "verl": VerlConfig()}
+
+
+def _least(by_policy: Mapping[str, Json]) -> float | None:
+    """Return the least number of the policies that have one."""
+    return min((number for number in by_policy.values() if isinstance(number, int | float)), default=None)
 
 
 class _Watcher:
@@ -188,15 +195,20 @@ class _Watcher:
         """Compare the weights after the last step with the run's last checkpoint, if there is one. Raises `_DiffersError`."""
         self.taken = steps = len(self._records)
         kept = self._checkpoint(steps)
-        if kept is None:
+        if not kept:
             return
         engine.save(self._scratch / "end")
-        made = self._scratch / "end" / WEIGHTS
-        if not made.is_file():  # another engine's checkpoint
+        made = _weights_in(self._scratch / "end")
+        if not made:  # another engine's checkpoint
             return
         self.compared += 1
-        if hash_weights(made) != hash_weights(kept):
-            raise _DiffersError(steps, f"the weights after it are others than in its checkpoint{_distance(made, kept)}")
+        if made.keys() != kept.keys():
+            raise _DiffersError(steps, "its checkpoint has other policies")
+        for policy, file in made.items():
+            if hash_weights(file) != hash_weights(kept[policy]):
+                which = f"the weights of {policy}" if policy else "the weights"
+                far = _distance(file, kept[policy])
+                raise _DiffersError(steps, f"{which} after it are others than in its checkpoint{far}")
 
     def _compare(self, engine: Engine, record: StepRecord) -> None:
         recorded, step = str(record.context.get("weights", "")), self.taken
@@ -208,9 +220,10 @@ class _Watcher:
         if self._digest(engine, record) != recorded:
             kept, made = self._checkpoint(step), self._scratch / "now"
             far = ""
-            if kept is not None:
+            if kept:
                 engine.save(made)
-                far = _distance(made / WEIGHTS, kept)
+                now = _weights_in(made)
+                far = "".join(_distance(now[policy], kept[policy]) for policy in now.keys() & kept.keys())
             raise _DiffersError(step, f"the weights after it have another digest than the recorded one{far}")
 
     def _digest(self, engine: Engine, record: StepRecord) -> str:
@@ -221,15 +234,19 @@ class _Watcher:
         adapters = engine.adapters(file) if alone and isinstance(engine, WritesAdapters) else None
         return hash_weights(adapters or engine.weights(file))
 
-    def _checkpoint(self, step: int) -> Path | None:
-        file = self._folder / "checkpoints" / f"step-{step:08d}" / WEIGHTS
-        return file if file.is_file() else None
+    def _checkpoint(self, step: int) -> dict[str, Path]:
+        return _weights_in(self._folder / "checkpoints" / f"step-{step:08d}")
+
+
+def _weights_in(state: Path) -> dict[str, Path]:
+    """Return the files of weights in a training state by policy, "" for the one policy of a run; none of another engine."""
+    if (state / WEIGHTS).is_file():
+        return {"": state / WEIGHTS}
+    return {file.parent.name: file for file in sorted(state.glob(f"*/{WEIGHTS}"))}
 
 
 def _distance(made: Path, kept: Path) -> str:
-    """Return a text with the largest difference between two files of weights; empty if the engine wrote no such file."""
-    if not made.is_file():
-        return ""
+    """Return a text with the largest difference between two files of weights."""
     from safetensors.torch import load_file
 
     ours, theirs = load_file(made), load_file(kept)

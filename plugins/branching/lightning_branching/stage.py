@@ -93,7 +93,7 @@ class BranchesStage(CallStage):
         branch, is_branching = known
         if is_branching and answer.outcome is CallStatus.OK:
             branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
-        if call.capture.choices:
+        if call.capture.choices and not call.frozen:  # a frozen policy has one version
             branch.check_version(sampled_by(call.sent.live))
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:

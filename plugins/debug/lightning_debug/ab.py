@@ -26,7 +26,7 @@ from lightning_branching.prompt_texts import longest_literal, texts_in
 from lightning_record import exchanges
 from lightning_resources.nouns import Resource, ResourceKind
 from lightning_resources.operations import put_resource, set_alias
-from lightning_resources.weights import WEIGHTS_NAME, weights_content
+from lightning_resources.weights import weights_content
 
 from lightning_debug.evaluate import Setup, Variant, check_any_scored, evaluating, faults_of
 from lightning_debug.statistics import SequentialTest
@@ -332,7 +332,8 @@ async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> s
     if winner.prompt is not None:
         resource = Resource(winner.prompt[0], winner.prompt[1], ResourceKind.PROMPT, metadata)
     else:
-        resource = Resource(WEIGHTS_NAME, weights_content(winner.model.folder), ResourceKind.WEIGHTS, metadata)
+        content = weights_content(winner.model.folder)
+        resource = Resource(winner.model.weights, content, ResourceKind.WEIGHTS, metadata)
 
     async def put(store: Store) -> int:
         seen = of_project(store, project_of(winner.config))

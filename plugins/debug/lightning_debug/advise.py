@@ -17,16 +17,18 @@ from typing import Final, Literal
 import numpy as np
 from lightning.config import Config, config_model, with_settings
 from lightning.errors import ConfigError
+from lightning.policy_server.policies import PolicySet
 from lightning.safe_text import counted
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
+from lightning.trainer.model import policy_set_of
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.summary import Evaluation, compared_since, evaluations, is_idle
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
 
-from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence
+from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence, turns_of
 from lightning_debug.garbled import GARBLED, look_at, with_examples
 from lightning_debug.rules import diagnose, reward_follows_length
 
@@ -143,20 +145,23 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The recorded course of a run: metrics of its steps, evaluations, and the settings (`OF_COURSE`) of each of its
-    `epochs`."""
+    """The recorded course of a run: metrics of its steps, evaluations, and the settings (`OF_COURSE`) and policies of each of
+    its `epochs`."""
 
     steps: Sequence[Mapping[str, float]]
     evaluations: Sequence[Evaluation]
     epochs: Sequence[Epoch]
     configs: Sequence[Config]
+    policies: Sequence[PolicySet | None]
 
     def after(self, count: int) -> Course:
         """Return the course as it was after `count` steps, at least one."""
-        config = self.configs[epoch_at(self.epochs, count).number]
+        epoch = epoch_at(self.epochs, count)
+        config = self.configs[epoch.number]
         since = compared_since([epoch for epoch in self.epochs if epoch.first <= count + 1])
         seen = [each for each in self.evaluations if each.step <= count and (not since or each.step > since)]
-        return Course(self.steps[:count], seen, bound_of(config), config.trainer.order)
+        turns = turns_of(self.policies[epoch.number], epoch.first, count)
+        return Course(self.steps[:count], seen, bound_of(config), config.trainer.order, turns)
 
 
 async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice:
@@ -201,7 +206,16 @@ async def read_course(store: Store, run: Run) -> Recorded:
     steps = [record.metrics for record in await store.steps(run.id, brief=True)]
     last, epochs = await store.last_step(run.id), await read_epochs(store, run)
     dtype = last.context.get("dtype") if last else None
-    return Recorded(steps, await evaluations(store, run.id), epochs, [_known(epoch, dtype) for epoch in epochs])
+    known, policies = [_known(epoch, dtype) for epoch in epochs], [_policies(epoch) for epoch in epochs]
+    return Recorded(steps, await evaluations(store, run.id), epochs, known, policies)
+
+
+def _policies(epoch: Epoch) -> PolicySet | None:
+    """Return the policies of an epoch; None for one policy, and for settings that this release does not accept."""
+    try:
+        return policy_set_of(epoch.config)
+    except ConfigError:
+        return None
 
 
 def _known(epoch: Epoch, dtype: Json) -> Config:

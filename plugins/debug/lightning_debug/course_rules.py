@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 from lightning.safe_text import counted
-from lightning.trainer.summary import NAMED, Evaluation
+from lightning.trainer.summary import NAMED, Evaluation, is_idle
 
 from lightning_debug.diagnosis import (
     FLAT_AFTER,
@@ -422,6 +422,24 @@ def _all_at_once(course: Course) -> int | None:
     return last[0] if last is not None and last[1] >= 0.5 and last[0] < used[-1][0] else None
 
 
+def untrained_policies(course: Course) -> Iterator[Diagnosis]:
+    """Find policies without a trained token in their last `WINDOW` steps, while steps trained others."""
+    for name, turns in course.turns.items():
+        last = tuple(turns)
+        if len(last) < WINDOW or any(f"policy/{name}/tokens" in course.steps[step - 1] for step in last):
+            continue
+        if not all(is_idle(metrics) for metrics in course.steps[last[0] - 1 :]):
+            yield Diagnosis(
+                f"untrained policy/{name}",
+                f"the policy {name!r} got no gradient in the last {counted(WINDOW, 'step')} that were to train it: none of its "
+                f"calls was trained on. Does the agent call its agents (policies.{name}.agents, policies.{name}.models), and "
+                "does train_agents leave them in? The console's page of a rollout lists the policy of each call. If the policy "
+                f"is not to learn, say policies.{name}.train = false",
+                serious=True,
+                steps=last,
+            )
+
+
 CURE_OF_FLAT: Final = (
     "Is engine.lr too small (--lr), or do few groups teach something? `lightning profile RUN` says what the tokens went into, "
     "`lightning reward try` what the reward follows"
@@ -494,6 +512,7 @@ COURSE_RULES: Final[tuple[Callable[[Course], Iterator[Diagnosis]], ...]] = (
     held_out_stays,
     collapsed,
     entropy_moves,
+    untrained_policies,
     equal_groups,
     flat,
 )

@@ -20,6 +20,7 @@ from lightning.trainer.summary import POLICY_FAULT, Evaluation
 from lightning.types import Status, ToolEvent, Transition
 
 if TYPE_CHECKING:
+    from lightning.policy_server.policies import PolicySet
     from lightning_policies.config import PolicyConfig
 
 
@@ -55,12 +56,13 @@ class Attempted:
 class Course:
     """The metrics of a run's steps, from the first one on, and its held-out evaluations so far. `gap` is the bound on the
     difference between trainer and sampler. `order` is `trainer.order`: unless it is `shuffled`, the training reward also
-    depends on the choice of tasks."""
+    depends on the choice of tasks. `turns` are those of `turns_of`."""
 
     steps: Sequence[Mapping[str, float]] = ()
     evaluations: Sequence[Evaluation] = ()
     gap: GapBound = FLOAT32
     order: str = "shuffled"
+    turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def measured(self) -> list[Evaluation]:
@@ -97,6 +99,20 @@ FLAT_AFTER: Final = 20
 """Least number of steps after which a reward that has not moved is called flat."""
 SMALL: Final = 0.15
 """A reward is flat if a whole run has moved it by less than this part of its size."""
+
+
+def turns_of(policies: PolicySet | None, first: int, last: int) -> dict[str, list[int]]:
+    """Return, of the steps from `first` to `last`, the last `WINDOW` that were to train each policy, by its name; empty for a
+    run with one policy."""
+    found: dict[str, list[int]] = {} if policies is None else {name: [] for name in policies.adapters}
+    for step in range(last, first - 1, -1):
+        if policies is None or all(len(turns) == WINDOW for turns in found.values()):
+            break
+        resting = policies.resting(step)
+        for name, turns in found.items():
+            if name not in resting and len(turns) < WINDOW:
+                turns.insert(0, step)
+    return found
 
 
 def is_now(course: Course, step: int) -> bool:

@@ -35,6 +35,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.safe_text import counted
 from lightning.store.places import existing_store
+from lightning.trainer.model import with_one_policy
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.summary import Reporter
 from lightning.types import Task
@@ -103,8 +104,9 @@ async def _evaluated(setup: Setup, variant: Variant, success: float, bounds: tup
 
 
 def read_settings(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:
-    """Read the settings, and set the temperature of evaluations unless `temperature` is None."""
-    settings = load_config(file, set_ or [])
+    """Read the settings, without policies since one model answers all agents, and set the temperature of evaluations unless
+    `temperature` is None."""
+    settings = with_one_policy(load_config(file, set_ or []))
     return settings if temperature is None else with_settings(settings, {"trainer.eval_temperature": temperature})
 
 

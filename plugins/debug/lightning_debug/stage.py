@@ -21,6 +21,7 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import end_process
 from lightning.config import Config
 from lightning.errors import ConfigError
+from lightning.plugins import plugins
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import Added, Alarm, StepStage, StepTaken
 from lightning.trainer.summary import Evaluation, Reporter
@@ -31,7 +32,7 @@ from lightning_policies.config import PoliciesConfig
 from lightning_debug.call_advice import hidden_tools
 from lightning_debug.config import AlertsConfig
 from lightning_debug.dev import DevReport, dry_run
-from lightning_debug.diagnosis import Attempted, Course, Diagnosis
+from lightning_debug.diagnosis import Attempted, Course, Diagnosis, turns_of
 from lightning_debug.garbled import look_at, with_examples
 from lightning_debug.rules import diagnose
 
@@ -154,12 +155,13 @@ class Advice(StepStage):
         self._gap, self._order = bound_of(config), config.trainer.order
         self._policies = PoliciesConfig.of(config).by_name
         self._alerts = Alerts(AlertsConfig.of(config).alerts)
+        self._policy_set, self._first = plugins().policy_set(config), 1
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: Sequence[Evaluation] = ()
 
     async def begun(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
         """Take the steps and evaluations of a resumed run, and return the alarms that they give."""
-        self._steps, self._evaluations = list(steps), evaluations
+        self._steps, self._evaluations, self._first = list(steps), evaluations, len(steps) + 1
         return await self._found()
 
     async def taken(self, step: StepTaken) -> Added:
@@ -183,7 +185,8 @@ class Advice(StepStage):
     async def _found(
         self, attempts: Sequence[Attempted] = (), train_agents: Sequence[str] = (), failures: Sequence[str] = ()
     ) -> list[Diagnosis]:
-        course = Course(self._steps, self._evaluations, self._gap, self._order)
+        turns = turns_of(self._policy_set, self._first, len(self._steps))
+        course = Course(self._steps, self._evaluations, self._gap, self._order, turns)
         found = await asyncio.to_thread(diagnose, attempts, train_agents, failures, course, self._policies)
         return [diagnosis for diagnosis in found if not diagnosis.minor]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning.config import Config, LoraConfig
 from lightning.errors import ConfigError, PolicyServerError
+from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import (
     DTYPE_BYTES,
     TRAINING_BYTES,
@@ -24,7 +25,7 @@ from lightning.policy_server.auto_settings import (
 )
 from lightning.policy_server.model_folder import folder_tensors, read_facts
 from lightning.policy_server.servers import served_models, settings_of_servers
-from lightning.trainer.needs import Need, adapter_weights, size
+from lightning.trainer.needs import Need, adapter_weights, ranks_of_adapters, size
 from lightning.trainer.run_stages import API, RunStage, Start
 
 from lightning_planner.memory import Item, ranks_of, training_items
@@ -40,9 +41,11 @@ class GpuNeeds(RunStage):
         """Return the need of the memory of the GPU that trains, or of the first of several; nothing for a model that the
         planner cannot count."""
         config = start.config
-        ranks = ranks_of(config.engine) if start.described.get("engine") == "verl" else 1
+        ranks, engine = ranks_of(config.engine) if start.described.get("engine") == "verl" else 1, config.engine
+        if rank := ranks_of_adapters(config):
+            engine = engine.model_copy(update={"lora": LoraConfig(rank=rank)})
         try:
-            items = training_items(read_shape(str(start.model)), ranks, config.engine)
+            items = training_items(read_shape(str(start.model)), ranks, engine)
         except ConfigError:
             return []
         free, whole = gpu_memory(config.engine.device)
@@ -52,7 +55,7 @@ class GpuNeeds(RunStage):
             share = config.policy_server.gpu_memory_utilization
             items = [*items, Item("vLLM", share * whole, f"gpu_memory_utilization = {share:g}")]
         cure = "Lower engine.tokens_per_microbatch, set engine.gradient_checkpointing = true"
-        cure += "" if config.engine.lora else ", train adapters alone (engine.lora)"
+        cure += "" if engine.lora else ", train adapters alone (engine.lora)"
         cure += f", or train on more GPUs than {ranks} (--engine verl --set engine.verl.world_size=N)"
         parts = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
         return [Need("the memory of each GPU that trains", sum(item.bytes for item in items), parts, free, cure)]
@@ -79,6 +82,7 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
         return None
     models, machine, parts = served_models(model, config), this_machine(), list[str]()
     trained = served = 0
+    several = plugins().policy_set(config) is not None
     count = 0 if config.policy_server.is_elsewhere else len(settings_of_servers(config)) // len(models)
     for each in models:
         try:
@@ -90,7 +94,8 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
         if count:
             demand = Demand(-(-requests // count), servers=count * len(models))
             chosen = choose(config.policy_server, facts, "cpu", machine, demand=demand)
-            weights, cache = facts.parameters * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
+            numbers = facts.parameters + (served_adapters(shapes, each.trained) if several else 0)
+            weights, cache = numbers * DTYPE_BYTES.get(chosen.dtype, 2), chosen.kv_cache_bytes or 0
             of, times = f" of {each.folder.name}" * (len(models) > 1), f", in each of {count} processes" * (count > 1)
             parts.append(f"vLLM{of} {size(weights)} of weights and {size(cache)} of KV cache{times}")
             served += count * (weights + cache)
@@ -105,13 +110,20 @@ def memory_need(model: Path, config: Config, engine: str, requests: int) -> Need
 
 
 def _training_bytes(
-    parameters: int, shapes: list[tuple[int, ...]], trained: Sequence[LoraConfig | None], dtype: str
+    parameters: int, shapes: Sequence[tuple[int, ...]], trained: Sequence[LoraConfig | None], dtype: str
 ) -> int:
     """Return the bytes of weights, gradients and moments of policies that begin as one model. Their adapters share that model
     in memory."""
     adapters = [adapter_weights(shapes, lora) for lora in trained]
     base = parameters * DTYPE_BYTES.get(dtype, 2) if any(adapters) else 0
     return base + TRAINING_BYTES * sum(own or parameters for own in adapters)
+
+
+def served_adapters(shapes: Sequence[tuple[int, ...]], trained: Sequence[LoraConfig | None]) -> int:
+    """Return the least number of weights of adapters that a vLLM has with several policies: as many for each of its policies
+    that trains adapters as for that with the highest rank."""
+    ranks = [lora.rank for lora in trained if lora]
+    return len(ranks) * max(ranks, default=0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
 
 def gpu_memory(device: str) -> tuple[float, float]:

@@ -41,6 +41,20 @@ def policies_of(policies: Mapping[str, PolicyConfig], caller: Caller, model: str
     return [name for name, policy in policies.items() if is_trainable(caller, globs_of(policy), model)]
 
 
+def policy_of(policies: Mapping[str, PolicyConfig], caller: Caller, model: str) -> str:
+    """Return the name of the policy that has a call of this agent, which asks for this model; `BASE` if none has it. Raises
+    `ConfigError` if several have it."""
+    found = policies_of(policies, caller, model)
+    if len(found) > 1:
+        names = " and ".join(f"policies.{name}" for name in found)
+        asked = f" (model {model!r})" if model else ""
+        raise ConfigError(
+            f"The call of the agent {caller.name!r}{asked} matches {names}, and a call has one policy: take the agent out of "
+            f"all but one with a glob such as '!{caller.name}' in policies.{found[-1]}.agents."
+        )
+    return found[0] if found else BASE
+
+
 def check_policies(policies: Mapping[str, PolicyConfig]) -> None:
     """Raise `ConfigError` for a name that no policy can have, a policy without calls or with settings that have no effect, an
     agent with two policies, and policies of which none is trained."""

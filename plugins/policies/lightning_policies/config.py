@@ -27,8 +27,8 @@ class PolicyConfig(Section):
     """The policy's adapters; null is `engine.lora`. If both are null all weights of the policy are trained, and the policy has
     vLLMs of its own."""
     lr: float | None = Field(default=None, gt=0)
-    """The policy's learning rate, to which the schedule of `engine.lr` applies; null is `engine.lr`, whose default fits the
-    run's model and `engine.lora`."""
+    """The policy's learning rate, to which the schedule of `engine.lr` applies; null is `engine.lr`. The
+    default of that fits the run's model, and adapters if every trained policy has some."""
     train: bool = True
     """Train the policy. If false it stays the untrained model, bit for bit."""
 
@@ -39,6 +39,7 @@ class PoliciesConfig(NamedSettings):
     served untrained, because each policy has another base or trains all weights."""
 
     place: ClassVar[str] = "policies"
+    of_training_state: ClassVar[tuple[str, ...]] = ("base", "lora", "train")
     of_run: ClassVar[tuple[str, ...]] = ("agents", "models", "base", "lora", "train")
     __pydantic_extra__: dict[str, PolicyConfig] = Field(init=False)
 

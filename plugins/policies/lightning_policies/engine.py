@@ -40,7 +40,7 @@ from lightning.engines.rows import name as row_name
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B
+from lightning.policy_server.model_folder import ADAPTERS, ADAPTERS_OF_ALL, LORA_A, LORA_B, POLICIES
 from lightning.trainer.context import Numeric
 from lightning.types import Json
 from safetensors import safe_open
@@ -51,9 +51,6 @@ from lightning_policies.transfer import part_of
 
 logger = logging.getLogger(__name__)
 
-POLICIES = "policies"
-"""The metadata key of a file with the adapters of several policies: a JSON object that maps each policy's name to the metadata
-`ADAPTERS` of a file with its adapters alone."""
 EXPORTED = "adapters"
 """The subfolder of an export that holds a PEFT adapter folder for each policy, so no policy has this name."""
 
@@ -113,6 +110,8 @@ class PolicyEngine:
                 )
             self._engines[name] = engine
         self._lr = OptimizerConfig().lr
+        self.rates: dict[str, float] = {}
+        """Learning rates that were set for policies; see `TrainsPolicies`."""
         self._pending: dict[str, StepResult] = {}
         """The report of each policy's accumulated gradient, which `forward_backward` made."""
         self._half = ""
@@ -185,9 +184,10 @@ class PolicyEngine:
 
         The rate of a policy is `lr` times the policy's own rate, divided by the run's. An update that is not finite is skipped
         for its policy alone (`skipped_nonfinite`), and each policy counts its skipped updates in a row; `stepped` is 1 if any
-        policy was updated. Raises `DataError`, before any policy is updated, for a row of a policy that is not trained.
+        policy was updated. Raises, before any policy is updated, `DataError` for a row of a policy that is not trained, and
+        `ConfigError` for rows of several policies with a loss that compares rows (`StepLoss`, `whole_step`).
         """
-        places, found, self._pending = self._places(samples), dict[str, StepResult](), {}
+        places, found, self._pending = self._places(samples, loss), dict[str, StepResult](), {}
         with self._whole("a step was taken", found):
             for name, own in places.items():
                 with _of_policy(name):
@@ -195,9 +195,9 @@ class PolicyEngine:
         return merged(found, self._lr if lr is None else lr, each=bool(samples))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Add the gradient of these rows to the gradients of their policies (`Engine.forward_backward`). After an error no
-        policy has a gradient."""
-        places, found = self._places(samples), dict[str, StepResult]()
+        """Add the gradient of these rows to the gradients of their policies (`Engine.forward_backward`). If the
+        computation fails, no policy has a gradient. Rows that `step` refuses are refused, too, and change nothing."""
+        places, found = self._places(samples, loss), dict[str, StepResult]()
         try:
             for name, own in places.items():
                 with _of_policy(name):
@@ -257,14 +257,22 @@ class PolicyEngine:
 
     def export(self, folder: Path) -> Path:
         """Write, atomically, for each policy `folder`/NAME, a model folder with its adapters merged, and of adapters
-        `folder`/adapters/NAME, the adapters alone as a folder of PEFT. Return `folder`."""
+        `folder`/adapters/NAME, the adapters alone as a folder of PEFT. If all policies are adapters of one base model, write
+        the file of `adapters` as `ADAPTERS_OF_ALL`, too. Return `folder`."""
         self._usable()
         with whole_folder(folder) as path, TemporaryDirectory(dir=path) as scratch:
             for name, engine in self._engines.items():
                 engine.export(path / name)
                 if (lora := self._policies[name].lora) is not None:
                     write_peft_folder(path / EXPORTED / name, self._written(name, Path(scratch) / name), lora)
+            if self._share_a_base:
+                self.adapters(path / ADAPTERS_OF_ALL)
         return folder
+
+    def export_policy(self, policy: str, folder: Path) -> Path:
+        """Write, atomically, the model folder of one policy, with its adapters merged, and return it."""
+        self._usable()
+        return self._engines[policy].export(folder)
 
     def weights(self, file: Path) -> Path:
         """Raise `EngineError`: several policies are no one model."""
@@ -283,11 +291,11 @@ class PolicyEngine:
         other policy (`transfer.part_of`).
         """
         self._usable()
+        if self._share_a_base:
+            return self._combined([*self._policies], file)
         parts: dict[tuple[str | None, str], list[str]] = {}
         for name, policy in self._policies.items():
             parts.setdefault((policy.base, "" if policy.lora else name), []).append(name)
-        if len(parts) == 1 and not next(iter(parts))[1]:
-            return self._combined([*self._policies], file)
         folder = file.with_suffix("")
         for (_, whole), names in parts.items():
             part = folder / part_of(names)
@@ -296,6 +304,12 @@ class PolicyEngine:
             else:
                 self._combined(names, part)
         return folder
+
+    @property
+    def _share_a_base(self) -> bool:
+        """Whether all policies are adapters of one base model."""
+        policies = self._policies.values()
+        return all(policy.lora for policy in policies) and len({policy.base for policy in policies}) == 1
 
     def _combined(self, names: Sequence[str], file: Path) -> Path:
         """Write the adapters of policies with one base model as one safetensors file, atomically, and return it."""
@@ -326,9 +340,9 @@ class PolicyEngine:
         for engine in self._engines.values():
             engine.close()
 
-    def _places(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
+    def _places(self, samples: Sequence[Sample], loss: Loss | None = None) -> dict[str, list[int]]:
         """Return the indices of each policy's rows, in the order of the policies' names. Without any row, the first policy has
-        none. Raises `DataError` for a row of a policy that is not trained."""
+        none. Raises the errors of `step`."""
         self._usable()
         for sample in samples:
             if sample.policy not in self._engines:
@@ -339,7 +353,14 @@ class PolicyEngine:
         found = {
             name: [place for place, sample in enumerate(samples) if sample.policy == name] for name in self._engines
         }
-        return {name: places for name, places in found.items() if places} or {next(iter(found)): []}
+        having = {name: places for name, places in found.items() if places}
+        if len(having) > 1 and getattr(loss, "whole_step", False):
+            turns = ",".join(f"{name}:1" for name in having)
+            raise ConfigError(
+                f"{type(loss).__name__} compares rollouts over all rows of a step, and each policy learns from its own rows "
+                f"alone: let the policies take turns (trainer.policy_turns = {turns!r}), or take another algorithm"
+            )
+        return having or {next(iter(found)): []}
 
     def _routed(
         self, samples: Sequence[Sample], compute: Callable[[Engine, Sequence[Sample]], list[FloatArray]]
@@ -354,9 +375,13 @@ class PolicyEngine:
         """Return the folder of each policy's base. Raises `ConfigError` for a base that does not exist."""
         return folders_of([policy.base for policy in self._policies.values()], model)
 
+    def rate_of(self, policy: str, lr: float) -> float:
+        """Return the learning rate of a policy in a step for which the run has the rate `lr`."""
+        own = self._policies[policy].lr
+        return lr if own is None else lr * (own / self._lr)
+
     def _rate(self, name: str, lr: float | None) -> float | None:
-        own = self._policies[name].lr
-        return lr if lr is None or own is None else lr * (own / self._lr)
+        return self.rates.get(name, None if lr is None else self.rate_of(name, lr))
 
     @contextmanager
     def _whole(self, doing: str, found: Mapping[str, StepResult]) -> Iterator[None]:

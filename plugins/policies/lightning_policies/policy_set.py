@@ -14,7 +14,7 @@ from lightning.policy_server.policies import ServedModel
 from lightning.trainer.model import local_model
 
 from lightning_policies.bases import Served, folders_of, named, served_of
-from lightning_policies.calls import BASE
+from lightning_policies.calls import BASE, globs_of, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig, TurnsConfig
 
 if TYPE_CHECKING:
@@ -23,22 +23,74 @@ if TYPE_CHECKING:
     from lightning.config import Config, LoraConfig
     from lightning.engines.protocol import Engine
     from lightning.policy_server.weights import WeightTransfer
+    from lightning.types import Caller
 
 
 class Policies:
-    """Implements `lightning.policy_server.policies.PolicySet`. `adapters` are those of each trained policy, by its name; None
-    for a policy of which all weights are trained."""
+    """Implements `lightning.policy_server.policies.PolicySet`."""
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
-        self._policies, lora = policies, config.engine.lora
-        self.adapters = {name: policy.lora or lora for name, policy in policies.items() if policy.train}
+        lora = config.engine.lora
+        self._policies, self._lr = policies, config.engine.lr
+        self._adapters = {name: policy.lora or lora for name, policy in policies.items() if policy.train}
         self._served = served_of(policies, lora)
-        self._turns = [name for name, steps in _turns(config, self.adapters) for _ in range(steps)]
+        self._turns = [name for name, steps in _turns(config, self._adapters) for _ in range(steps)]
+
+    @property
+    def adapters(self) -> Mapping[str, LoraConfig | None]:
+        """The adapters of each trained policy, by its name; None for a policy of which all weights are trained."""
+        return self._adapters
+
+    @property
+    def bases(self) -> Mapping[str, str]:
+        """The model that each policy begins as, by its name; without the policies that begin as the run's model."""
+        return {name: policy.base for name, policy in self._policies.items() if policy.base is not None}
+
+    @property
+    def globs(self) -> Mapping[str, Sequence[str]]:
+        """The globs of the calls of each policy, by its name, in the spelling of `train_agents`."""
+        return {name: globs_of(policy) for name, policy in self._policies.items()}
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a base that is no model folder on this machine and no name on the hub."""
+        for name, base in self.bases.items():
+            try:
+                local_model(base)
+            except ConfigError as error:
+                raise ConfigError(f"policies.{name}.base: {error}") from error
 
     @property
     def untrained(self) -> Sequence[str]:
         """The names of the policies that are not trained, and that of the untrained model."""
         return (*(name for name in self._policies if name not in self.adapters), BASE)
+
+    def policy_of(self, caller: Caller, model: str) -> str:
+        """Return the name of the policy of an agent that asks for a model, or that of the untrained model. Raises `ConfigError`
+        for a call that several policies match."""
+        return policy_of(self._policies, caller, model)
+
+    def without(self, config: Config) -> Config:
+        """Return settings that are otherwise the same for a run with one policy."""
+        trainer = config.trainer.model_copy(update={"policy_turns": ""})
+        return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(), TurnsConfig.place: trainer})
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """The agents of each policy, and how it is trained, in words for people, by its name."""
+        return {
+            name: f"answers {', '.join(globs_of(policy))}; {self._training(name)}"
+            for name, policy in self._policies.items()
+        }
+
+    def _training(self, name: str) -> str:
+        base, rate = self._policies[name].base, self._policies[name].lr or self._lr
+        if name not in self.adapters:
+            return f"not trained, stays {base}" if base else "not trained"
+        if (lora := self.adapters[name]) is None:
+            return f"trains all weights of {base or 'the model'} with a learning rate of {rate:g}"
+        return (
+            f"trained with a learning rate of {rate:g} and adapters of rank {lora.rank}{f' on {base}' if base else ''}"
+        )
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""
@@ -89,14 +141,9 @@ class Policies:
 
 
 def policy_set(config: Config) -> Policies | None:
-    """Return the policies of a run; None without the settings `policies`. Raises `ConfigError` for a base that does not exist,
-    and for turns that are not those of the trained policies."""
+    """Return the policies of a run; None without the settings `policies`. Raises `ConfigError` for turns that are not
+    those of the trained policies."""
     policies: Mapping[str, PolicyConfig] = PoliciesConfig.of(config).by_name
-    for name, policy in policies.items():
-        try:
-            _ = policy.base is None or local_model(policy.base)
-        except ConfigError as error:
-            raise ConfigError(f"policies.{name}.base: {error}") from error
     if policies:
         return Policies(policies, config)
     _turns(config, {})

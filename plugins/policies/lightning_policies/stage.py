@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from lightning.bounded import Bounded, Once
 from lightning.config import recorded_config
+from lightning.errors import ConfigError
 from lightning.gateway.call import Call, Request
 from lightning.gateway.calls import Parts
 from lightning.gateway.http import RefusalError
@@ -19,7 +20,7 @@ from lightning.store.protocol import Store
 from lightning.types import Run
 
 from lightning_policies.bases import is_base_served
-from lightning_policies.calls import BASE, policies_of
+from lightning_policies.calls import BASE, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig
 
 log = logging.getLogger(__name__)
@@ -39,27 +40,31 @@ class PoliciesStage(CallStage):
         self._said = Once()
 
     async def admitted(self, call: Call, request: Request) -> None:
-        """Set the policy of a call, and whether it is frozen, if the call's run has policies. Raises `RefusalError` for a call
-        that two policies match, or none where the untrained model is not served."""
-        run = call.claims.run
+        """Set the policy of a call, and whether it is frozen, if the call's run has policies; that of a served model is the
+        session. Raises `RefusalError` for a call that two policies match, and for a call of no policy where the untrained model
+        is not served."""
+        run = call.claims.run or call.claims.session
         policies, serves_base = await self._of(run)
         if not policies:
             return
         model = request.model if isinstance(request.model, str) else ""
-        found = policies_of(policies, call.caller, model)
-        if len(found) > 1:
-            raise RefusalError(400, "several_policies", _several(call.caller.name, model, found))
-        if not found and not serves_base:
+        try:
+            name = policy_of(policies, call.caller, model)
+        except ConfigError as error:
+            raise RefusalError(400, "several_policies", str(error)) from error
+        if name == BASE and not call.claims.run:
+            told = f"No policy has the agent {call.caller.name!r} or the model {model!r}: ask for the model "
+            raise RefusalError(404, "no_policy", f"{told}{' or '.join(map(repr, policies))}.")
+        if name == BASE and not serves_base:
             raise RefusalError(404, "no_policy", _none(call.caller.name))
-        if not found and self._said.first((run, call.caller.name)):
+        if name == BASE and self._said.first((run, call.caller.name)):
             log.warning(
                 "the agent %r of run %s has no policy: it is answered by the untrained model, and is not trained. To train it, "
                 "add it to policies.NAME.agents (said once for each agent)",
                 call.caller.name,
                 run,
             )
-        call.policy_name = found[0] if found else BASE
-        call.frozen = not found or not policies[found[0]].train
+        call.policy_name, call.frozen = name, name == BASE or not policies[name].train
 
     async def _of(self, run: str) -> tuple[Mapping[str, PolicyConfig], bool]:
         """Return the policies of a run, and whether the run's model is served untrained. A run without policies has none, and
@@ -89,16 +94,6 @@ def _none(agent: str) -> str:
         f"No policy has the agent {agent!r}, and this run does not serve its model untrained, because each policy has another "
         f"base or trains all weights: add the agent to policies.NAME.agents, or set policies.untrained.agents = [{agent!r}] "
         "with policies.untrained.train = false."
-    )
-
-
-def _several(agent: str, model: str, found: list[str]) -> str:
-    """Return the message for a call that several policies match."""
-    names = " and ".join(f"policies.{name}" for name in found)
-    asked = f" (model {model!r})" if model else ""
-    return (
-        f"The call of the agent {agent!r}{asked} matches {names}, and a call has one policy: take the agent out of all but one "
-        f"with a glob such as '!{agent}' in policies.{found[-1]}.agents."
     )
 
 

@@ -1,8 +1,8 @@
 """Derive every trained batch of a run again from its store, and find where it differs from the one that was trained.
 
 The invariant: a clean audit means that the engine computed each step on exactly the stored token ids, logprobs, rewards,
-versions and order; any single change to them is found and named. The same holds for weights and advantages, except in steps
-that the report lists as changed by a loop of the user's own (`Trainer.session`).
+versions, policies and order; any single change to them is found and named. The same holds for weights and advantages, except in
+steps that the report lists as changed by a loop of the user's own (`Trainer.session`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 from lightning.algorithms.protocol import Algorithm, head_of
 from lightning.batch import Group, begins_at
-from lightning.errors import DataError, StoreError
+from lightning.errors import ConfigError, DataError, StoreError
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.rollout_state import Reuse, reuse_of
 from lightning.trainer.context import NUMERIC, Epoch, epoch_at, other_stages, read_epochs, stages_of
+from lightning.trainer.model import policy_set_of
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import agents_of_step, all_rollouts, load_groups, rollout_digest
-from lightning.types import Rollout, StepRecord
+from lightning.types import POLICY, Rollout, StepRecord
 
 from lightning_proof.bring_forward import recorded_teacher
 from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values
@@ -140,12 +141,15 @@ async def _step(
         groups = await load_groups(store, members, agents_of_step(epoch, record), epoch.policy_fault)
         if algorithm is not None and head_of(algorithm):
             groups = await recorded_values(store, record.run, record.step, groups)
-    except StoreError as error:
+        several = policy_set_of(epoch.config)
+    except (StoreError, ConfigError) as error:
         return [Finding(record.step, "", f"cannot be read: {error}")], {}
+    policies, untrained = ([*several.adapters], several.untrained) if several is not None else ([POLICY], ())
     findings = [
         *_compare(record, epoch, members, groups, algorithm, reused),
         *_no_branches(record, groups),
-        *_too_stale(record, groups, epoch.max_staleness),
+        *_too_stale(record, groups, epoch.max_staleness, untrained),
+        *(() if epoch.config.get("recorded") else _of_other_policies(record, groups, policies, untrained)),
     ]
     used = {name for name, _ in record.rollouts}
     trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
@@ -170,7 +174,9 @@ def _compare(
         if rollout is None or trajectory is None or rollout.attempt != attempt:
             yield Finding(record.step, name, f"attempt {attempt} was trained, but is not the stored outcome")
         elif rollout_digest(trajectory) != digest:
-            yield Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
+            yield Finding(
+                record.step, name, "its stored ids, logprobs, reward, versions or policies are not the trained ones"
+            )
         elif name not in reused and rollout.trained_at_step != record.step:
             yield Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}")
         if rollout is not None and name in reused and (problem := _not_reusable(record, rollout)):
@@ -303,18 +309,38 @@ def _no_branches(record: StepRecord, groups: Sequence[Group]) -> Iterator[Findin
                 yield Finding(record.step, name, problem)
 
 
-def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> Iterator[Finding]:
+def _too_stale(
+    record: StepRecord, groups: Sequence[Group], bound: int | None, untrained: Collection[str]
+) -> Iterator[Finding]:
     """Yield findings about trained rollouts with tokens of a policy version that is older than the run allows, or newer than
-    the one that the step trained."""
+    the one that the step trained. The `untrained` policies have one version."""
     if bound is None:
         return
     used = {name for name, _ in record.rollouts}
     for member in (member for group in groups for member in group.trajectories if member.rollout.id in used):
-        versions = [run.version for call in member.transitions for run in call.versions]
+        versions = [run.version for call in member.transitions for run in call.versions if run.policy not in untrained]
         if not all(record.step - bound <= version + 1 <= record.step for version in versions):
             found = f"sampled by versions {min(versions)} to {max(versions)}"
             problem = f"{found}, which is not within trainer.max_staleness = {bound} of step {record.step}"
             yield Finding(record.step, member.rollout.id, problem)
+
+
+def _of_other_policies(
+    record: StepRecord, groups: Sequence[Group], policies: Collection[str], untrained: Collection[str]
+) -> Iterator[Finding]:
+    """Yield findings about trained rollouts with a call of a policy that the run does not have, or with one of an `untrained`
+    policy that is said to have been updated. `policies` are the trained ones."""
+    used = {name for name, _ in record.rollouts}
+    for member in (member for group in groups for member in group.trajectories if member.rollout.id in used):
+        calls = [(call.caller.name, run) for call in member.transitions for run in call.versions]
+        for agent, run in calls:
+            if run.policy in untrained and run.version:
+                problem = f"its version {run.version} of {run.policy!r} cannot be: this policy is never trained"
+                yield Finding(record.step, member.rollout.id, f"a call of {agent}: {problem}")
+            elif run.policy not in policies and run.policy not in untrained:
+                known = ", ".join([*policies, *untrained])
+                problem = f"answered by the policy {run.policy!r}, which the run does not have (it has {known})"
+                yield Finding(record.step, member.rollout.id, f"a call of {agent} is {problem}")
 
 
 def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> Iterator[str]:

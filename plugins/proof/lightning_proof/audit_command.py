@@ -20,7 +20,7 @@ def audit(
 ) -> None:
     """Check that each step trained on exactly what the store has recorded.
 
-    Exit code 1: a token id, a logprob, a reward, a version or the order differs.
+    Exit code 1: a token id, a logprob, a reward, a version, a policy or the order differs.
     """
     url, run_id = locate(run, runs)
     report = asyncio.run(with_store(url, lambda store: audit_run(store, run_id)))

@@ -218,10 +218,11 @@ class Rewinder:
 
 def _opened_with(config: Config, teacher: Teacher | None) -> object:
     """Return the values that determine how an engine is opened, to compare. The number of steps is one of them only if the
-    learning rate depends on it."""
+    learning rate depends on it. Policies have rates of their own."""
     falls = config.engine.lr_schedule != "constant"
     digest = None if teacher is None else teacher.digest
-    return config.engine, config.trainer.seed, config.trainer.steps if falls else None, digest
+    policies = getattr(config, "policies", None)  # absent without the plugin
+    return config.engine, policies, config.trainer.seed, config.trainer.steps if falls else None, digest
 
 
 async def take_again(

@@ -13,17 +13,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lightning.config import Config
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
-from lightning.store.places import run_id_of, split_reference, store_in
+from lightning.store.places import policy_in, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch, epoch_at, read_epochs
-from lightning.trainer.model import EARLIER_STEPS, earlier_steps
+from lightning.trainer.model import EARLIER_STEPS, check_policy, earlier_steps, models_in, policies_of
 from lightning.trainer.run_stages import API, FORKED, MODEL, Begun, RunStage, Start, began_with
 from lightning.trainer.runs import not_loadable
 from lightning.types import Json, Run, StepRecord
@@ -38,8 +39,8 @@ BETWEEN = "between"
 
 async def fork(parent: str, into: Path, described: Mapping[str, Json], config: Config, store: str) -> dict[str, Json]:
     """Copy the state of the run `parent` (`RUN@STEP`, or `RUN` for its last step) into the folder `into` of a new run: its
-    training state as the checkpoint of step 0, or, if that does not fit the settings, only its model. Return the keys for the
-    new run's configuration that record the fork.
+    training state as the checkpoint of step 0, or, if that does not fit the settings, only its model. `RUN/model/NAME@STEP` is
+    the model of one of several policies. Return the keys for the new run's configuration that record the fork.
 
     RUN is a folder, or the name of a folder beside the new run's. `store` is the URL of the parent's store if its folder has
     none. `described` is the description of the new run's settings. Raises `ConfigError`, which lists the existing ones, for a
@@ -53,6 +54,10 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
         if theirs_then.get("head") and not described["head"]:  # a resume keeps it; a fork begins without
             lost.append("head")
         model = Path(str(run.config["model"] if "model" in lost else described["model"]))
+        if theirs.policy or policies_of(theirs_then) != policies_of(described):
+            lost.append("policies")
+        if lost:
+            check_policy(run, folder, theirs.policy, step)
         if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
             model, lost = folder / MODEL, [*lost, "model"]
         for old in (target, into / MODEL):  # left over from a start that was interrupted
@@ -65,7 +70,7 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
                 step,
                 ", ".join(lost),
             )
-            await theirs.make(lambda brought: brought.export(into / MODEL), model, config, into / BETWEEN)
+            await theirs.export(into / MODEL, model, config, into / BETWEEN)
         elif theirs.checkpoints.newest(step) == step:
             try:
                 await asyncio.to_thread(shutil.copytree, theirs.checkpoints.path(step), target)
@@ -74,21 +79,20 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
         else:
             await theirs.make(lambda brought: brought.save(target), model, config, into / BETWEEN)
         earlier = {} if lost else {EARLIER_STEPS: earlier_steps(run.config) + step}
-        return {FORKED: f"{run.id}@{step}", **earlier}
+        return {FORKED: f"{theirs.name}@{step}", **earlier}
 
 
 async def export_step(parent: str, into: Path, target: Path, config: Config, store: str) -> None:
     """Write the model of the run `parent` at its step (`RUN@STEP`, as for `fork`) to the folder `target`. `into` is the folder
     of the run that needs it. Raises `ConfigError` as `fork` does."""
     async with _opened(parent, into, store) as theirs:
-        await theirs.make(
-            lambda brought: brought.export(target), model_of(theirs.run, theirs.folder), config, into / BETWEEN
-        )
+        check_policy(theirs.run, theirs.folder, theirs.policy, theirs.step)
+        await theirs.export(target, model_of(theirs.run, theirs.folder), config, into / BETWEEN)
 
 
 @dataclass(frozen=True, slots=True)
 class RunAt:
-    """A recorded run at one of its steps, with its opened store."""
+    """A recorded run at one of its steps, with its opened store; `policy` names one of its several policies, or none."""
 
     store: Store
     run: Run
@@ -96,6 +100,12 @@ class RunAt:
     folder: Path
     records: Sequence[StepRecord]
     epochs: Sequence[Epoch]
+    policy: str = ""
+
+    @property
+    def name(self) -> str:
+        """The run's id, and the policy that is named."""
+        return f"{self.run.id}/model/{self.policy}" if self.policy else self.run.id
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -106,6 +116,17 @@ class RunAt:
     def there(self) -> str:
         """The steps of the run that have a checkpoint, as a text for errors."""
         return ", ".join(f"{self.run.id}@{saved}" for saved in self.checkpoints.steps()) or "none"
+
+    async def export(self, target: Path, model: Path, config: Config, between: Path) -> None:
+        """Write the model at the step, of the named policy if the run has several, to the folder `target`. Raises `ConfigError`
+        as `make` does."""
+
+        def export(engine: Engine) -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+                models_in(engine.export(Path(scratch) / "model"))[self.policy].rename(target)
+
+        await self.make(export if self.policy else lambda engine: engine.export(target), model, config, between)
 
     async def make(self, use: Callable[[Engine], object], model: Path, config: Config, between: Path) -> None:
         """Call `use` (in a thread) with an engine that has the run's state at the step. `model` is the model that the run began
@@ -124,7 +145,7 @@ class RunAt:
 
     def lost(self, error: Exception) -> ConfigError:
         """Return the error which says that the run's state at the step cannot be computed again."""
-        return ConfigError(f"{self.run.id}@{self.step} cannot be made again ({error}). Checkpoints: {self.there}")
+        return ConfigError(f"{self.name}@{self.step} cannot be made again ({error}). Checkpoints: {self.there}")
 
 
 def model_of(run: Run, folder: Path) -> Path:
@@ -139,7 +160,7 @@ async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[RunAt]:
         raise ConfigError(
             f"{parent!r} names no step of a run: write RUN@STEP, as runs/first@20, or RUN for its last step"
         )
-    folder = _folder(name, into)
+    folder, policy = _folder(name, into)
     url = store_in(folder) if (folder / "lightning.db").is_file() else store or store_in(folder)
     async with plugins().opened_store(url) as opened:
         run = await opened.get_run(run_id_of(folder))
@@ -149,14 +170,15 @@ async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[RunAt]:
         step = int(text) if text else len(records)
         if step > len(records):
             raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
-        yield RunAt(opened, run, step, folder, records, epochs)
+        yield RunAt(opened, run, step, folder, records, epochs, policy)
 
 
-def _folder(name: str, into: Path) -> Path:
+def _folder(name: str, into: Path) -> tuple[Path, str]:
+    """Return the folder of a run, and the policy that is named."""
     tried = [Path(name), into.parent / name]
-    for folder in tried:
+    for folder, policy in map(policy_in, tried):
         if store_in(folder):
-            return folder
+            return folder, policy
     there = sorted(run.parent.name for run in into.parent.glob("*/run.json"))
     raise ConfigError(
         f"no run {redacted(name)!r}: neither {tried[0]} nor {tried[1]} is a run's folder; {into.parent} has "

@@ -80,8 +80,13 @@ class VLLMOnRay(OwnedVLLM):
             )
         if self._transfer.models(""):
             raise ConfigError(
-                "[policies] gives a vLLM on this machine an adapter for each policy, and policy_server.placement = 'ray' "
-                "starts vLLM on other machines, which do not see the adapters' files: leave out one of the two"
+                "[policies] gives a vLLM on this machine files with the weights of each policy, and policy_server.placement = "
+                "'ray' starts vLLM on other machines, which do not see these files: leave out one of the two"
+            )
+        if self._gpus and config.gpus not in ((), tuple(range(self._gpus))):
+            raise ConfigError(
+                f"policy_server.gpus = {list(config.gpus)} names GPUs of this machine, and with policy_server.placement = "
+                "'ray' vLLM gets GPUs elsewhere: leave it out (policy_server.gpus_each says how many)"
             )
         if self._gpus and not self._settings.address:
             raise ConfigError(

@@ -17,8 +17,9 @@ from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.agents import of_project
-from lightning.trainer.run_stages import API, PREFIX, Prompts, RunStage
-from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
+from lightning.trainer.model import models_in
+from lightning.trainer.run_stages import API, PREFIX, PROBE, PROBES, Prompts, RunStage
+from lightning.types import DEFAULT_PROJECT, POLICY, Json, Rollout, Run
 
 from lightning_resources.nouns import Resource, ResourceKind
 from lightning_resources.operations import list_resources, put_resource
@@ -139,5 +140,10 @@ class ResourcesOfRun(RunStage):
         return await resolve_prompts(store, run.id, given, home=home, project=run.project)
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
-        """Make the run's model in `folder` the next version of `policy/weights`."""
-        await keep_weights(store, folder, about)
+        """Make the run's model in `folder` the next version of `policy/weights`, or the model of each of its policies the next
+        version of `policy/NAME/weights`."""
+        probes = about.get(PROBES)
+        common = {key: value for key, value in about.items() if key != PROBES}
+        for policy, model in (models_in(folder) or {POLICY: folder}).items():
+            probe = probes.get(policy) if isinstance(probes, Mapping) else None
+            await keep_weights(store, model, common | ({PROBE: probe} if probe else {}), policy)

@@ -17,13 +17,24 @@ from typing import Final
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.trainer.model import resolve_model
-from lightning.types import Json
+from lightning.types import POLICY, Json
 
 from lightning_resources.nouns import LATEST, Resource, ResourceKind
 from lightning_resources.operations import alias_history, list_aliases, list_resources, put_resource
 
 WEIGHTS_NAME: Final = "policy/weights"
 """The resource whose versions are the trained models of runs; the slash keeps it apart from the prompts of components."""
+
+
+def weights_name(policy: str) -> str:
+    """Return the name of the resource whose versions are the models of a policy: `WEIGHTS_NAME` for the one policy of a run,
+    `policy/NAME/weights` for one of several."""
+    return WEIGHTS_NAME if policy == POLICY else f"policy/{policy}/weights"
+
+
+def is_weights_name(name: str) -> bool:
+    """Whether a resource of this name has models of a policy."""
+    return name.startswith("policy/") and name.endswith("/weights")
 
 
 def weights_content(folder: Path) -> dict[str, Json]:
@@ -53,10 +64,10 @@ def checked_weights(resource: Resource) -> Path:
     return resolve_model(folder)
 
 
-async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json]) -> Resource:
-    """Make a trained model the next version of `policy/weights`."""
+async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json], policy: str = POLICY) -> Resource:
+    """Make a policy's trained model the next version of its resource (`weights_name`)."""
     content = await asyncio.to_thread(weights_content, folder)
-    return await put_resource(store, Resource(WEIGHTS_NAME, content, ResourceKind.WEIGHTS, metadata))
+    return await put_resource(store, Resource(weights_name(policy), content, ResourceKind.WEIGHTS, metadata))
 
 
 @dataclass(frozen=True, slots=True)

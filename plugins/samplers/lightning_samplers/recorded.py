@@ -1,7 +1,8 @@
 """The sampler for training on a record: rollouts of other runs, or served conversations that were rated.
 
 The invariant: the rollouts of a step are copied into the run, with the tokens and logprobs of the policy that sampled them, so
-that an audit needs the run alone. The record's rollouts are fixed when the run begins; feedback that comes later is for the
+that an audit needs the run alone. A copied call has the policy of the run that its agent has there, whichever sampled it. The
+record's rollouts are fixed when the run begins; feedback that comes later is for the
 next run. The age of tokens is counted from the newest version in the record.
 """
 
@@ -19,6 +20,7 @@ from lightning.algorithms.protocol import head_of
 from lightning.batch import Group, is_trained
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.policy_server.policies import PolicySet
 from lightning.safe_text import counted
 from lightning.store.pages import each_rollout
 from lightning.store.places import existing_store, split_reference
@@ -28,8 +30,8 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.context import PolicyFault
 from lightning.trainer.plan import TRAIN, fixed_order, units_from
 from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampled, TurnSampler
-from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
-from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Task, by_key
+from lightning.trainer.training_data import all_rollouts, load_groups, of_groups, of_interest
+from lightning.types import CONVERSATION_ID, POLICY, SERVED, Json, Lease, Outcome, Rollout, Task, Transition, by_key
 
 LEASE_SECONDS = 600.0
 TRIED = 256
@@ -133,10 +135,14 @@ async def _newest(store: Store, rollouts: Sequence[Rollout]) -> int:
 
 
 async def check_record(
-    record: Record, schedule: AlgorithmSchedule, train_agents: Sequence[str], policy_fault: PolicyFault
+    record: Record,
+    schedule: AlgorithmSchedule,
+    train_agents: Sequence[str],
+    policy_fault: PolicyFault,
+    several: PolicySet | None = None,
 ) -> None:
     """Raise `ConfigError` if the algorithm finds nothing to learn in the record. Nothing is checked for an algorithm with a
-    critic or a record of more than `TRIED` groups."""
+    critic or a record of more than `TRIED` groups. `several` are the policies of a run that has more than one."""
     algorithm = schedule.at(1)
     units = record.groups(algorithm.group_size)
     if head_of(algorithm) or len(units) > TRIED:
@@ -146,7 +152,8 @@ async def check_record(
         for place, unit in enumerate(units)
         for index, rollout in enumerate(unit)
     ]
-    batch = algorithm.batch(await load_groups(record.store, members, train_agents, policy_fault))
+    groups = await load_groups(record.store, members, train_agents, policy_fault)
+    batch = algorithm.batch(of_interest([_of_run(group, several) for group in groups], train_agents))
     if not batch.samples:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in batch.skipped.items()) or "nothing to train"
         compared = batch.skipped.keys() & {"too_few_succeeded", "too_few_trainable"}
@@ -180,7 +187,9 @@ class RecordedSampler(TurnSampler):
         pass. Raises `ConfigError` as `open_record` and `check_record` do."""
         place, config, schedule = self.asked.recorded or "", self.asked.config.trainer, self.asked.schedule
         held = await resources.enter_async_context(open_record(_beside(place, out), known, project))
-        await check_record(held, schedule, self.asked.agents, config.policy_fault)
+        await check_record(
+            held, schedule, self.asked.agents, config.policy_fault, plugins().policy_set(self.asked.config)
+        )
         self.held, tasks = held, held.tasks
         unrated = (
             f"; {counted(held.unrated, 'conversation without feedback is', 'conversations without feedback are')} left out"
@@ -272,10 +281,11 @@ class RecordedSampler(TurnSampler):
     async def _fill(self, leases: Sequence[Lease], sources: Sequence[Rollout]) -> None:
         """Store the calls and outcomes of the recorded rollouts under the leased ones, which this completes."""
         named = [(source.id, source.attempt) for source in sources]
+        several = plugins().policy_set(self.stack.config)
         calls, ended = await self._record.store.transitions_of(named), await self._record.store.attempts_of(named)
         await self.stack.store.append(
             [
-                replace(call, rollout=lease.rollout.id, attempt=lease.attempt)
+                replace(own_call(call, several), rollout=lease.rollout.id, attempt=lease.attempt)
                 for lease, made in zip(leases, calls, strict=True)
                 for call in made
             ]
@@ -296,6 +306,24 @@ class RecordedSampler(TurnSampler):
             *(complete(lease.rollout.id, lease.attempt, each) for lease, each in zip(leases, outcomes, strict=True))
         ):
             self.finished(done)
+
+
+def own_call(call: Transition, several: PolicySet | None) -> Transition:
+    """Return a recorded call as one of a run with these policies (None: with one): its policy is that which the call's agent
+    has in the run. Raises `ConfigError` for a call that several policies match."""
+    policy = POLICY if several is None else several.policy_of(call.caller, call.requested_model)
+    return replace(call, versions=tuple(replace(run, policy=policy) for run in call.versions))
+
+
+def _of_run(group: Group, several: PolicySet | None) -> Group:
+    """Return a group with its calls as `own_call` returns them."""
+    return Group(
+        group.id,
+        tuple(
+            replace(member, transitions=tuple(own_call(call, several) for call in member.transitions))
+            for member in group.trajectories
+        ),
+    )
 
 
 def steps_of_pass(groups: int, tasks_per_step: int) -> int:

@@ -16,11 +16,13 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.places import existing_store
 from lightning.store.url import parse, redacted
-from lightning.trainer.model import resolve_model
+from lightning.trainer.model import models_in, resolve_model
 from lightning.trainer.run_stages import PREFIX
 from lightning_resources.command import locate
 from lightning_resources.reference import find
 from lightning_resources.weights import checked_weights
+
+from lightning_server.policies import has_policies, policies_in
 
 if TYPE_CHECKING:
     from lightning_server.serving import Followed
@@ -30,8 +32,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model folder, a name on a model hub, the folder of a finished run, or weights as "
-            "resource:[PLACE#]policy/weights@ALIAS: the server follows the alias."
+            help="A model folder, a name on a model hub, the folder of a finished run (RUN/model/NAME for one of its "
+            "policies), or weights as resource:[PLACE#]policy/weights@ALIAS: the server follows the alias."
         ),
     ] = None,
     store: Annotated[
@@ -79,7 +81,7 @@ async def _serve_model(model: str, settings: Config, out: Path | None, ttl: floa
 
     place = out or Path("runs") / f"serve-{timestamp()}"
     async with AsyncExitStack() as resources:
-        follows = None
+        follows, policies = None, None
         if model.startswith(PREFIX):
             follows = await _followed(resources, model)
             folder = await asyncio.to_thread(checked_weights, follows.resource)
@@ -87,16 +89,20 @@ async def _serve_model(model: str, settings: Config, out: Path | None, ttl: floa
             say(f"starting vLLM on {named} in {folder} (log: {place / 'vllm.log'})")
             if isinstance(follows.reference.which, str):
                 say(f"the alias {follows.reference.which!r} is followed: lightning resources promote|rollback")
+        elif has_policies(Path(model)):
+            policies = await policies_in(Path(model))
+            folder = policies.base
+            say(f"starting vLLM on {folder} with the policies of {model} (log: {place / 'vllm.log'})")
         else:
             trained = Path(model) / "model"
-            folder = resolve_model(trained if (trained / "config.json").is_file() else model)
+            folder = resolve_model(trained if models_in(trained) else model)
             say(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
-        serving = await resources.enter_async_context(serving_model(folder, settings, place, follows))
+        serving = await resources.enter_async_context(serving_model(folder, settings, place, follows, policies))
         llm = await serving.open_session("shell", ttl)
         say("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):")
         for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
             say(f"export {name}={value}")
-        say(f"model: {llm.model}")
+        say(f"model: {llm.model if policies is None else ' or '.join(policies.names)}")
         for path in serving.web_apps:
             made = shlex.join(["lightning", "token", "create", "viewer", "--store", str(place)])
             say(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")

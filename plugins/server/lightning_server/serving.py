@@ -29,11 +29,11 @@ from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
-from lightning.policy_server.servers import settings_of_servers
+from lightning.policy_server.servers import served_models, settings_of_servers
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.model import with_dtypes
+from lightning.trainer.model import with_dtypes, with_one_policy
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
 from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Task, new_id
@@ -52,6 +52,7 @@ from lightning_server.control import (
 )
 from lightning_server.errors import ApiError
 from lightning_server.following import Follower
+from lightning_server.policies import ServedPolicies
 from lightning_server.protocol import SESSION_OF, Host, WebApp
 from lightning_server.weight_files import MOUNT, WeightFiles
 
@@ -142,49 +143,41 @@ class Followed:
 
 @asynccontextmanager
 async def serve(
-    model: Path, config: Config, folder: Path, follows: Followed | None = None
+    model: Path,
+    config: Config,
+    folder: Path,
+    follows: Followed | None = None,
+    policies: ServedPolicies | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve a model folder through a gateway that records into `folder`. `follows` says which version of weights the model is;
-    if an alias named it, the server follows the alias.
+    if an alias named it, the server follows the alias. `policies` are several that began as the model, and all are served.
 
     Raises `ConfigError` for settings that change the agents, which run elsewhere, and for an address beyond loopback before
     anybody has made a token; `PluginError` where no plugin tells conversations apart; and the errors of policy server, gateway
     and store.
     """
-    if config.runner.prompts:
-        raise ConfigError(
-            f"runner.prompts gives prompts to {', '.join(sorted(config.runner.prompts))}, but a served model's agents run "
-            "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
-            "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
-        )
-    check_policy_server(config.policy_server)
-    config, *more = settings_of_servers(config, models=1)
-    if more:
-        raise ConfigError(
-            f"lightning serve serves a model by one vLLM, and the settings name {1 + len(more)} (policy_server.replicas, "
-            "policy_server.attach): leave out all but one, or give vLLM --data-parallel-size in policy_server.args"
-        )
-    if why := check_gateway(config.gateway).why_not("session"):
-        raise PluginError(
-            "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
-            f"{why}.{plugins().left_out()}"
-        )
+    config = _checked(config)
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))
         store = await resources.enter_async_context(plugins().opened_store(sqlite_url(database)))
         await check_exposure(store, config.gateway.host, place=sqlite_url(database))
-        run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
+        said = {} if policies is None else {"config": policies.said}
+        run = Run(database.parent.name, "serve", {"model": str(model), **said}, time.time())
         check_ports(config.gateway, config.policy_server)
         demand = Demand(config.runner.concurrency)
         if follows is not None:
             config = with_dtypes(config, model, "torch")
-        version, log, claims = follows.resource.version if follows else 0, folder / "vllm.log", follows is not None
-        policy = make_policy_server(model, config, log=log, version=version, claims=claims, demand=demand)
+        version, log = follows.resource.version if follows else 0, folder / "vllm.log"
+        config, claims = policies.within(config) if policies else config, bool(follows or policies)
+        way = served_models(model, config)[0].transfer if policies else None
+        policy = make_policy_server(model, config, log=log, version=version, claims=claims, demand=demand, transfer=way)
         resources.push_async_callback(policy.close)
         await policy.start()
         if follows is not None and policy.version != version:  # an attached vLLM still has its last weights
             await policy.update(model, version)
+        if policies is not None:
+            await policy.update(policies.adapters, version + 1)
         gateway = await make_gateway(store, [policy], config, run.id)
         resources.push_async_callback(gateway.close)
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
@@ -204,6 +197,30 @@ async def serve(
             following = asyncio.create_task(follower.follow(), name="lightning-follow")
             resources.push_async_callback(end, following)
         yield RunningServer(run, store, policy, gateway, log, tuple(web_apps), following)
+
+
+def _checked(config: Config) -> Config:
+    """Return the settings of the one vLLM that serves a model. Raises `ConfigError` for settings that cannot be carried out,
+    and `PluginError` without a plugin that tells conversations apart."""
+    if config.runner.prompts:
+        raise ConfigError(
+            f"runner.prompts gives prompts to {', '.join(sorted(config.runner.prompts))}, but a served model's agents run "
+            "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
+            "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
+        )
+    check_policy_server(config.policy_server)
+    config, *more = settings_of_servers(config, models=1)
+    if more:
+        raise ConfigError(
+            f"lightning serve serves a model by one vLLM, and the settings name {1 + len(more)} (policy_server.replicas, "
+            "policy_server.attach): leave out all but one, or give vLLM --data-parallel-size in policy_server.args"
+        )
+    if why := check_gateway(config.gateway).why_not("session"):
+        raise PluginError(
+            "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
+            f"{why}.{plugins().left_out()}"
+        )
+    return with_one_policy(config)
 
 
 @dataclass(frozen=True, slots=True)

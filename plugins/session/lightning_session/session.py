@@ -37,14 +37,17 @@ from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import REUSE
 from lightning.trainer.algorithm import AlgorithmSchedule
+from lightning.trainer.context import RESTING
 from lightning.trainer.loop import Loop
 from lightning.trainer.plan import TRAIN, as_tasks, fixed_order, newest_generation, train_rollouts
 from lightning.trainer.samplers import Sampled
 from lightning.trainer.summary import Evaluation, check_held_out
-from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.types import Json, Rollout, Task, Transition
+from lightning.trainer.training_data import all_rollouts, load_groups, of_interest, without
+from lightning.types import POLICY, Json, Rollout, Task, Transition
 from lightning_branching.planned import branch_rollouts, warn_of_credit
 from lightning_proof.recorded_step import OWN_LOOP, OwnStep, row_digests, rows_digest
+
+from lightning_session.policies import SessionPolicy, others, policies_of
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -82,6 +85,8 @@ class _Made:
     batch: Batch
     groups: Sequence[Group]
     rows: Sequence[tuple[str, str]]
+    resting: Sequence[str] | None
+    """The policies that were left out by name; None if none were named."""
 
 
 class Session:
@@ -102,6 +107,7 @@ class Session:
         self._branched = False
         """Whether `branch` was called."""
         self._turn = asyncio.Lock()
+        self._policies = policies_of(loop, self._turn)
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -131,6 +137,11 @@ class Session:
     def step(self) -> int:
         """How many steps are committed."""
         return self._loop.done
+
+    @property
+    def policies(self) -> Mapping[str, SessionPolicy]:
+        """The policies of the run by name; `{"policy": ...}` for a run with one."""
+        return self._policies
 
     @property
     def kept(self) -> Evaluation | None:
@@ -223,10 +234,14 @@ class Session:
             self._branched = True
             warn_of_credit((self._loop.schedule.at(self.step + 1),))
 
-    async def batch(self, groups: Sequence[Group]) -> Batch:
-        """Make the rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups
-        that `rollout` has not returned like this, that were in more steps than `trainer.max_reuse` allows, or that are older
-        than `trainer.max_staleness` steps."""
+    async def batch(self, groups: Sequence[Group], policies: Sequence[str] | None = None) -> Batch:
+        """Make the rows of groups, as the run's algorithm makes them: credit, filtering, weights. With `policies` the step
+        trains these of the run's policies alone: the batch has the rows of their calls, and the others rest.
+
+        Raises `DataError` for groups that `rollout` has not returned like this, that were in more steps than
+        `trainer.max_reuse` allows, or that are older than `trainer.max_staleness` steps, and for names that are not those of
+        trained policies."""
+        resting = None if policies is None else others(self.policies, policies)
         trainer = self._loop.stack.config.trainer
         if len({group.id for group in groups}) < len(groups):
             raise DataError("a group is there twice: give each once")
@@ -242,9 +257,11 @@ class Session:
                     f"trainer.max_staleness = {trainer.max_staleness} steps, was changed, or branch() was interrupted on it"
                 )
         async with self._turn:
+            if resting is not None:
+                groups = of_interest(groups, (*self._loop.train_agents, *without(resting)))
             batch = await in_thread(self._loop.schedule.at(self.step + 1).batch, groups)
             rows = await asyncio.to_thread(lambda: [row_digests(row) for row in batch.samples])
-            self._batches[id(batch)] = _Made(batch, [*groups], rows)
+            self._batches[id(batch)] = _Made(batch, [*groups], rows, resting)
             return batch
 
     async def forward_backward(self, batch: Batch, samples: Sequence[Sample] | None = None) -> Mapping[str, float]:
@@ -283,12 +300,16 @@ class Session:
 
     async def optim_step(self, lr: float | None = None) -> Mapping[str, float]:
         """Clip the gradient and update the weights, at the rate `lr` or at the schedule's. The schedule counts steps, so all
-        updates of a step have the same rate. Raises `DataError` without a gradient, and after `trainer.steps` if the schedule
-        has fallen to 0."""
+        updates of a step have the same rate. A rate that was set for a policy (`policies[NAME].lr`) holds for it instead.
+
+        Raises `DataError` without a gradient, and after `trainer.steps` if the schedule has fallen to 0."""
         async with self._turn:
             loop, now = self._loop, await self._present()
             if not now.pending:
                 raise DataError("there is no gradient: call forward_backward() with a batch before optim_step()")
+            alone = self.policies.get(POLICY)
+            if alone is not None and alone.fixed is not None:
+                lr = alone.fixed
             lr = self._scheduled() if lr is None else lr
             now.pending = False
             with loop.timed("train"):
@@ -332,7 +353,10 @@ class Session:
                 )
             made, batch, step = self._batches[id(now.batch)], now.batch, self.step + 1
             groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
-            fresh, said = [group for group in groups if not self._taken[group.id]], {OWN_LOOP: own.to_json()}
+            fresh = [group for group in groups if not self._taken[group.id]]
+            said: dict[str, Json] = {OWN_LOOP: own.to_json()}
+            if made.resting is not None:
+                said[RESTING] = [*made.resting]
             reused: list[Json] = [rollout.id for rollout in batch.used if rollout.id in self._trained]
             if reused:
                 said[REUSE] = {"limit": loop.stack.config.trainer.max_reuse, "rollouts": reused}
@@ -343,6 +367,8 @@ class Session:
             finally:
                 if loop.done == step:  # committed, whatever failed then
                     self._committed(groups, batch)
+                    for policy in self.policies.values():
+                        policy.took(result)
             loop.reporter.step(step, metrics, time.monotonic() - began)
             return metrics
 
@@ -400,9 +426,12 @@ def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
     """Return the result that a step reports: of its rows up to the first update, and of all updates."""
     metrics = dict(result.metrics)
     metrics |= {"lr": updates[-1].metrics["lr"]} if "lr" in updates[-1].metrics else {}
-    for name in {name for update in updates for name in update.metrics if name.endswith("grad_norm")}:
-        values = [update.metrics[name] for update in updates if name in update.metrics]
-        metrics[name] = sum(values) / len(values)
+    for name in {name for update in updates for name in update.metrics}:
+        values, key = [update.metrics[name] for update in updates if name in update.metrics], name.rpartition("/")[2]
+        if key.endswith("grad_norm") or key == "gradient_share":
+            metrics[name] = sum(values) / len(values)
+        elif name.startswith("policy/") and key in ("lr", "updates", "skipped_nonfinite"):
+            metrics[name] = values[-1] if key == "lr" else sum(values)
     taken = sum(update.metrics["updates"] for update in updates)
     return StepResult(metrics | {"updates": taken, "stepped": 1.0}, result.seen)
 

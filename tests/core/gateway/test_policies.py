@@ -68,6 +68,14 @@ async def test_a_policy_that_answers_nowhere_is_refused_at_once(two) -> None:
     assert "No policy server answers for the policy 'poet'" in answer.json()["error"]["message"]
 
 
+async def test_what_is_the_same_for_all_policies_is_asked_of_any_server(two) -> None:
+    house, *_ = two
+    listed = await (await house.client()).models.list()
+    assert [card.id for card in listed.data] == ["policy"]
+    status, answer = await house.gateway.parts.forwarder.tokenize(house.gateway.own, "run/0", {"messages": HI})
+    assert (status, b"tokens" in answer) == (200, True)
+
+
 async def test_an_update_splits_a_trained_policys_call_and_leaves_a_frozen_one_at_version_0(two) -> None:
     house, shared, _, _ = two
     shared.queue(*[Reply("a b c d e f g h i", token_delay=0.01)] * 2)

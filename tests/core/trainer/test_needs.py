@@ -42,6 +42,23 @@ def test_too_little_memory_is_warned_of_with_a_cure(caplog: pytest.LogCaptureFix
     )
 
 
+def test_each_policy_has_a_training_state_a_model_and_adapters_on_the_disk(model: Path, tmp_path: Path) -> None:
+    shapes = [spec.shape for spec in folder_tensors(model).values()]
+    numbers, width = sum(map(math.prod, shapes)), sum(sum(shape) for shape in shapes if len(shape) == 2)
+    agents = {f"policies__{name}__agents": [name] for name in ("writer", "editor", "judge")}
+    config = made(
+        **agents,
+        policies__judge__train=False,
+        policies__writer__lora={"rank": 3},
+        engine__lora={"rank": 1},
+        trainer__keep_checkpoints=1,
+    )
+    need = disk_need(tmp_path, model, config)
+    assert need is not None
+    assert need.bytes == 2 * 12 * 4 * width + 2 * 4 * numbers + 2 * 4 * 4 * width
+    assert "adapters alone" not in need.cure
+
+
 def test_disk_is_said_before_and_after(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5e9))
     numbers = sum(math.prod(spec.shape) for spec in folder_tensors(model).values())
@@ -56,6 +73,11 @@ def test_disk_is_said_before_and_after(model: Path, tmp_path: Path, monkeypatch:
     assert said_of_disk(out) == f"On the disk {out} takes 2 MB."
     (out / "checkpoints/step-00000001/weights").write_bytes(bytes(3_000_000))
     assert f"takes 5 MB, of which 3 MB are checkpoints. `rm -r {out / 'checkpoints'}` frees these" in said_of_disk(out)
+    (out / "checkpoints/step-00000002/writer").mkdir(parents=True)
+    (out / "checkpoints/step-00000002/writer/weights").write_bytes(bytes(1000))
+    again = disk_need(out, model, made())
+    assert again is not None
+    assert again.free == 5e9 + 3_001_000, "a resumed run writes over these"
     spaced = out.rename(tmp_path / "my run")
     assert f"`rm -r '{spaced / 'checkpoints'}'` frees these" in said_of_disk(spaced), (
         "a copied command removes nothing else"

@@ -275,3 +275,18 @@ def test_a_step_says_by_what_it_exceeds_the_bound() -> None:
     own = with_settings(config, {"trainer.max_logprob_gap": 4.0})
     assert bound_of(own).problem_of_step(metrics) == "5 nats or more on 1 of 10000 tokens, more than 4"
     assert bound_of(config).problem_of_step({"tokens": 12.0, "tokens_compared": 0.0}) == "", "nothing was compared"
+
+
+def test_a_policy_that_a_step_did_not_train_has_no_update_below_the_noise(caplog: pytest.LogCaptureFixture) -> None:
+    made, engine = prober()
+    writer, editor = (replace(row(), policy=name) for name in ("writer", "editor"))
+    metrics = {"mean_logprob_gap": 0.03, "max_logprob_gap": 0.3, "staleness_max": 0.0}
+    old = np.nan_to_num(writer.logprobs)
+    engine.values[: len(old)] = old + 0.03
+    for steps, own, told in ((1, writer, 0), (4, editor, 1), (2, writer, 1)):
+        for _ in range(steps):
+            made.remember(batch(own), metrics)
+            for probe in made.probes():
+                assert made.judge(probe, engine.values[1 : len(probe.ids)].tolist()) is not None
+        said = [text for text in caplog.messages if "the last 3 updates" in text]
+        assert [text[text.rindex("(") :] for text in said] == ["(of the policy 'editor')"] * told

@@ -50,3 +50,8 @@ def test_tokens_that_are_not_the_sampled_ones_are_counted(trained: tuple[int, in
     rows = build_samples([replace(member, transitions=(call,))], [[1.0]])
     result = StepResult({}, {call.key: transition_digest(call)})
     assert Loop.drift(cast("Loop", None), [group], Batch(rows, ()), result) == drift
+    skipped = {"skipped_nonfinite": 1.0, "policy/writer/skipped_nonfinite": 1.0, "policy/editor/skipped_nonfinite": 0.0}
+    for policy, counted in (("writer", 0), ("editor", drift)):
+        own = Batch(tuple(replace(row, policy=policy) for row in rows), ())
+        assert Loop.drift(cast("Loop", None), [group], own, StepResult(skipped, result.seen)) == counted
+    assert Loop.drift(cast("Loop", None), [group], Batch(rows, ()), StepResult({"skipped_nonfinite": 1.0}, {})) == 0

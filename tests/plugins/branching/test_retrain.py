@@ -13,7 +13,7 @@ from lightning.cli.app import main
 from lightning.cli.output import locate, with_store
 from lightning.config.plugin_settings import Config
 from lightning.types import StepRecord
-from lightning_branching.retrain import Retraining, retrain
+from lightning_branching.retrain import Retraining, _machine_settings, retrain
 from lightning_proof.bring_forward import Rewinder
 from safetensors.torch import load_file, save_file
 
@@ -134,3 +134,19 @@ def test_without_a_checkpoint_of_the_last_step_nothing_is_proven(train: Any) -> 
     found = retrained(folder)
     assert found.equal is None
     assert "the weights after 1 of 1 step are nowhere recorded" in found.why
+
+
+def test_the_last_step_of_policies_is_compared_with_the_checkpoint_of_each(train: Any) -> None:
+    folder = train("run", 2, policies__writer__agents=["*"], engine__lora={"rank": 2}, **KEPT)
+    assert retrained(folder) == Retraining("run", 2, 2, equal=True)
+    file = folder / "checkpoints" / "step-00000002" / "writer" / "weights.safetensors"
+    save_file({name: tensor + 0.5 for name, tensor in load_file(file).items()}, file)
+    found = retrained(folder)
+    assert (found.equal, found.step) == (False, 2)
+    assert "the weights of writer after it are others than in its checkpoint, by up to 0.5" in str(found)
+
+
+def test_of_numbers_that_differed_between_policies_the_least_is_taken() -> None:
+    context = {"threads": 2, "tokens_per_microbatch": {"writer": 512, "editor": 1024, "new": None}}
+    settings = _machine_settings(StepRecord("run", 1, 1, (), (), "", context=context))
+    assert (settings["threads"], settings["tokens_per_microbatch"]) == (2, 512)

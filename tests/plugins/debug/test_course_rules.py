@@ -8,12 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.config import Config, with_settings
 from lightning.engines.logprob_gap import bound_for
 from lightning.engines.protocol import StepResult
+from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import step_metrics
 from lightning.trainer.summary import Evaluation
-from lightning_debug.diagnosis import Course, Diagnosis, lengths_of
+from lightning_debug.diagnosis import Course, Diagnosis, lengths_of, turns_of
 from lightning_debug.rules import diagnose
 
 STEPS = 40
@@ -284,3 +286,30 @@ def test_answers_are_as_long_whether_groups_that_are_equal_are_trained_or_not(kl
     metrics = step_metrics(rollouts, groups, batch, StepResult({"tokens": tokens}, {}))
     assert tokens == (320.0 if kl else 40.0)
     assert lengths_of(Course([metrics])) == [10.0]
+
+
+@pytest.mark.parametrize(
+    ("turns", "editor", "found"),
+    [
+        ("", 0, True),
+        ("", 4, True),
+        ("", 6, False),
+        ("writer:1,editor:1", 0, True),
+        ("writer:8,editor:2", 0, False),  # it has had two turns
+    ],
+)
+def test_a_policy_that_is_never_trained_is_named(turns: str, editor: int, found: bool) -> None:
+    """`editor` is the last step of ten that trained the editor; 0 is none."""
+    said = {"policies.writer.agents": ["writer"], "policies.editor.agents": ["editor"], "engine.lora": {"rank": 1}}
+    policies = plugins().policy_set(with_settings(Config(), {**said, "trainer.policy_turns": turns}))
+    steps = [{"policy/writer/tokens": 9.0, "stepped": 1.0} for _ in range(10)]
+    for step in steps[:editor]:
+        step["policy/editor/tokens"] = 9.0
+
+    def told(steps: list[dict[str, float]]) -> list[Diagnosis]:
+        found = diagnose(course=Course(steps, turns=turns_of(policies, 1, len(steps))))
+        return [each for each in found if each.cause.startswith("untrained policy")]
+
+    assert [each.cause for each in told(steps)] == ["untrained policy/editor"] * found
+    assert all("policies.editor.agents" in each.text for each in told(steps))
+    assert told([{"stepped": 0.0} for _ in steps]) == [], "steps that trained no policy have another alarm"

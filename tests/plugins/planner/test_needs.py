@@ -88,6 +88,10 @@ def test_memory_is_that_of_training_and_of_vllm_where_both_are_on_the_cpu(machin
     assert adapters is not None
     learned = sum(sum(shape) for shape in shapes if len(shape) == 2)
     assert adapters.bytes == 4 * numbers + 20 * learned + 4 * numbers + LEAST_KV_BYTES
+    several = {f"policies__{name}__agents": [name] for name in ("writer", "editor")}
+    both = memory_need(model, made(**several, policies__writer__lora={"rank": 3}, engine__lora={"rank": 1}), "torch", 1)
+    assert both is not None
+    assert both.bytes == 4 * numbers + 20 * 4 * learned + 4 * (numbers + 2 * 3 * learned) + LEAST_KV_BYTES
     attached = memory_need(model, made(policy_server__attach="http://127.0.0.1:1"), "torch", 1)
     assert attached is not None
     assert attached.bytes == 20 * numbers

@@ -68,6 +68,13 @@ def test_with_other_settings(plan: Callable[..., str]) -> None:
     assert not any("grow with the tokens" in note for note in wide["notes"])
 
 
+def test_adapters_of_several_policies_are_those_of_one_with_as_many_weights(plan: Callable[..., str]) -> None:
+    gpus = ("--json", "--gpus", "1", "--serve-on", "0", "--model", "Qwen/Qwen3-4B")
+    named = [part for name in ("writer", "editor") for part in (f'{name}.agents=["{name}"]', f"{name}.lora.rank=8")]
+    several = [part for each in named for part in ("--set", f"policies.{each}")]
+    assert planned(plan(*gpus, *several)) == planned(plan(*gpus, "--set", "engine.lora.rank=16"))
+
+
 def test_bounds_side_by_side(plan: Callable[..., str]) -> None:
     turns, behind = planned(plan("--json", "--max-staleness", "0", "--max-staleness", "2"))
     assert turns["staleness_max"] == 0

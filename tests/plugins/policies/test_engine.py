@@ -27,6 +27,7 @@ from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import ADAPTERS
 from lightning.testing.tiny_models import make_tiny_model
+from lightning_finetuning.dpo import PreferenceLoss
 from lightning_policies.engine import PolicyEngine, TrainedPolicy, merged, seed_of
 from peft import PeftModel
 from safetensors import safe_open
@@ -247,6 +248,17 @@ def test_a_row_of_a_policy_that_is_not_trained_is_refused_before_anything_is_cha
         getattr(engine, call)(samples, *([LOSS] if call in ("step", "forward_backward") else []))
     assert same(before, weights_of(engine))
     assert engine.step(rows(1), LOSS).metrics["stepped"] == 1
+
+
+@pytest.mark.parametrize("call", ["step", "forward_backward"])
+def test_a_loss_that_compares_rows_takes_those_of_one_policy(open_policies: Open, call: str) -> None:
+    loss = PreferenceLoss((("writer-1", "writer-3"),))
+    engine = open_policies()
+    before = weights_of(engine)
+    with pytest.raises(ConfigError, match=r"PreferenceLoss compares .*trainer.policy_turns = 'editor:1,writer:1'"):
+        getattr(engine, call)([row("writer", 1), row("editor", 2), row("writer", 3)], loss)
+    assert same(before, weights_of(engine))
+    assert "dpo_loss" in getattr(engine, call)([row("writer", 1), row("writer", 3)], loss).metrics
 
 
 def test_a_policy_without_rows_stays_as_it_was_and_has_no_metrics(open_policies: Open) -> None:

@@ -8,21 +8,30 @@ import json
 import urllib.request
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.cli.output import with_store
 from lightning.config import config_model, with_settings
-from lightning.policy_server.model_folder import check_weights, read_header
+from lightning.errors import ConfigError
+from lightning.policy_server.model_folder import ADAPTERS_OF_ALL, check_weights, read_header
 from lightning.policy_server.protocol import Probe, Update
 from lightning.policy_server.weights import FromDisk
+from lightning.store.places import store_in
+from lightning.store.protocol import Store
 from lightning.testing import vllm_replies
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, stack
-from lightning.types import LLM, CallStatus, StepRecord, Task, Transition
+from lightning.trainer.model import policy_set_of
+from lightning.types import LLM, CallStatus, Json, StepRecord, Task, Transition
+from lightning_branching.branching import branch
+from lightning_branching.policies import find_model
+from lightning_proof.audit import audit
+from lightning_server.policies import policies_in
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -160,6 +169,44 @@ def test_each_base_and_each_whole_policy_has_a_server_of_its_own(
     left = load_file(exported / "editor" / "model.safetensors")
     assert all(torch.equal(left[key], kept[key]) for key in left)
     assert not torch.equal(left["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])
+    assert not (exported / ADAPTERS_OF_ALL).exists()
+    _check_named_policies(tmp_path, other, max(calls, key=lambda call: call.rollout).rollout, monkeypatch)
+
+
+def _check_named_policies(place: Path, other: Path, rollout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that one server does not answer all policies of the run `place`/run, and that each is found by its name: also from
+    a folder where the relative name of a base is that of nothing."""
+    folder, into, config = place / "run", place / "made", with_settings(config_model()(), {})
+    why = (
+        r"the policies of the run run have no model in common \(critic begins as other; judge begins as .*other; all weights "
+        "of editor are trained"
+    )
+    with pytest.raises(ConfigError, match=rf"{why}.*: serve one of its policies, as {folder}/model/critic"):
+        asyncio.run(policies_in(folder))
+    with pytest.raises(ConfigError, match=rf"{why}.*: name the weights of one policy .*--weights RUN/model/NAME"):
+        branch(rollout, agents("writer"), at=1, runs=str(place), runner="inline")
+    named = find_model("run/model/editor", place, into, config)
+    assert named.folder == folder / "model" / "editor"
+    assert find_model("run/model/critic@0", place, into, config).folder == other.resolve()
+    with pytest.raises(ConfigError, match=f"the policy judge is not trained: it is {other}"):
+        find_model("run/model/judge", place, into, config)
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    assert not asyncio.run(with_store(store_in(folder), lambda store: audit(store, "run"))).findings
+    several = policy_set_of(asyncio.run(with_store(store_in(folder), lambda store: _config_of(store))))
+    assert several is not None
+    assert several.described == {
+        "writer": "answers writer; trained with a learning rate of 0.01 and adapters of rank 4",
+        "editor": "answers editor; trains all weights of the model with a learning rate of 0.01",
+        "critic": "answers critic; trained with a learning rate of 0.01 and adapters of rank 2 on other",
+        "judge": f"answers judge; not trained, stays {other}",
+    }
+
+
+async def _config_of(store: Store) -> Mapping[str, Json]:
+    run = await store.get_run("run")
+    assert run is not None
+    return run.config
 
 
 @pytest.mark.slow

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from lightning.config import Config, LoraConfig, load_config
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.plugins import plugins
+from lightning.policy_server.model_folder import folder_tensors
 from lightning.policy_server.servers import settings_of_servers
 from lightning.policy_server.weights import FromDisk
 from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer.model import default_rate, with_one_policy
+from lightning.trainer.needs import disk_need, ranks_of_adapters
 from lightning.trainer.trainer import Trainer
 from lightning_attach.transfer import LocalSender, OverNetwork
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
@@ -38,8 +42,13 @@ def policies(*overrides: str) -> Policies:
 
 
 def refused(*overrides: str) -> str:
+    def begin() -> None:
+        found = plugins().policy_set(made(*overrides))
+        assert found is not None
+        found.check()
+
     with pytest.raises(ConfigError) as error:
-        plugins().policy_set(made(*overrides))
+        begin()
     return str(error.value)
 
 
@@ -149,6 +158,11 @@ def _refused_servers(*overrides: str) -> str:
     return str(error.value)
 
 
+def test_a_server_of_one_model_has_no_policies() -> None:
+    config = made(*AGENTS, LORA, 'trainer.policy_turns="writer:1,editor:1"', "trainer.steps=3")
+    assert with_one_policy(config) == made(LORA, "trainer.steps=3")
+
+
 def test_policies_take_turns_again_and_again() -> None:
     assert policies(LORA).resting(1) == ()
     found = policies(LORA, 'trainer.policy_turns="writer:2, editor:1"')
@@ -205,3 +219,21 @@ def test_a_trainer_leaves_out_what_is_never_trained_and_refuses_what_cannot_be(t
     settings["policies.writer.base"] = "./none"
     with pytest.raises(ConfigError, match=r"policies\.writer\.base: the model folder \./none does not exist"):
         Trainer("org/model", out=tmp_path / "run", config=settings)
+
+
+def test_the_disk_and_the_rate_of_a_run_are_those_of_its_policies_adapters(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    named = ("policies.writer.lora.rank=2", "policies.editor.lora.rank=4", "trainer.keep_checkpoints=1")
+    several, one = made(*AGENTS, *named), made("engine.lora.rank=6", "trainer.keep_checkpoints=1")
+    needs = [disk_need(tmp_path, model, config) for config in (several, one)]
+    numbers = sum(math.prod(spec.shape) for spec in folder_tensors(model).values())
+    assert needs[0] is not None
+    assert needs[1] is not None
+    weights = 6 * sum(sum(spec.shape) for spec in folder_tensors(model).values() if len(spec.shape) == 2)
+    assert needs[0].bytes - needs[1].bytes == 4 * numbers + 2 * 4 * weights, (
+        "each trained policy has an exported model, and its adapters alone twice"
+    )
+    assert default_rate(several, model) == default_rate(one, model)
+    mixed = made(*AGENTS, "policies.writer.lora.rank=2")
+    assert default_rate(mixed, model) == default_rate(made(), model), "a rate for adapters is too high for all weights"
+    assert (ranks_of_adapters(several), ranks_of_adapters(mixed)) == (6, 0)

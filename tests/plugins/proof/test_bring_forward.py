@@ -13,10 +13,14 @@ from lightning.algorithms import Batch, from_batch
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch.trajectory import Group
+from lightning.config import Config, load_config
 from lightning.errors import AuditError, ConfigError
+from lightning.plugins import plugins
+from lightning.store.memory import MemoryStore
+from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Epoch
 from lightning.trainer.runs import describe_algorithm
-from lightning_proof.bring_forward import algorithm_of
+from lightning_proof.bring_forward import Rewinder, algorithm_of
 from lightning_session.session import Session
 
 from tests.core.trainer.test_held_out import graded, ledger
@@ -125,3 +129,15 @@ async def test_its_steps_are_not_taken_again_by_the_loop(bench: Open, tmp_path: 
     async with bench(folder) as made:
         with pytest.raises(AuditError, match="was taken by a loop of its own"):
             await made.loop.restore()
+
+
+@pytest.mark.parametrize(("then", "reopened"), [("0.5", False), ("0.25", True)])
+def test_a_policy_of_another_rate_is_opened_anew_for_its_steps(tmp_path: Path, then: str, reopened: bool) -> None:
+    def settings(rate: str) -> Config:
+        named = ('policies.writer.agents=["writer"]', f"policies.writer.lr={rate}", "engine.lora.rank=2")
+        return load_config(overrides=(*named, "engine.dtype=float32", "engine.lr=1"), env={})
+
+    epoch = Epoch(0, 1, {"config": settings(then).model_dump(mode="json")})
+    places = Checkpoints(tmp_path / "checkpoints", keep=1)
+    again = Rewinder(MemoryStore(), [], [epoch], places, plugins().engine("torch"), tmp_path, settings("0.5"))
+    assert again.needed(1) is reopened

@@ -169,3 +169,19 @@ class _Plugins:
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.opened_store = plugins().opened_store
         self.engine = lambda name: make
+
+
+def test_policies_begin_with_the_weights_of_one_model_and_not_of_several(train: Any, tmp_path: Path) -> None:
+    lora = {"engine__lora": {"rank": 2}}
+    begin, first = (Path("checkpoints") / f"step-0000000{step}" for step in (0, 1))
+    writer = {"policies__writer__agents": ["*"], **lora}
+    parent = train("parent", 1, **lora)
+    began = train("began", 1, from_run="parent@1", **writer)
+    assert equal(model(parent / "model"), model(began / "forked"))
+    several = train("several", 1, **writer)
+    again = train("again", 1, from_run="several@1", **writer)
+    assert equal(*(state(path / "writer") for path in (again / begin, several / first))), "the same policies go on"
+    with pytest.raises(ConfigError, match=r"trains the policies writer, each with a model of its own") as refused:
+        train("one", 1, from_run="several@1", **lora)
+    assert f"name one of them, as {tmp_path / 'several' / 'model' / 'writer'}@1" in str(refused.value)
+    assert not (tmp_path / "one" / "forked").exists()

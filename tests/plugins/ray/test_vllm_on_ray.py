@@ -318,6 +318,7 @@ def test_gpus_that_only_the_cluster_has_are_asked_for_by_name(monkeypatch: pytes
     [
         ({"weight_transfer": "shared_memory"}, "'shared_memory' reaches no other machine"),
         ({"device": "cuda"}, r"policy_server\.ray\.address is empty, and a Ray started on this machine"),
+        ({"device": "cuda", "ray.address": "auto", "gpus": (2, 3)}, r"policy_server\.gpus = \[2, 3\] names GPUs of this"),
         ({"host": "0.0.0.0"}, r"policy_server\.host = '0\.0\.0\.0'"),
         ({"attach": "http://gpu:8000"}, r"policy_server\.placement = 'ray' says where .* leave out one of the two"),
         ({"placement": "moon"}, r"policy_server\.placement = 'moon'"),

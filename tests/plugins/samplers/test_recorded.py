@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.config import Config
+from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import (
+    POLICY,
     SERVED,
+    Caller,
     Outcome,
     Rollout,
     Run,
@@ -29,7 +32,7 @@ from lightning.types import (
 from lightning_finetuning.dpo import DPO
 from lightning_finetuning.sft import SFT
 from lightning_proof.audit import audit
-from lightning_samplers.recorded import Record, RecordedSampler, ages, check_record, open_record
+from lightning_samplers.recorded import Record, RecordedSampler, ages, check_record, open_record, own_call
 
 WHITENED = LightningRL("reinforce++", group_size=1)
 
@@ -41,7 +44,7 @@ def of(record: Record) -> dict[str, Any]:
     return {"sampler": sampler, "record": record.described(), "train": record.tasks}
 
 
-async def conversations(folder: Path, rewards: list[float | None], *, version: int = 0) -> Path:
+async def conversations(folder: Path, rewards: list[float | None], *, version: int = 0, policy: str = POLICY) -> Path:
     """A store with one served conversation for each reward; None was not rated."""
     folder.mkdir(exist_ok=True)
     store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
@@ -53,7 +56,7 @@ async def conversations(folder: Path, rewards: list[float | None], *, version: i
             await store.create_rollouts([rollout])
             (lease,) = await store.lease("session", "server")
             ids, lps = token_ids([number + 1, 2, 3]), logprobs([-0.5, -0.25, -1.0])
-            runs = (VersionRun(0, version), VersionRun(2, version + 1)) if number % 2 else (VersionRun(0, version),)
+            runs = (VersionRun(0, version, policy), VersionRun(2, version + 1, policy))[: 1 + number % 2]
             await store.append([Transition(rollout.id, 1, 0, f"id-{number}", token_ids([9]), ids, lps, versions=runs)])
             if reward is not None:
                 await store.complete(rollout.id, lease.attempt, Outcome(reward=reward))
@@ -206,3 +209,32 @@ async def test_a_pass_has_each_recorded_rollout_once(bench, tmp_path: Path) -> N
     for passed in (steps[:3], steps[3:]):
         assert len({task for step in passed for task in step}) == 5
     assert shares == [0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
+
+
+async def test_recorded_calls_of_several_policies_train_the_policies_of_the_run(bench, tmp_path: Path) -> None:
+    source = await conversations(tmp_path / "source", [1.0, 0.0, 1.0, 0.0], policy="poet")
+    async with open_record(str(source), None, "default") as record:
+        async with bench(tmp_path / "run", **of(record), algorithm=WHITENED) as one:
+            await one.loop.run({})
+            copies = await all_rollouts(one.store, "run", split="train")
+            calls = [call for each in copies for call in await one.store.transitions(each.id)]
+            assert {call.policy for call in calls} == {"policy"}
+        (call, *_) = await record.store.transitions("served-1")
+    settings = ('policies.writer.agents=["agent"]', 'policies.judge.models=["gpt-*"]', "engine.lora.rank=2")
+    several = plugins().policy_set(load_config(overrides=settings, env={}))
+    assert [run.policy for run in own_call(replace(call, caller=Caller("agent")), several).versions] == ["writer"] * 2
+    assert own_call(replace(call, caller=Caller("other")), several).policy == "base"
+    twice = replace(call, caller=Caller("agent"), requested_model="gpt-4o")
+    with pytest.raises(ConfigError, match=r"matches policies.writer and policies.judge, and a call has one policy"):
+        own_call(twice, several)
+
+
+async def test_a_record_is_tried_with_the_policies_of_the_run(tmp_path: Path) -> None:
+    settings = ('policies.writer.agents=["writer"]', "engine.lora.rank=2")
+    several = plugins().policy_set(load_config(overrides=settings, env={}))
+    source = await conversations(tmp_path / "source", [1.0, 0.0])
+    async with open_record(str(source), None, "default") as record:
+        schedule = AlgorithmSchedule.of(WHITENED)
+        await check_record(record, schedule, (), "exclude")
+        with pytest.raises(ConfigError, match="finds nothing to learn"):  # its agent has no policy in the run
+            await check_record(record, schedule, ("!policy:base",), "exclude", several)

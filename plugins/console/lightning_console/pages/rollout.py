@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from lightning.errors import DataError
 from lightning.trainer.summary import reason
-from lightning.types import Json, by_key
+from lightning.types import POLICY, Json, Transition, by_key
 from lightning_branching.recorded import is_void
 
 from lightning_console.blocks import (
@@ -36,6 +36,7 @@ from lightning_console.blocks import (
     Tone,
 )
 from lightning_console.glossary import explained
+from lightning_console.pages.policies import versions_of
 from lightning_console.pages.rewards import Trial, trials_of
 from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
@@ -135,9 +136,7 @@ def _facts(found: Located, view: RolloutView) -> Facts:
     facts += origin_facts(view)
     if current:
         facts.append(Fact("seconds", seconds(rollout.seconds) if rollout.status.ended else NONE))
-    versions = sorted({run.version for call in view.calls for run in call.transition.versions})
-    if versions:
-        span = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    if span := versions_of(call.transition for call in view.calls):
         step = view.proof.record.step if view.proof.record is not None else None
         facts.append(Fact("policy version", span, "" if step is None else f"used by step {step}"))
     sampled = sum(len(call.transition.response_ids) for call in view.calls)
@@ -280,10 +279,12 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
     if not view.calls and view.beginning is None:
         return []
     branches = by_key(view.branches, lambda line: line.at)
+    several = any(call.policy != POLICY for call in _stored(view))
     rows = [
         [
             Cell(str(each.number), _call(address, each.number)),
             Cell(each.transition.caller.name),
+            *([Cell(versions_of([each.transition]) or NONE)] if several else ()),
             Cell(str(each.transition.status), tone=TONES.get(str(each.transition.status), "")),
             Cell(each.transition.finish_reason),
             Cell(count(len(each.transition.prompt_ids))),
@@ -296,6 +297,7 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
     columns = [
         Column("call", "number"),
         Column("agent"),
+        *([Column("policy", hint="the policy that answered, with its version")] if several else ()),
         Column("status"),
         Column("ended by"),
         Column("prompt tokens", "number"),
@@ -304,10 +306,16 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
         *(BRANCH_COLUMNS if branches else ()),
     ]
     note = f"{len(view.calls)} calls, those around the chosen one are shown" if len(rows) < len(view.calls) else ""
-    rows = [*inherited_rows(view, len(columns)), *rows]
+    rows = [*inherited_rows(view, len(columns), several=several), *rows]
     keys = [row[0].text for row in rows]
     selected = [str(view.chosen)] if view.chosen else []
     return [Table(columns, rows, keys=keys, selected=selected, title="Calls", note=note)]
+
+
+def _stored(view: RolloutView) -> Iterator[Transition]:
+    """Yield the calls of a rollout, and of a branch also those that it began with."""
+    yield from (call for _, call in (() if view.beginning is None else view.beginning.calls))
+    yield from (call.transition for call in view.calls)
 
 
 def _advantage(call: CallLine) -> Cell:
@@ -497,8 +505,9 @@ def origin_facts(view: RolloutView) -> list[Fact]:
     return facts
 
 
-def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
-    """Return the rows, in a branch's table of calls, for the calls that were answered from its parent's record."""
+def inherited_rows(view: RolloutView, width: int, *, several: bool = False) -> list[list[Cell]]:
+    """Return the rows, in a branch's table of calls, for the calls that were answered from its parent's record. With `several`
+    policies the table has a column of them."""
     beginning = view.beginning
     if beginning is None:
         return []
@@ -513,6 +522,7 @@ def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
                 hint="answered from its parent's record; not counted as its own",
             ),
             Cell(call.caller.name, tone="muted"),
+            *([Cell(versions_of([call]) or NONE, tone="muted")] if several else ()),
             Cell("recorded", tone="muted"),
             Cell(call.finish_reason, tone="muted"),
             Cell(count(len(call.prompt_ids)), tone="muted"),
@@ -524,6 +534,7 @@ def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
         cells = [
             Cell(f"parent's {beginning.at}", there, tone="warn"),
             Cell("edited"),
+            *([Cell(NONE, tone="muted")] if several else ()),
             Cell(beginning.branch.edit[:200]),
         ]
         rows.append([*cells, *(Cell(NONE, tone="muted") for _ in range(width - len(cells)))])

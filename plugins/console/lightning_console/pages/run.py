@@ -11,7 +11,7 @@ from typing import Final
 
 from lightning.errors import UnavailableError
 from lightning.store.protocol import PRUNED
-from lightning.trainer.context import is_over
+from lightning.trainer.context import is_over, read_epochs
 from lightning.trainer.gains import gain_of as held_out_gain_of
 from lightning.trainer.gains import margin
 from lightning.trainer.summary import POLICY_FAULT
@@ -38,6 +38,7 @@ from lightning_console.blocks import (
     Table,
 )
 from lightning_console.pages.metrics import charts_of, picker
+from lightning_console.pages.policies import policies_table
 from lightning_console.pages.tools import more_links
 from lightning_console.pages.versions import compare_versions
 from lightning_console.pages.words import (
@@ -176,6 +177,7 @@ async def page(places: Places, address: Address) -> Page:
     blocks += [*picker(address, curves), *charts_of(found, curves, address)]
     if curves.steps:
         blocks += _servers(curves)
+        blocks += policies_table((await read_epochs(found.store, found.run))[-1], curves.values[-1])
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
         waiting = waiting or profiled is None

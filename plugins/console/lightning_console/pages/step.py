@@ -34,6 +34,7 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
+from lightning_console.pages.policies import policies_table
 from lightning_console.pages.reward_change import change_blocks
 from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
@@ -211,6 +212,11 @@ async def page(places: Places, address: Address) -> Page:
             _with_taught(found, step, why),
             _facts(step),
             *behind,
+            *(
+                policies_table(step.proof.epoch, step.record.metrics, step.record)
+                if step.record and step.proof.epoch
+                else ()
+            ),
             _groups(found, step, address, first),
             Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
             _scatter(found, step, axis),

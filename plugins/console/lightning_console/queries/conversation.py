@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning.errors import StoreError
 from lightning.safe_text import counted
 from lightning.store.url import parse
+from lightning.trainer.model import models_in
 from lightning.types import Json, StepReward, StepState, Transition
 from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
 from lightning_record import exchanges
@@ -68,7 +69,8 @@ def vocabulary_of(located: Located) -> Vocabulary:
         return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
     if url == SERVER:
         return Vocabulary(missing="tokens are shown as ids: a server reads no folder that a run names")
-    beside = [Path(parse(url).path).parent / "model"] if url.startswith("sqlite:") else []
+    own = Path(parse(url).path).parent / "model"
+    beside = models_in(own).values() if url.startswith("sqlite:") else ()
     for folder in (Path(model), *beside):
         file = folder / FILE
         try:
