@@ -72,7 +72,7 @@ async def test_what_is_the_same_for_all_policies_is_asked_of_any_server(two) -> 
     house, *_ = two
     listed = await (await house.client()).models.list()
     assert [card.id for card in listed.data] == ["policy"]
-    status, answer = await house.gateway.parts.forwarder.tokenize(house.gateway.own, "run/0", {"messages": HI})
+    status, answer = await house.gateway.parts.forwarder.tokenize(house.gateway.own, "run/0", None, {"messages": HI})
     assert (status, b"tokens" in answer) == (200, True)
 
 
