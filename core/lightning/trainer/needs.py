@@ -69,7 +69,7 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     state = 3 * 4 * (adapters or whole)
     export = 4 * whole * max(1, len(policies)) + (0 if POLICY in policies else 2 * 4 * adapters)
     export *= 3 if config.trainer.keep == "best" else 1
-    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
+    kept = _bytes_of((out / "checkpoints").glob("step-*/**/*"))
     return Need(
         f"disk in {out}",
         (keep + 1) * state + export,

@@ -231,7 +231,9 @@ import lightning
 from lightning.errors import ConfigError
 
 class Pigeons:
-    args, extension = ("--pigeons", "3"), "stranger.Extension"
+    extension = "stranger.Extension"
+    def args(self, alias):
+        return ("--pigeons", "3")
     def check(self, device):
         if device != "cpu":
             raise ConfigError("pigeons carry nothing to " + str(device))

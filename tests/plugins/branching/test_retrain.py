@@ -143,7 +143,7 @@ def test_the_last_step_of_policies_is_compared_with_the_checkpoint_of_each(train
     save_file({name: tensor + 0.5 for name, tensor in load_file(file).items()}, file)
     found = retrained(folder)
     assert (found.equal, found.step) == (False, 2)
-    assert "the weights after it are others than in its checkpoint, by up to 0.5" in str(found)
+    assert "the weights of writer after it are others than in its checkpoint, by up to 0.5" in str(found)
 
 
 def test_of_numbers_that_differed_between_policies_the_least_is_taken() -> None:

@@ -13,7 +13,7 @@ from lightning.policy_server.model_folder import folder_tensors
 from lightning.policy_server.weights import FromDisk
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.model import default_rate, with_one_policy
-from lightning.trainer.needs import disk_need
+from lightning.trainer.needs import adapter_weights, disk_need
 from lightning.trainer.trainer import Trainer
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_policies.policy_set import Policies
@@ -133,5 +133,7 @@ def test_the_disk_and_the_rate_of_a_run_are_those_of_its_policies_adapters(tmp_p
     numbers = sum(math.prod(spec.shape) for spec in folder_tensors(model).values())
     assert needs[0] is not None
     assert needs[1] is not None
-    assert needs[0].bytes - needs[1].bytes == 4 * numbers, "each trained policy has an exported model"
+    adapters = adapter_weights([spec.shape for spec in folder_tensors(model).values()], several)
+    exported = 4 * numbers + 2 * 4 * adapters
+    assert needs[0].bytes - needs[1].bytes == exported, "each trained policy has a model, and its adapters twice"
     assert default_rate(several, model) == default_rate(one, model)

@@ -181,7 +181,9 @@ def test_policies_begin_with_the_weights_of_one_model_and_not_of_several(train: 
     several = train("several", 1, **writer)
     again = train("again", 1, from_run="several@1", **writer)
     assert equal(*(state(path / "writer") for path in (again / begin, several / first))), "the same policies go on"
-    with pytest.raises(ConfigError, match=r"several@1 has a model for each of its policies \(writer\)") as refused:
+    with pytest.raises(
+        ConfigError, match="several trains the policies writer, each with a model of its own"
+    ) as refused:
         train("one", 1, from_run="several@1", **lora)
-    assert f"such as {tmp_path / 'several' / 'model' / 'writer'}" in str(refused.value)
+    assert f"as {tmp_path / 'several' / 'model' / 'writer'}@1" in str(refused.value)
     assert not (tmp_path / "one" / "forked").exists()
