@@ -75,7 +75,7 @@ def disk_need(out: Path, model: Path, config: Config) -> Need | None:
     keep, state = config.trainer.keep_checkpoints, 3 * 4 * (whole + adapters)
     export = 4 * exported + (0 if plugins().policy_set(config) is None else 2 * 4 * adapters)
     export *= 3 if config.trainer.keep == "best" else 1
-    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/**/*") if file.is_file())
+    kept = _bytes_of((out / "checkpoints").glob("step-*/**/*"))
     return Need(
         f"disk in {out}",
         (keep + 1) * state + export,

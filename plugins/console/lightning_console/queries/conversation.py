@@ -69,9 +69,8 @@ def vocabulary_of(located: Located) -> Vocabulary:
         return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
     if url == SERVER:
         return Vocabulary(missing="tokens are shown as ids: a server reads no folder that a run names")
-    own = Path(parse(url).path).parent / "model"
-    beside = models_in(own).values() if url.startswith("sqlite:") else ()
-    for folder in (Path(model), *beside):
+    beside = models_in(Path(parse(url).path).parent / "model") if url.startswith("sqlite:") else {}
+    for folder in (Path(model), *beside.values()):
         file = folder / FILE
         try:
             return Vocabulary(_loaded(file, file.stat().st_mtime_ns))
