@@ -83,6 +83,7 @@ class ScriptedVLLM:
         return self._fake.model
 
     alias = model
+    models = ()
 
     async def start(self) -> None:
         """Listen."""
