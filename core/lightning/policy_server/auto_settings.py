@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning.errors import ConfigError
 from lightning.installation import version_of
-from lightning.policy_server.gathering import AT_ONCE, LEAST
+from lightning.policy_server.gathering import AT_ONCE, LEAST, LOAD
 from lightning.policy_server.model_folder import ModelFacts
 from lightning.policy_server.parsers import parsers_for
 from lightning.policy_server.servers import settings_of_servers
@@ -85,6 +85,8 @@ class Machine:
     """The CPU's features, as Linux names them."""
     bfloat16_gain: Callable[[], float] = field(default=measured_bfloat16_gain, compare=False)
     """Returns how many times as fast bfloat16 is as float32; called only if the CPU has instructions for bfloat16."""
+    tells_load: bool = field(default=True, compare=False)
+    """Whether the system says how busy the cores are (`gathering.LOAD`)."""
 
     @property
     def has_bfloat16(self) -> bool:
@@ -137,7 +139,8 @@ class Chosen:
 def this_machine() -> Machine:
     """Describe the machine, or the part of it that this process may use."""
     flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
-    return Machine(_cores(), free_memory(), frozenset(flags.partition(":")[2].split()))
+    features = frozenset(flags.partition(":")[2].split())
+    return Machine(_cores(), free_memory(), features, tells_load=Path(LOAD).is_file())
 
 
 def choose_dtype(facts: ModelFacts, device: Device, machine: Machine) -> tuple[str, str]:
@@ -185,7 +188,7 @@ def choose(
     if device == "cpu":
         threads, why = _threads(facts, machine, demand, env)
         reasons.append(f"{threads if threads is not None else 'own'} threads ({why})")
-        gathers, why = _gathers(facts, demand, env)
+        gathers, why = _gathers(facts, machine, demand, env)
         reasons.append(f"steps wait for more of {gathers} requests ({why})" if gathers else f"no step waits ({why})")
         block = BLOCK_TOKENS if facts.plain_attention else None
         why = "the least on a CPU" if block else "vLLM's: not plain attention"
@@ -226,18 +229,22 @@ def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[s
     return cores, why
 
 
-def _gathers(facts: ModelFacts, demand: Demand, env: Mapping[str, str]) -> tuple[int, str]:
+def _gathers(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[str, str]) -> tuple[int, str]:
     """Return the requests that a step on a CPU waits for (0: none), and the reason. Raises ConfigError for a setting that is no
     number."""
     if by_hand := env.get(AT_ONCE):
         if not by_hand.isdigit():
             raise ConfigError(f"{AT_ONCE}={by_hand} in the environment is no number of requests; 0 lets no step wait")
-        return int(by_hand) if int(by_hand) >= LEAST else 0, f"{AT_ONCE}={by_hand} of the environment"
-    if facts.parameters >= REAL_PARAMETERS:
-        return 0, f"at least {REAL_PARAMETERS // 10**6} M parameters"
-    if demand.requests < LEAST:
-        return 0, f"fewer than {LEAST} requests at once"
-    return demand.requests, "while the cores are busy"
+        asked, why = int(by_hand), f"{AT_ONCE}={by_hand} of the environment"
+    else:
+        asked, why = demand.requests, "while the cores are busy"
+        if facts.parameters >= REAL_PARAMETERS:
+            return 0, f"at least {REAL_PARAMETERS // 10**6} M parameters"
+    if asked < LEAST:
+        return 0, why if by_hand else f"fewer than {LEAST} requests at once"
+    if not machine.tells_load:
+        return 0, f"there is no {LOAD}, which would say how busy the cores are"
+    return asked, why
 
 
 def _kv_bytes(

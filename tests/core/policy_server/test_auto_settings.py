@@ -84,6 +84,9 @@ def test_steps_of_a_small_model_wait_for_more_requests_where_many_agents_run() -
     with pytest.raises(ConfigError, match=r"LIGHTNING_GATHER=many .* is no number of requests; 0 lets no step wait"):
         chosen(TINY, env={AT_ONCE: "many"})
     assert choose(PolicyServerConfig(), TINY, "cuda", OLD, env={}).gathers == 0
+    for silent in (chosen(TINY, machine=replace(FAST, tells_load=False), env=env) for env in ({}, {AT_ONCE: "64"})):
+        assert silent.gathers == 0
+        assert any("no step waits (there is no /proc/loadavg, " in reason for reason in silent.reasons)
 
 
 def test_a_cpu_without_bfloat16_stays_float32_and_a_token_takes_twice_the_cache() -> None:
