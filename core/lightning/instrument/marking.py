@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
-from lightning.instrument.components import component_path, current_caller, is_framework
+from lightning.instrument.components import component_path, current_caller, is_framework, untrained_here
 from lightning.instrument.context import (
     ActiveAttempt,
     active,
@@ -32,7 +32,7 @@ from lightning.instrument.context import (
     log_once,
 )
 from lightning.instrument.providers import Url, elsewhere, is_policys
-from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, Caller
+from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, UNTRAINED_HEADER, Caller
 
 FRAMEWORKS: Final = (
     "agent_framework",
@@ -116,6 +116,8 @@ def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
             headers[TRACE_HEADER] = attempt.traceparent
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
+    if reason := untrained_here():
+        headers[UNTRAINED_HEADER] = reason
     return headers
 
 
@@ -141,8 +143,9 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         _say_if_nameless(caller)
         caller = _noted(caller)
         headers = headers_for(request.url, caller)
-        said = request.headers.get(TRACE_HEADER)  # an instrumented client sends the span that it is in
-        request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
+        # An instrumented client sends the span that it is in, and a client may say itself that a call is not trained.
+        said = {name: request.headers[name] for name in (TRACE_HEADER, UNTRAINED_HEADER) if name in request.headers}
+        request.headers.update({**headers, **said})
         attempt = certain_attempt() or attempt_of(_key(request)) or calling_attempt()
         if attempt is None or not attempt.serves(request.url):
             return None
