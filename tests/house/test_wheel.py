@@ -22,7 +22,7 @@ ENTRY_POINTS = [
     "debug", "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner", "policies",
     "policy_server", "postgres", "prompts", "proof", "raw", "ray", "record", "redis", "replicas", "resources", "runners",
-    "samplers", "sandbox", "server", "session", "smolagents.smolagents", "stores", "trackers", "verl",
+    "samplers", "sandbox", "server", "session", "smolagents.smolagents", "stores", "trackers", "untrained", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
