@@ -32,7 +32,7 @@ from lightning.instrument.context import (
     log_once,
 )
 from lightning.instrument.providers import Url, elsewhere, is_policys
-from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, UNTRAINED_HEADER, Caller
+from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, UNTRAINED_HEADER, Caller, read_reason
 
 FRAMEWORKS: Final = (
     "agent_framework",
@@ -116,9 +116,21 @@ def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
             headers[TRACE_HEADER] = attempt.traceparent
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
-    if reason := untrained_here():
+    if reason := untrained_here() or _said_by_adapters():
         headers[UNTRAINED_HEADER] = reason
     return headers
+
+
+def _said_by_adapters() -> str:
+    """Return why the request of this code is not trained, as an adapter says; empty if none does."""
+    from lightning.plugins import plugins
+
+    try:
+        said = plugins().hook.lightning_untrained()
+        return "" if said is None else read_reason(said, "what a lightning_untrained hook returned")
+    except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
+        log_once("untrained", "an adapter failed to say whether a call is trained, so it is: %r", error)
+        return ""
 
 
 Sent: TypeAlias = tuple[ActiveAttempt, str]

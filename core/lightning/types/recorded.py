@@ -36,7 +36,7 @@ CALLER_HEADER: Final = "x-lightning-caller"
 UNTRAINED_HEADER: Final = "x-lightning-untrained"
 """The request header that says that its call is not to be trained, and why (`read_reason`)."""
 REJECTED_HEADER: Final = "x-lightning-rejected"
-"""The request header that names an earlier call of the attempt that the agent rejected: its id and, after a space, the reason."""
+"""The request header with the id of an earlier call of the attempt that the agent rejected and, after a space, the reason."""
 LONGEST_REASON: Final = 80
 """The most characters of the reason why a call is not trained. Reasons name metrics."""
 REJECTED: Final = "rejected"
