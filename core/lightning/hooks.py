@@ -112,8 +112,8 @@ def lightning_identify() -> Caller | None:
 
 @hookspec(firstresult=True)
 def lightning_untrained() -> str | None:
-    """Say that the model request that is about to be sent is not to be trained, and why: a title or a summary that the framework
-    asks for itself, such as `"title"`. None for any other request. Called where `lightning_identify` is.
+    """Say that the model request that is about to be sent is not to be trained, and why: `"title"` for a title that the
+    framework asks for itself. None for any other request. Called where `lightning_identify` is.
 
     A framework whose method can be replaced needs no hook: call the method inside `lightning.untrained("title")`.
     """

@@ -156,8 +156,8 @@ def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 
     So an agent that only works in hard cases is compared with itself, not with rollouts without it. These are the statistics
     by agent of Dr. MAS (arXiv 2602.08847), but each rollout counts once. The calls of an agent that appears in one rollout only
-    get the rollout's advantage in the whole group. Untrained calls are of no agent. Agents of one name at different places (`math/agent`, `physics/agent`) are
-    different agents.
+    get the rollout's advantage in the whole group. Agents of one name at different places (`math/agent`, `physics/agent`) are
+    different agents. Untrained calls are of no agent.
     """
     returns, whole = group_returns(group), advantage(group_returns(group))
     names = [

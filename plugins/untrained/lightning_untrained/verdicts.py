@@ -37,21 +37,24 @@ def verdicts(calls: Sequence[Transition], of_rule: Mapping[str, str]) -> dict[st
             after = max(call.ended_at for call in own)
             later = [call for call in calls if call.started_at >= after and call.id != name and len(call.prompt_ids)]
             others = [call for call in later if of_rule.get(call.id) != rule]
-            verdict = _is_in(own, others[:NEXT])
+            rivals = [call for call in calls if of_rule.get(call.id) == rule and call.id != name]
+            verdict = _is_in(own, rivals, others[:NEXT])
             went_on = len(others) < len(later) or any(call.caller.name == own[0].caller.name for call in others)
             if verdict or (verdict is False and went_on):
                 found[name] = verdict
     return found
 
 
-def _is_in(own: Sequence[Transition], others: Iterable[Transition]) -> bool | None:
-    """Return whether a later prompt has an answer of the call; None for answers that are too short, or repeat their prompt."""
+def _is_in(own: Sequence[Transition], rivals: Sequence[Transition], others: Iterable[Transition]) -> bool | None:
+    """Return whether a later prompt has an answer of the call; None for answers that are too short, or have nothing that is
+    neither in their prompt nor in an answer of their `rivals`: two summaries of one history have much in common."""
     wanted = []
     for call in own:
         answer = call.response_ids[:-1]  # the last token often ends the turn, and is in no prompt
         size = min(WINDOW, len(answer))
         if size >= SHORTEST:
-            parts = np.setdiff1d(_windows(answer, size), _windows(call.prompt_ids, size))
+            known = [_windows(call.prompt_ids, size), *(_windows(each.response_ids, size) for each in rivals)]
+            parts = np.setdiff1d(_windows(answer, size), np.concatenate(known))
             wanted += [(size, parts)] if len(parts) else []
     if not wanted:
         return None
