@@ -43,8 +43,8 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter, grouped, reason, said_parts
 from lightning.trainer.training_data import all_rollouts, is_of_interest, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
+from lightning_harnesses.config import JUDGED, RuleConfig, RulesConfig, reason_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig
-from lightning_untrained.config import RuleConfig, RulesConfig, reason_of
 from rich.markup import escape
 from rich.table import Table
 
@@ -271,7 +271,7 @@ def said_of_rules(rows: Sequence[DevRow], rules: Mapping[str, RuleConfig]) -> It
     calls = [call for row in rows for call in row.recorded.calls if call.status.answered]
     if found := untrained_reasons(calls):
         yield f"calls that are recorded and not trained: {said_reasons(found)}"
-    reasons = {call.untrained for call in calls} | {call.extras.get("untrained", b"").decode() for call in calls}
+    reasons = {call.untrained for call in calls} | {call.extras.get(JUDGED, b"").decode() for call in calls}
     for name, rule in rules.items():
         if not rule.train and reason_of(name, rule) not in reasons:
             yield (

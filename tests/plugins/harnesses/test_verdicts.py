@@ -13,7 +13,7 @@ from lightning.testing import RolloutRecord, rollout
 from lightning.testing.trajectories import make_call
 from lightning.trainer.training_data import is_of_interest
 from lightning.types import LLM, Task, Transition
-from lightning_untrained.verdicts import verdicts
+from lightning_harnesses.verdicts import verdicts
 
 SUMMARY = tuple(range(500, 540))
 HISTORY = tuple(range(100, 160))

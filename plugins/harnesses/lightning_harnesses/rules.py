@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from lightning.trainer.training_data import OF_MODEL, is_trainable
 from lightning.types import Caller
 
-from lightning_untrained.config import RuleConfig, all_rules, reason_of
-from lightning_untrained.known import KNOWN, TRAINED_IF_ACCEPTED, Pattern
-from lightning_untrained.requests import Asked, read
+from lightning_harnesses.config import RuleConfig, all_rules, reason_of
+from lightning_harnesses.known import KNOWN, TRAINED_IF_ACCEPTED, Pattern
+from lightning_harnesses.requests import Asked, read
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from lightning.errors import ConfigError, DataError
 from lightning.types import read_reason
 from pydantic import Field
 
-from lightning_untrained.known import KNOWN
+from lightning_harnesses.known import KNOWN
 
+JUDGED = "harnesses"
+"""The extra of calls that are judged when their attempt ends: the reason of their rule."""
 ACCEPTED, REJECTED = ", accepted", ", rejected"
 """What is added to the reason of a call when it is known what became of the answer."""
 PREFIXES = ("!", "model:", "policy:")
@@ -92,7 +94,7 @@ def _why_not(name: str, rule: RuleConfig) -> str:
         if not glob.removeprefix("!") or glob.removeprefix("!").startswith(PREFIXES):
             return f"{place}.agents has {glob!r}: only globs on agents belong there, globs on models in {place}.models"
     for glob in rule.models:
-        if not glob or glob.startswith(PREFIXES):
+        if not glob or glob.startswith(("!", "model:")):
             return f"{place}.models has {glob!r}: give a glob on the requested model, such as 'gpt-*'"
     if rule.prompt and not rule.prompt.strip():
         return f"{place}.prompt is blank, which any prompt may contain: give a text that only these calls have"

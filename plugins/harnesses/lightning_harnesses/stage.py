@@ -1,4 +1,4 @@
-"""The call stage `untrained`: marks the calls that a rule leaves out, and, when an attempt ends, those that the agent rejected.
+"""The call stage `harnesses`: marks the calls that a rule leaves out, and, when an attempt ends, those that the agent rejected.
 
 The invariant: the rules are those that are recorded with the run, so that all gateways of the run mark alike. What the agent
 itself says of a call counts before any rule. The mark is in the record of the call; nothing afterwards matches requests again.
@@ -19,9 +19,9 @@ from lightning.gateway.http import beside
 from lightning.gateway.stages import CallStage
 from lightning.types import Outcome, Rollout, Run, Transition
 
-from lightning_untrained.config import ACCEPTED, REJECTED, RulesConfig
-from lightning_untrained.rules import Rule, find_rule, rules_of
-from lightning_untrained.verdicts import verdicts
+from lightning_harnesses.config import ACCEPTED, JUDGED, REJECTED, RulesConfig
+from lightning_harnesses.rules import Rule, find_rule, rules_of
+from lightning_harnesses.verdicts import verdicts
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call, Request
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAME: Final = "untrained"
-"""The name of the stage, and of its extra: the reason of a call whose answer may be accepted or rejected."""
 RUNS: Final = 1024
 """The most runs whose rules are remembered."""
 
 
-class UntrainedStage(CallStage):
-    """The stage `untrained`. It stands in all gateways alike, since a gateway reads the rules in a run's record."""
+class HarnessesStage(CallStage):
+    """The stage `harnesses`. It stands in all gateways alike, since a gateway reads the rules in a run's record."""
 
     api, after, before = 1, ("policies",), ("history",)
 
@@ -57,7 +55,7 @@ class UntrainedStage(CallStage):
             return
         rule, why = found
         if rule.judged:
-            call.extras[NAME] = rule.reason.encode()
+            call.extras[JUDGED] = rule.reason.encode()
         if not rule.trains_accepted:
             call.untrained = rule.reason
         if self._said.first((run, rule.name)):
@@ -74,7 +72,7 @@ class UntrainedStage(CallStage):
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """Return the outcome with the calls as untrained whose answers the agent rejected. For calls that are untrained anyway,
         add to the reason what became of the answer."""
-        reasons = {call.id: call.extras[NAME].decode() for call in calls if NAME in call.extras}
+        reasons = {call.id: call.extras[JUDGED].decode() for call in calls if JUDGED in call.extras}
         if not reasons:
             return outcome
         told = await asyncio.to_thread(verdicts, calls, reasons)

@@ -1,4 +1,4 @@
-"""The plugin `untrained`: calls that are recorded and not trained, by rules."""
+"""The plugin `harnesses`: calls that are recorded and not trained, by rules and by what known programs ask for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 @hookimpl
 def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
     """Register the settings `untrained.NAME`."""
-    register("untrained", later("lightning_untrained.config:RulesConfig"))
+    register("untrained", later("lightning_harnesses.config:RulesConfig"))
 
 
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
-    """Register the call stage `untrained`, which marks the calls that a rule matches."""
-    register("untrained", made_later("lightning_untrained.stage:UntrainedStage"))
+    """Register the call stage `harnesses`, which marks the calls that a rule matches."""
+    register("harnesses", made_later("lightning_harnesses.stage:HarnessesStage"))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_untrained.known import PATTERNS
-from lightning_untrained.requests import read
+from lightning_harnesses.known import PATTERNS
+from lightning_harnesses.requests import read
 
 DATA = Path(__file__).parent / "data"
 RECORDED = {
@@ -92,7 +92,7 @@ async def test_through_their_dialects_the_record_has_the_reason(
     calls = await house.transitions()
     reason = RECORDED[name]
     assert [call.untrained for call in calls] == [reason if reason != "compaction" else ""] * 2
-    assert [call.extras.get("untrained", b"").decode() for call in calls] == [
+    assert [call.extras.get("harnesses", b"").decode() for call in calls] == [
         reason if reason == "compaction" else ""
     ] * 2
     assert sum("recorded and not trained" in each for each in caplog.messages) == (1 if reason else 0)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_untrained.requests import Asked
+from lightning_harnesses.requests import Asked
 
 
 @dataclass(frozen=True, slots=True)
