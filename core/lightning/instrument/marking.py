@@ -129,7 +129,7 @@ def _said_by_adapters() -> str:
         said = plugins().hook.lightning_harnesses()
         return "" if said is None else read_reason(said, "what a lightning_harnesses hook returned")
     except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
-        log_once("untrained", "an adapter failed to say whether a call is trained, so it is: %r", error)
+        log_once("said untrained", "an adapter failed to say whether a call is trained, so it is: %r", error)
         return ""
 
 
