@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.lightning_rl import LightningRL
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
-    from lightning.instrument import component, label, reward, state, tool
+    from lightning.instrument import component, label, reject, reward, state, tool, untrained
     from lightning.trainer import Trainer
     from lightning.types import LLM, Caller, Rollout, StepState, Task, ToolEvent, Transition
 
@@ -50,9 +50,11 @@ __all__ = [
     "component",
     "hookimpl",
     "label",
+    "reject",
     "reward",
     "state",
     "tool",
+    "untrained",
 ]
 
 _HOME = {
@@ -77,9 +79,11 @@ _HOME = {
     "component": "lightning.instrument",
     "hookimpl": "lightning.hooks",
     "label": "lightning.instrument",
+    "reject": "lightning.instrument",
     "reward": "lightning.instrument",
     "state": "lightning.instrument",
     "tool": "lightning.instrument",
+    "untrained": "lightning.instrument",
 }
 
 _PYTORCH_LIGHTNING = (

@@ -111,6 +111,15 @@ def lightning_identify() -> Caller | None:
 
 
 @hookspec(firstresult=True)
+def lightning_harnesses() -> str | None:
+    """Say that the model request that is about to be sent is not to be trained, and why: `"title"` for a title that the
+    framework asks for itself. None for any other request. Called where `lightning_identify` is.
+
+    A framework whose method can be replaced needs no hook: call the method inside `lightning.untrained("title")`.
+    """
+
+
+@hookspec(firstresult=True)
 def lightning_policy_fault(error: BaseException) -> str | None:
     """Say that the model itself caused this error of an agent: return one of the words of `lightning.runner.outcomes.CAUSES`.
 

@@ -24,12 +24,14 @@ from tests.house.test_extras import added_keys
 
 ROOT = Path(__file__).parents[2]
 OTHER_MEANINGS = {
-    "__init__.py": {"command": "a public name"},
+    "__init__.py": dict.fromkeys(("command", "untrained"), "a public name"),
     "cli/app.py": {"debug": "a level of the log"},
     "cli/runs.py": {"record": "what a step has, in `--json`"},
     "config/other_words.py": {"verl": "the library, whose words these are"},
     "cli/train.py": {"prompts": "a folder in the run's own"},
     "gateway/stages.py": {"session": "a kind of key"},
+    "instrument/__init__.py": {"untrained": "a public name"},
+    "instrument/components.py": {"untrained": "a field of rooms"},
     "instrument/context.py": {"lightning_session": "the name of a context variable"},
     "gateway/gateway.py": {"server": "a field of `/health`"},
     "gateway/upstream.py": {"lightning_attach": "a method of vLLM's workers"},
@@ -39,6 +41,7 @@ OTHER_MEANINGS = {
     "policy_server/owner_secret.py": {"lightning_attach": "a method of vLLM's workers"},
     "policy_server/vllm_arguments.py": {"ray": "an executor of vLLM's"},
     "policy_server/vllm_server.py": {"attach": "the setting `policy_server.attach`"},
+    "runner/outcomes.py": {"untrained": "a field of outcomes"},
     "store/operation.py": {"record": "an argument of operations"},
     "store/rows.py": {"resources": "a field of rollouts"},
     "testing/decisions.py": {"planner": "an agent of a made-up task"},

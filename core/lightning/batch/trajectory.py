@@ -115,9 +115,9 @@ class Flaw:
 
 
 def is_trained(call: Transition, trainable: bool) -> bool:
-    """Whether a call gives tokens to train on: it is of the component of interest (`trainable`), OK, and has response tokens.
-    Only a trained call can be flawed."""
-    return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0
+    """Whether a call gives tokens to train on: it is of the component of interest (`trainable`), OK, not marked as untrained,
+    and has response tokens. Only a trained call can be flawed."""
+    return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0 and not call.untrained
 
 
 def trained_tokens(calls: Iterable[tuple[Transition, bool]]) -> int:
@@ -128,7 +128,7 @@ def trained_tokens(calls: Iterable[tuple[Transition, bool]]) -> int:
 def turns(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
     """Return which calls are the rollout's turns, shape (calls,): the calls that are trained, or would be if the rollout were
     not masked. If there is none, every call is a turn. Discounts count turns, and a rollout's own mean is over its turns: calls
-    of other agents between two turns belong to the environment."""
+    of other agents between two turns belong to the environment, and so do untrained calls."""
     flags = trajectory.of_interest or trajectory.trainable
     trained = np.array(list(map(is_trained, trajectory.transitions, flags)), dtype=bool)
     return trained if trained.any() else np.ones(len(trajectory.transitions), dtype=bool)

@@ -428,6 +428,7 @@ def _show_run(found: Details) -> None:
         ],
         title="committed steps",
     )
+    _say_untrained(found.steps)
     for result in found.summary.evaluations:
         named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
         say(
@@ -456,6 +457,18 @@ def _show_run(found: Details) -> None:
     )
     for count, why in found.failures:
         say(f"{count} of {found.among} rollouts failed: {escape(str(why))}")
+
+
+def _say_untrained(steps: Sequence[StepRecord]) -> None:
+    """Print how many calls of these steps were recorded and not trained, by reason, if any were."""
+    from lightning.trainer.metrics import UNTRAINED, said_reasons  # it imports what a list of runs does not need
+
+    found: Counter[str] = Counter()
+    for record in steps:
+        found.update({name: int(value) for name, value in record.metrics.items() if name.startswith(UNTRAINED)})
+    if found:
+        reasons = {name.removeprefix(UNTRAINED): number for name, number in found.items()}
+        say(f"calls recorded and not trained: {escape(said_reasons(reasons))}")
 
 
 def _say_policies(epoch: Epoch) -> None:

@@ -157,12 +157,15 @@ def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
     So an agent that only works in hard cases is compared with itself, not with rollouts without it. These are the statistics
     by agent of Dr. MAS (arXiv 2602.08847), but each rollout counts once. The calls of an agent that appears in one rollout only
     get the rollout's advantage in the whole group. Agents of one name at different places (`math/agent`, `physics/agent`) are
-    different agents.
+    different agents. Untrained calls are of no agent.
     """
     returns, whole = group_returns(group), advantage(group_returns(group))
-    names = [[call.caller.name for call in trajectory.transitions] for trajectory in group.trajectories]
+    names = [
+        ["" if call.untrained else call.caller.name for call in trajectory.transitions]
+        for trajectory in group.trajectories
+    ]
     found = [np.full(len(own), value) for own, value in zip(names, whole, strict=True)]
-    for agent in sorted({name for own in names for name in own}):
+    for agent in sorted({name for own in names for name in own if name}):
         rollouts = [index for index, own in enumerate(names) if agent in own]
         if len(rollouts) > 1:
             for index, value in zip(rollouts, advantage(returns[rollouts]), strict=True):

@@ -110,7 +110,9 @@ class Call:
     When the call is admitted it has its `dialect`, the `caller`, the `claims` of its key, and the `policy` that answers. At
     `admitted` a stage may set `claims`, `policy`, `before` (chat messages in front of the request's), `id_mark` (the beginning
     of the answer's id), `lineage` (the attempt whose earlier responses the request may continue), and, in a run with several
-    policies, the `policy_name` of the one that answers and whether it is `frozen`: never trained.
+    policies, the `policy_name` of the one that answers and whether it is `frozen`: never trained. Until the call is stored a
+    stage may set `untrained`, the reason why the call is not trained (`lightning.types.read_reason`); it is the agent's own if
+    the agent gave one. `rejects` are the earlier calls of the attempt that the agent rejected, with the reasons.
 
     `withheld` says why the agent gets a stream in one piece after its versions are settled ("a branch"); empty for a stream
     that is passed on as it comes. `readers` get each chunk of a stream as the agent sees it. An exception of a reader is a
@@ -134,6 +136,8 @@ class Call:
     withheld: str = ""
     readers: list[Callable[[Body], None]] = field(default_factory=list)
     extras: dict[str, bytes] = field(default_factory=dict)
+    untrained: str = ""
+    rejects: Mapping[str, str] = field(default_factory=dict)
     started: bool = False
     stopped_by: str = ""
     _policy: Policy | None = None
@@ -489,6 +493,8 @@ def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
             error=capture.refused,
             max_tokens_asked=plan.max_tokens_asked,
             requested_model=plan.requested_model,
+            untrained=call.untrained,
+            rejects=call.rejects if not offset else {},
         )
         for offset, (index, choice) in enumerate(choices)
     ]

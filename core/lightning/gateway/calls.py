@@ -62,7 +62,7 @@ from lightning.gateway.http import (
     send_bytes,
     told_of_length,
 )
-from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
+from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers, read_marks
 from lightning.gateway.policy import LiveCall, Policies
 from lightning.gateway.stages import FAILED, NO_STAGE, Line
 from lightning.gateway.upstream import Forwarder, Watch, read_answer
@@ -165,7 +165,9 @@ class CallEndpoint:
     def _admit(self, claims: Claims, request: Request) -> Call:
         caller = self._identity.caller(request.scope, request.model)
         find = partial(self._policies.of, claims.run)
-        return Call(self._dialect, caller, claims, find, forwarded_headers(request.scope))
+        untrained, rejects = read_marks(request.scope)
+        headers = forwarded_headers(request.scope)
+        return Call(self._dialect, caller, claims, find, headers, untrained=untrained, rejects=rejects)
 
     # sent ----------------------------------------------------------------------------------------------------------
     async def _plan(self, call: Call, request: Request) -> None:

@@ -24,10 +24,10 @@ from jwt.utils import base64url_decode, base64url_encode
 from starlette.types import Scope
 
 from lightning.bounded import Bounded, Once
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError
 from lightning.gateway.http import Header, RefusalError
 from lightning.store.protocol import Store
-from lightning.types import UNNAMED, Caller, recorded
+from lightning.types import REJECTED, UNNAMED, Caller, read_reason, recorded
 
 ALGORITHM = "HS256"
 AUDIENCE = "lightning-gateway"
@@ -177,6 +177,11 @@ def is_canonical(token: str) -> bool:
 log = logging.getLogger(__name__)
 
 ROLLOUT_HEADER, CALLER_HEADER = recorded.ROLLOUT_HEADER.encode(), recorded.CALLER_HEADER.encode()
+UNTRAINED_HEADER, REJECTED_HEADER = recorded.UNTRAINED_HEADER.encode(), recorded.REJECTED_HEADER.encode()
+MARKS = (b"x-lightning-untrain", b"x-lightning-reject")
+"""How the headers begin that mark calls; another header that begins so is a mistake."""
+LONGEST_ID = 200
+"""The most characters of a call's id in a header."""
 KEYS = (b"x-api-key", b"api-key")
 """The headers in which Anthropic's and Azure's clients send their API key."""
 MODEL = "policy"
@@ -288,6 +293,41 @@ def parse_caller(value: bytes) -> Caller:
     if not agent or not all(isinstance(text, str) for text in (agent, *rest, *path)):
         raise ValueError("'agent' must be a non-empty string, 'path' a list of strings, the rest strings")
     return Caller(agent, path, *rest)
+
+
+def read_marks(scope: Scope) -> tuple[str, dict[str, str]]:
+    """Return why a request says that its call is not trained, empty if it does not, and the earlier calls that it says were
+    rejected: the reason by the call's id. Raises `RefusalError` (400) for a mark that would have no effect."""
+    untrained, rejects = "", dict[str, str]()
+    try:
+        for name, value in scope["headers"]:
+            if not name.startswith(MARKS):
+                continue
+            said = value.decode("latin-1")
+            if name == UNTRAINED_HEADER:
+                untrained = read_reason(said, f"The header {recorded.UNTRAINED_HEADER}")
+            elif name == REJECTED_HEADER:
+                call, _, reason = said.strip().partition(" ")
+                rejects[_checked_id(call)] = read_reason(
+                    reason or REJECTED, f"The reason in {recorded.REJECTED_HEADER}"
+                )
+            else:
+                raise DataError(
+                    f"There is no header {name.decode('latin-1')[:80]!r}: send {recorded.UNTRAINED_HEADER} for this call, or "
+                    f"{recorded.REJECTED_HEADER} for an earlier one"
+                )
+    except DataError as error:
+        raise RefusalError(400, "bad_mark", f"{error}.") from error
+    return untrained, rejects
+
+
+def _checked_id(call: str) -> str:
+    if not 0 < len(call) <= LONGEST_ID or not call.isascii() or not call.isprintable():
+        raise DataError(
+            f"The header {recorded.REJECTED_HEADER} names the call {call!r:.120}: give the `id` of an earlier reply to this "
+            "attempt, such as 'chatcmpl-1a2b', and after a space the reason, if you like"
+        )
+    return call
 
 
 def keys_in(sent: Mapping[bytes, bytes]) -> list[str]:

@@ -18,8 +18,8 @@ from lightning.instrument.adapter_tools import (
     replace_method,
 )
 from lightning.instrument.clients import MarkedRequest, install_tap, mark_request
-from lightning.instrument.components import ask, component, component_path, current_caller, tool
-from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
+from lightning.instrument.components import ask, component, component_path, current_caller, tool, untrained
+from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reject, reward, state
 from lightning.instrument.frames import user_functions
 from lightning.instrument.marking import attached_adapters
 from lightning.instrument.tool_slots import ToolSlot, hold_slots, set_slots, tool_slot
@@ -49,11 +49,13 @@ __all__ = [
     "install_tap",
     "label",
     "mark_request",
+    "reject",
     "replace_method",
     "reward",
     "set_slots",
     "state",
     "tool",
     "tool_slot",
+    "untrained",
     "user_functions",
 ]

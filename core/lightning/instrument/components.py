@@ -23,7 +23,7 @@ from lightning.instrument.context import calling_attempt, current_attempt, log_o
 from lightning.instrument.last_call import flow_ident, starter_here
 from lightning.instrument.texts import MAX_TEXT, error_text, named_arguments, result_of, signature_of, text_of
 from lightning.instrument.tool_slots import tool_slot
-from lightning.types import Caller, Json, ToolEvent
+from lightning.types import Caller, Json, ToolEvent, read_reason
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,13 +34,18 @@ _MANAGERS = frozenset({"__enter__", "__aenter__", "__exit__", "__aexit__", "ente
 
 
 class Room:
-    """An entered component. If a generator entered it, the component holds for the code inside the generator and for tasks that
-    this code starts, but not for the code that iterates the generator, although both share one context."""
+    """An entered component; with an empty name, an entered block whose calls are `untrained` for this reason.
 
-    __slots__ = ("_flow", "generator", "name", "owner")
+    If a generator entered it, it holds for the code inside the generator and for tasks that this code starts, but not for the
+    code that iterates the generator, although both share one context.
+    """
 
-    def __init__(self, name: str, generator: FrameType | None = None, owner: component | None = None) -> None:
-        self.name, self.generator, self.owner = name, generator, owner
+    __slots__ = ("_flow", "generator", "name", "owner", "untrained")
+
+    def __init__(
+        self, name: str, generator: FrameType | None = None, owner: _Around | None = None, untrained: str = ""
+    ) -> None:
+        self.name, self.generator, self.owner, self.untrained = name, generator, owner, untrained
         self._flow = 0 if generator is None else flow_ident()
 
     def is_around(self) -> bool:
@@ -89,8 +94,16 @@ def declared_prompts() -> dict[str, str | None]:
 
 def component_path() -> tuple[str, ...]:
     """Return the names of the components that this code runs in, outermost first; empty outside of any."""
-    starter, here = starter_here(), tuple(room.name for room in _path.get() if room.is_around())
+    starter, here = starter_here(), tuple(room.name for room in _path.get() if room.name and room.is_around())
     return here if starter is None else starter.components + here
+
+
+def untrained_here() -> str:
+    """Return why the model calls of this code are not trained: the innermost `untrained` around it, or around the code that
+    started this thread; empty outside of any."""
+    here = next((room.untrained for room in reversed(_path.get()) if room.untrained and room.is_around()), "")
+    starter = starter_here()
+    return here if here or starter is None else starter.context.copy().run(untrained_here)
 
 
 def only_around() -> AbstractContextManager[object]:
@@ -100,38 +113,17 @@ def only_around() -> AbstractContextManager[object]:
     return _nothing if len(around) == len(rooms) else _Scope(around)
 
 
-class component:  # noqa: N801 — used as a verb: `with component("writer"):` and `@component("writer")`
-    """Name the agent that makes the model calls inside: a context manager and a decorator. Components nest into a path.
+class _Around:
+    """A block that its code can ask for: a context manager and a decorator of functions, coroutines, generators and async
+    generators."""
 
-    Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with a slash,
-    since slashes separate the names of a path in `train_agents`.
-
-    `prompt` gives the component a prompt template. The agent must read the template from `.prompt`: in a rollout this is the
-    template to try (of `runner.prompts`, or of a prompt optimizer), elsewhere it is the given template.
-    """
-
-    def __init__(self, name: str, prompt: str | None = None) -> None:
-        self.name = _checked(
-            name, "component({!r}): a name is a non-empty string without '/'; nest two components instead"
-        )
-        self._prompt = prompt
+    def __init__(self, name: str, untrained: str = "") -> None:
+        self.name, self._untrained = name, untrained
         self._rooms: list[Room] = []  # of generators, which may be closed in another context than they began in
-        if prompt is not None:
-            _prompts[self.name] = prompt if _prompts.get(self.name, prompt) == prompt else None
-
-    @property
-    def prompt(self) -> str:
-        """The prompt template to use in the current rollout. Raises `DataError` if the component was made without one."""
-        if self._prompt is None:
-            raise DataError(
-                f"component({self.name!r}) has no prompt: give it one, component({self.name!r}, prompt=...)"
-            )
-        attempt = current_attempt()
-        return self._prompt if attempt is None else attempt.prompt(self.name, self._prompt)
 
     def __enter__(self) -> Self:
         generator = _generator_of(sys._getframe(1))  # noqa: SLF001 — the one way to the frame
-        room = Room(self.name, generator, self)
+        room = Room(self.name, generator, self, self._untrained)
         if generator is not None:
             self._rooms.append(room)
         _path.set(_path_in(room))
@@ -165,8 +157,50 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
         return next((room for room in reversed(self._rooms) if room.generator in callers), None)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function wrapped so that every call of it runs in this component."""
-        return _wrap(function, lambda _: _Scope(_path_in(Room(self.name))))
+        """Return the function wrapped so that every call of it runs in this block."""
+        return _wrap(function, lambda _: _Scope(_path_in(Room(self.name, untrained=self._untrained))))
+
+
+class untrained(_Around):  # noqa: N801 — as below
+    """Leave the model calls inside out of training, and say why: `with lightning.untrained("title"):`, or as a decorator.
+
+    The calls are recorded as others are, with the reason, and belong to the environment like calls of another agent. The
+    innermost block counts. For a call of which this is known only after its answer, use `lightning.reject`.
+
+    Raises `DataError` for a reason that is not 1 to 80 printable ASCII characters.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("", read_reason(reason, "the reason of lightning.untrained()"))
+
+
+class component(_Around):  # noqa: N801 — used as a verb: `with component("writer"):` and `@component("writer")`
+    """Name the agent that makes the model calls inside: a context manager and a decorator. Components nest into a path.
+
+    Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with a slash,
+    since slashes separate the names of a path in `train_agents`.
+
+    `prompt` gives the component a prompt template. The agent must read the template from `.prompt`: in a rollout this is the
+    template to try (of `runner.prompts`, or of a prompt optimizer), elsewhere it is the given template.
+    """
+
+    def __init__(self, name: str, prompt: str | None = None) -> None:
+        super().__init__(
+            _checked(name, "component({!r}): a name is a non-empty string without '/'; nest two components instead")
+        )
+        self._prompt = prompt
+        if prompt is not None:
+            _prompts[self.name] = prompt if _prompts.get(self.name, prompt) == prompt else None
+
+    @property
+    def prompt(self) -> str:
+        """The prompt template to use in the current rollout. Raises `DataError` if the component was made without one."""
+        if self._prompt is None:
+            raise DataError(
+                f"component({self.name!r}) has no prompt: give it one, component({self.name!r}, prompt=...)"
+            )
+        attempt = current_attempt()
+        return self._prompt if attempt is None else attempt.prompt(self.name, self._prompt)
 
 
 def _path_in(room: Room) -> tuple[Room, ...]:

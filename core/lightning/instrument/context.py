@@ -37,7 +37,7 @@ from lightning.errors import DataError
 from lightning.instrument.last_call import Trail, known_as, renew_lock_in_forks, starter_here
 from lightning.instrument.providers import Address, Url, place_of
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, state_of, text_of
-from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
+from lightning.types import LLM, REJECTED, Caller, StepReward, StepState, ToolEvent, read_reason
 
 
 def trace_id_of(token: str) -> str:
@@ -59,8 +59,8 @@ def traceparent_of(token: str) -> str:
 logger = logging.getLogger(__name__)
 
 MAX_REPORTS = 10_000
-"""The largest number of tool events, and of step rewards, states and labels, of a rollout: an agent in an endless loop must not
-fill the memory."""
+"""The largest number of tool events, and of step rewards, states, labels and rejections, of a rollout: an agent in an endless
+loop must not fill the memory."""
 MAX_REPORTED_TEXT = 8 * 1024 * 1024
 """The largest number of characters of each of these in a rollout: they are sent in one message, together with the reward."""
 LONGEST_LABEL = 8192
@@ -91,6 +91,7 @@ class ActiveAttempt:
         self._step_rewards: list[StepReward] = []
         self._step_states: list[StepState] = []
         self._labels: dict[str, Caller] = {}
+        self._untrained: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._unasked = set(llm.prompts)
         self.strangers: dict[int, threading.Thread] = {}
@@ -118,6 +119,11 @@ class ActiveAttempt:
     def labels(self) -> Mapping[str, Caller]:
         """The callers that the agent gave to calls by `lightning.label`, by response id."""
         return dict(self._labels)
+
+    @property
+    def untrained(self) -> Mapping[str, str]:
+        """Why the calls that the agent rejected by `lightning.reject` are not trained, by response id."""
+        return dict(self._untrained)
 
     def serves(self, url: Url) -> bool:
         """Whether a URL is one of this rollout's gateway."""
@@ -198,6 +204,13 @@ class ActiveAttempt:
             count = 0 if response_id in self._labels else len(self._labels)
             if self._takes("labels", count, len(response_id) + size_of(caller)):
                 self._labels[response_id] = caller
+
+    def add_untrained(self, response_id: str, reason: str) -> None:
+        """Add the reason why one model call is not trained; a later reason for the same call replaces it."""
+        with _lock:
+            count = 0 if response_id in self._untrained else len(self._untrained)
+            if self._takes("rejections", count, len(response_id) + len(reason)):
+                self._untrained[response_id] = reason
 
     def prompt(self, name: str, default: str) -> str:
         """Return the prompt template of a component in this rollout: `default` unless the rollout replaces it."""
@@ -486,6 +499,31 @@ def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
         raise DataError(f"lightning.label(): a label of {sum(map(len, texts))} characters; {LONGEST_LABEL} are allowed")
     if (attempt := _attempt_for("label")) is not None:
         attempt.add_label(response_id, Caller(agent, names))
+
+
+def reject(reason: str = REJECTED, response_id: str = "") -> None:
+    """Leave the model call `response_id`, or, if that is empty, the last one, out of training, because the agent does not go on
+    with its answer: `lightning.reject("compaction, rejected")`.
+
+    The call stays in the record with the reason, and belongs to the environment like a call of another agent. The last call is
+    that of `lightning.reward`. A later rejection of the same call replaces the reason.
+
+    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` for a reason
+    that is not 1 to 80 printable ASCII characters, and for an id that is none.
+    """
+    checked = read_reason(reason, "the reason of lightning.reject()")
+    if not isinstance(response_id, str) or len(response_id) > LONGEST_LABEL:
+        raise DataError(f"lightning.reject(response_id={response_id!r:.200}): give the `id` of the model's reply")
+    if (attempt := _attempt_for("reject")) is None:
+        return
+    if rejected := response_id or attempt.calls.last():
+        attempt.add_untrained(rejected, checked)
+    else:
+        log_once(
+            "reject",
+            "lightning.reject() rejected nothing: which call was the last one is not known here. Give the id of the reply, "
+            "reject(reason, response_id=reply.id)",
+        )
 
 
 def log_once(key: str, message: str, *arguments: object) -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
-from lightning.instrument.components import component_path, current_caller, is_framework
+from lightning.instrument.components import component_path, current_caller, is_framework, untrained_here
 from lightning.instrument.context import (
     ActiveAttempt,
     active,
@@ -32,7 +32,7 @@ from lightning.instrument.context import (
     log_once,
 )
 from lightning.instrument.providers import Url, elsewhere, is_policys
-from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, Caller
+from lightning.types import CALLER_HEADER, NO_ADAPTER, ROLLOUT_HEADER, UNNAMED, UNTRAINED_HEADER, Caller, read_reason
 
 FRAMEWORKS: Final = (
     "agent_framework",
@@ -116,7 +116,21 @@ def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
             headers[TRACE_HEADER] = attempt.traceparent
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
+    if reason := untrained_here() or _said_by_adapters():
+        headers[UNTRAINED_HEADER] = reason
     return headers
+
+
+def _said_by_adapters() -> str:
+    """Return why the request of this code is not trained, as an adapter says; empty if none does."""
+    from lightning.plugins import plugins
+
+    try:
+        said = plugins().hook.lightning_harnesses()
+        return "" if said is None else read_reason(said, "what a lightning_harnesses hook returned")
+    except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
+        log_once("said untrained", "an adapter failed to say whether a call is trained, so it is: %r", error)
+        return ""
 
 
 Sent: TypeAlias = tuple[ActiveAttempt, str]
@@ -141,8 +155,9 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         _say_if_nameless(caller)
         caller = _noted(caller)
         headers = headers_for(request.url, caller)
-        said = request.headers.get(TRACE_HEADER)  # an instrumented client sends the span that it is in
-        request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
+        # An instrumented client sends the span that it is in, and a client may say itself that a call is not trained.
+        said = {name: request.headers[name] for name in (TRACE_HEADER, UNTRAINED_HEADER) if name in request.headers}
+        request.headers.update({**headers, **said})
         attempt = certain_attempt() or attempt_of(_key(request)) or calling_attempt()
         if attempt is None or not attempt.serves(request.url):
             return None

@@ -64,6 +64,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
     spend, calls = True, await store.transitions(rollout, attempt)
     if (kept := await store.get_rollout(rollout)) is not None:
         kept = replace(kept, attempt=attempt)
+        outcome = with_rejections(outcome, calls)
         _check_labels(kept, outcome, calls)
         if outcome.fault is not Fault.INFRASTRUCTURE:
             outcome = judge(outcome, calls, branch=kept.parent is not None)
@@ -145,16 +146,25 @@ def is_unserved(call: Transition) -> bool:
     return call.status is CallStatus.ERROR and call.finish_reason == UNSERVED
 
 
+def with_rejections(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+    """Return the outcome with the calls that the agent rejected by later calls of the attempt (`Transition.rejects`) as
+    untrained. A reason that the outcome itself has for a call stays."""
+    rejected = {each: reason for call in calls for each, reason in call.rejects.items()}
+    return replace(outcome, untrained={**rejected, **outcome.untrained}) if rejected else outcome
+
+
 def _check_labels(rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> None:
-    """Warn of labels that name no recorded call; the store ignores them. Branches get no warning: they may label parents'
-    calls."""
-    unknown = sorted(set(outcome.labels) - {call.id for call in calls})
-    if unknown and rollout.parent is None:
-        logger.warning(
-            "rollout %s, attempt %d: lightning.label() named %d responses that are not recorded, such as %.200r: "
-            "use the `id` of a reply that the gateway gave to this rollout",
-            rollout.id,
-            rollout.attempt,
-            len(unknown),
-            unknown[0],
-        )
+    """Warn of labels and rejections of calls that are not recorded; the store ignores them. Branches get no warning: they may
+    name parents' calls."""
+    known = {call.id for call in calls}
+    for what, named in (("lightning.label()", outcome.labels), ("a rejection", outcome.untrained)):
+        if (unknown := sorted(named.keys() - known)) and rollout.parent is None:
+            logger.warning(
+                "rollout %s, attempt %d: %s named %d responses that are not recorded, such as %.200r: "
+                "use the `id` of a reply that the gateway gave to this rollout",
+                rollout.id,
+                rollout.attempt,
+                what,
+                len(unknown),
+                unknown[0],
+            )

@@ -36,6 +36,7 @@ from lightning.types import (
     Task,
     ToolEvent,
     Transition,
+    read_reason,
 )
 
 CAUSES: Final = {
@@ -162,6 +163,7 @@ def returned(value: object, attempt: ActiveAttempt, seconds: float) -> Outcome:
         step_rewards=attempt.step_rewards,
         labels=attempt.labels,
         step_states=attempt.step_states,
+        untrained=attempt.untrained,
     )
 
 
@@ -190,6 +192,7 @@ def failed(fault: Fault, error: str, attempt: ActiveAttempt | None = None, secon
         step_rewards=attempt.step_rewards,
         labels=attempt.labels,
         step_states=attempt.step_states,
+        untrained=attempt.untrained,
     )
 
 
@@ -275,8 +278,9 @@ def decode_outcome(data: bytes) -> Outcome:
                 )
                 for state in fields["step_states"]
             ),
+            untrained={str(call): read_reason(reason, "a reason") for call, reason in fields["untrained"].items()},
         )
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError, DataError) as error:
         raise ValueError(f"not an outcome: {error!r}") from error
     if (outcome.reward is None) == (outcome.fault is None):
         raise ValueError("not an outcome: exactly one of reward and fault must be set")

@@ -186,7 +186,8 @@ class Store(Protocol):
         attempt and for an attempt that is not the newest; `DataError` for a NaN or infinite reward and for extras that
         `lightning.store.rows` refuses.
 
-        `outcome.labels` become the callers of the attempt's transitions with these ids; unknown ids are ignored.
+        `outcome.labels` become the callers of the attempt's transitions with these ids, and `outcome.untrained` the reasons why
+        they are not trained; unknown ids are ignored.
         """
 
     async def release(self, worker: str, *, once: str = "") -> int:
@@ -201,8 +202,8 @@ class Store(Protocol):
     async def append(self, transitions: Sequence[Transition]) -> int:
         """Store calls durably before returning, and return how many are new.
 
-        A call whose key and content are stored changes nothing; a caller that was replaced by a label is not compared. If a
-        stored call was answered and the same call comes as aborted, it is aborted from then on: its answer did not arrive.
+        A call whose key and content are stored changes nothing; what a label replaced (the caller, the reason) is not compared.
+        If a stored call was answered and the same call comes as aborted, it is aborted from then on: its answer did not arrive.
         Raises `ConflictError` for other content under a stored key, `StaleAttemptError` for a new call of an attempt that is
         not the newest or has ended, `StoreError` for an unknown rollout, and `DataError` for extras that `lightning.store.rows`
         refuses.

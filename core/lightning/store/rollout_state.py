@@ -187,7 +187,7 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
     texts = (
         nouns_to_text(outcome.tool_events, "a tool event"),
         step_rewards_to_text(outcome.step_rewards),
-        labels_to_text(outcome.labels),
+        labels_to_text(outcome.labels, outcome.untrained),
         nouns_to_text(outcome.step_states, "a state"),
     )
     packed = pack_extras(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")

@@ -46,6 +46,7 @@ from lightning.types import (
     ToolEvent,
     Transition,
     VersionRun,
+    read_reason,
 )
 
 T = TypeVar("T")
@@ -159,7 +160,28 @@ def extras_digest(packed: bytes | None) -> str:
     return "" if packed is None else hashlib.sha256(packed).hexdigest()
 
 
-_NESTED: Final = (Caller, ToolEvent, StepReward, StepState, VersionRun)
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What became known of a call after it: its caller (None: as it was), and why it is not trained (empty: as it was)."""
+
+    caller: Caller | None = None
+    untrained: str = ""
+
+    def put_on(self, call: Transition) -> Transition:
+        """Return the call as the label says."""
+        return replace(call, caller=self.caller or call.caller, untrained=self.untrained or call.untrained)
+
+    def taken_off(self, call: Transition, caller: str, untrained: str) -> Transition:
+        """Return a call that was read with this label as it is stored, with this `caller`, as text, and `untrained`; any other
+        call as it is."""
+        if self.caller == call.caller:
+            call = replace(call, caller=caller_from_text(caller))
+        return replace(call, untrained=untrained) if self.untrained and self.untrained == call.untrained else call
+
+
+NO_LABEL: Final = Label()
+
+_NESTED: Final = (Caller, ToolEvent, StepReward, StepState, VersionRun, Label)
 
 
 @cache
@@ -196,14 +218,18 @@ def step_rewards_to_text(rewards: Sequence[StepReward]) -> str:
     return nouns_to_text(finite_ones, "a step reward")
 
 
-def labels_to_text(labels: Mapping[str, Caller]) -> str:
-    """Return the labels of an attempt as JSON, sorted by response id, so that equal labels are equal text."""
-    return nouns_to_text({response: labels[response] for response in sorted(labels)}, "a label")
+def labels_to_text(labels: Mapping[str, Caller], untrained: Mapping[str, str]) -> str:
+    """Return the labels of an attempt as JSON, sorted by response id, so that equal labels are equal text. Raises `DataError`
+    for a reason that no call may have."""
+    reasons = {each: read_reason(reason, f"the reason of the call {each!r}") for each, reason in untrained.items()}
+    named = sorted(labels.keys() | reasons.keys())
+    return nouns_to_text({each: Label(labels.get(each), reasons.get(each, "")) for each in named}, "a label")
 
 
-def labels_from_text(text: str) -> dict[str, Caller]:
-    """Return the labels that `labels_to_text` wrote."""
-    return {response: _caller(*parts) for response, parts in as_mapping(text, "the labels of an attempt").items()}
+def labels_from_text(text: str) -> dict[str, Label]:
+    """Return the labels that `labels_to_text` wrote, by response id."""
+    found = as_mapping(text, "the labels of an attempt").items()
+    return {each: Label(None if caller is None else _caller(*caller), *more) for each, (caller, *more) in found}
 
 
 def _caller(agent: str, path: Sequence[str] = (), *more: str) -> Caller:

@@ -13,7 +13,7 @@ from typing import Final
 from lightning.errors import SchemaError
 from lightning.installation import other_format
 
-SCHEMA: Final = 7
+SCHEMA: Final = 8
 """The number of the present tables and columns, or keys, and of the form of their content."""
 
 
@@ -112,6 +112,8 @@ STATEMENTS: Final = (
         error TEXT NOT NULL,
         max_tokens_asked INTEGER NOT NULL,
         requested_model TEXT NOT NULL,
+        untrained TEXT NOT NULL,
+        rejects TEXT NOT NULL,
         extras BLOB,
         UNIQUE (rollout, attempt, seq)
     )""",

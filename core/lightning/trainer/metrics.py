@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final
 
@@ -147,6 +147,7 @@ def step_metrics(
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         **({"truncated": count_truncated(trained) / len(trained)} if trained else {}),
+        **{f"{UNTRAINED}{reason}": float(number) for reason, number in untrained_reasons(calls_of(groups)).items()},
     }
 
 
@@ -171,6 +172,31 @@ def trained_calls(groups: Sequence[Group]) -> list[Transition]:
         for call, trainable in zip(member.transitions, member.trainable, strict=True)
         if is_trained(call, trainable)
     ]
+
+
+def calls_of(groups: Sequence[Group]) -> Iterator[Transition]:
+    """Yield the answered calls of the groups."""
+    for group in groups:
+        for member in group.trajectories:
+            yield from member.transitions
+
+
+def untrained_reasons(calls: Iterable[Transition]) -> Counter[str]:
+    """Return how many of the calls are marked as untrained, by reason. Choices of one call count once."""
+    return Counter(call.untrained for call in calls if call.untrained and not call.choice)
+
+
+def said_reasons(found: Mapping[str, float]) -> str:
+    """Format numbers of untrained calls by reason, the most first: `3 title, 1 compaction, rejected`."""
+    return "; ".join(f"{number:.0f} {reason}" for reason, number in sorted(found.items(), key=lambda each: -each[1]))
+
+
+def are_untrained(found: Mapping[str, float]) -> str:
+    """Say that no call is trained because all are marked, with the cure. `found` are the numbers by reason."""
+    return (
+        f"the calls that could be trained are marked as untrained ({said_reasons(found)}): look at lightning.untrained and "
+        "lightning.reject in the agent, at its headers, and at the rules [untrained.NAME]"
+    )
 
 
 def media_calls(groups: Sequence[Group]) -> list[Transition]:
@@ -209,11 +235,11 @@ def staleness(version: int, batch: Batch) -> dict[str, float]:
 
 def sampled_tokens(groups: Sequence[Group]) -> int:
     """Return the number of response tokens of the groups' calls."""
-    return sum(
-        len(call.response_ids) for group in groups for member in group.trajectories for call in member.transitions
-    )
+    return sum(len(call.response_ids) for call in calls_of(groups))
 
 
+UNTRAINED: Final = "calls_untrained/"
+"""What the metrics of untrained calls begin with; the reason follows."""
 REASONS: Mapping[str, str] = {
     "all_rewards_equal": "all rollouts that were compared earned the same",
     "nothing_to_train": "no call belongs to an agent that is trained",
@@ -313,8 +339,10 @@ def _why(
 
 
 def _nothing_trained(groups: Sequence[Group], train_agents: Sequence[str]) -> str:
-    media = len(media_calls(groups))
-    return are_media(media, media) if media else nothing_trained(callers_of(groups), train_agents)
+    if media := len(media_calls(groups)):
+        return are_media(media, media)
+    marked = untrained_reasons(calls_of(groups))
+    return are_untrained(marked) if marked else nothing_trained(callers_of(groups), train_agents)
 
 
 def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
@@ -364,12 +392,7 @@ def names_of(callers: Iterable[Caller | str]) -> str:
 
 def callers_of(groups: Sequence[Group]) -> set[Caller]:
     """Return the callers of these groups' calls, each once."""
-    return {
-        Caller(call.caller.agent, call.caller.path)
-        for group in groups
-        for member in group.trajectories
-        for call in member.transitions
-    }
+    return {Caller(call.caller.agent, call.caller.path) for call in calls_of(groups)}
 
 
 def is_greedy(call: Transition) -> bool:

@@ -106,8 +106,9 @@ def of_interest(groups: Sequence[Group], train_agents: Sequence[str]) -> list[Gr
 
 
 def is_of_interest(call: Transition, train_agents: Sequence[str]) -> bool:
-    """Whether a recorded call belongs to the component of interest (`is_trainable`)."""
-    return is_trainable(call.caller, train_agents, call.requested_model, call.policy)
+    """Whether a recorded call belongs to the component of interest (`is_trainable`): a call that is marked as untrained does
+    not, whoever made it."""
+    return not call.untrained and is_trainable(call.caller, train_agents, call.requested_model, call.policy)
 
 
 def _matches(caller: Caller, model: str, policy: str, glob: str) -> bool:
@@ -179,9 +180,8 @@ def rollout_digest(trajectory: Trajectory) -> str:
     digest.update(struct.pack("<qqqd", rollout.attempt, rollout.step, rollout.index, trajectory.reward))
     digest_text(digest, json.dumps(rollout.parent))
     for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=True):
-        digest_text(
-            digest, call.id, call.caller.agent, "/".join(call.caller.path), call.status.value, call.finish_reason
-        )
+        names = call.caller.agent, "/".join(call.caller.path)
+        digest_text(digest, call.id, *names, call.status.value, call.finish_reason, call.untrained)
         digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))
         for run in call.versions:
             digest.update(struct.pack("<qq", run.start, run.version))

@@ -20,13 +20,17 @@ from lightning.types.recorded import (
     CONVERSATION_ID,
     EXPIRED,
     GREEDY_BELOW,
+    LONGEST_REASON,
     NO_ADAPTER,
     POLICY,
+    REJECTED,
+    REJECTED_HEADER,
     ROLLOUT_HEADER,
     SERVED,
     TOO_LONG,
     UNNAMED,
     UNSERVED,
+    UNTRAINED_HEADER,
     Caller,
     CallStatus,
     Conversation,
@@ -43,6 +47,7 @@ from lightning.types.recorded import (
     by_key,
     logprobs,
     not_json,
+    read_reason,
     shared_prefix,
     token_ids,
 )
@@ -55,13 +60,17 @@ __all__ = [
     "EXPIRED",
     "GREEDY_BELOW",
     "LLM",
+    "LONGEST_REASON",
     "NO_ADAPTER",
     "POLICY",
+    "REJECTED",
+    "REJECTED_HEADER",
     "ROLLOUT_HEADER",
     "SERVED",
     "TOO_LONG",
     "UNNAMED",
     "UNSERVED",
+    "UNTRAINED_HEADER",
     "CallStatus",
     "Caller",
     "Conversation",
@@ -88,6 +97,7 @@ __all__ = [
     "logprobs",
     "new_id",
     "not_json",
+    "read_reason",
     "shared_prefix",
     "token_ids",
 ]
@@ -245,8 +255,9 @@ class Lease:
 class Outcome:
     """The end of an attempt. Exactly one of `reward` (the agent returned one) and `fault` is set.
 
-    `labels` are the callers that the agent gave to calls by `lightning.label`, by response id. `extras` are bytes of plugins,
-    by the plugin's name.
+    `labels` are the callers that the agent gave to calls by `lightning.label`, by response id. `untrained` are the reasons why
+    calls are not trained that became known after them (`lightning.reject`), by response id. `extras` are bytes of plugins, by
+    the plugin's name.
     """
 
     reward: float | None = None
@@ -258,6 +269,7 @@ class Outcome:
     step_rewards: tuple[StepReward, ...] = ()
     labels: Mapping[str, Caller] = field(default_factory=dict)
     step_states: tuple[StepState, ...] = ()
+    untrained: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, bytes] = field(default_factory=dict)
 
 

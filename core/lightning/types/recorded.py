@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -33,6 +33,14 @@ CONVERSATION_ID = "served-"
 """The prefix of the ids of served rollouts that are conversations."""
 CALLER_HEADER: Final = "x-lightning-caller"
 """The request header that names the caller: a `Caller` as JSON."""
+UNTRAINED_HEADER: Final = "x-lightning-untrained"
+"""The request header that says that its call is not to be trained, and why (`read_reason`)."""
+REJECTED_HEADER: Final = "x-lightning-rejected"
+"""The request header with the id of an earlier call of the attempt that the agent rejected and, after a space, the reason."""
+LONGEST_REASON: Final = 80
+"""The most characters of the reason why a call is not trained. Reasons name metrics."""
+REJECTED: Final = "rejected"
+"""The reason of a call that the agent rejected without saying why."""
 ROLLOUT_HEADER: Final = "x-lightning-rollout"
 """The request header with the rollout's key, for clients that send an API key of their own."""
 GREEDY_BELOW: Final = 1e-5
@@ -200,6 +208,9 @@ class Transition:
     asked for if the context had less room, so that the answer was limited to the room that was left; else 0. `requested_model`
     is the model that the agent asked for. `extras` are bytes of plugins, by the plugin's name.
 
+    `untrained` is the reason why the call is not trained, although its agent may be; empty for any other call. `rejects` are
+    earlier calls of the attempt that the agent rejected when it sent this one: the reason by the id of the call.
+
     The extra `texts` holds the request and the reply (read by `lightning_record.exchanges.read`). It is absent if requests are
     not recorded (`gateway.record_requests`), and for all choices of a call but the first. The extra `conversation` holds the
     messages that `previous_response_id` continues (read by `lightning_record.conversation.conversation_in`). It is absent for
@@ -226,6 +237,8 @@ class Transition:
     error: str = ""
     max_tokens_asked: int = 0
     requested_model: str = ""
+    untrained: str = ""
+    rejects: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -277,6 +290,18 @@ class Span:
     error: str = ""
     service: str = ""
     attributes: Mapping[str, Json] = field(default_factory=dict)
+
+
+def read_reason(reason: object, what: str) -> str:
+    """Return the reason why a call is not trained, without spaces around it. Raises `DataError`, naming it `what`, unless it is
+    a text of 1 to `LONGEST_REASON` printable ASCII characters, which any HTTP header can carry."""
+    text = reason.strip() if isinstance(reason, str) else ""
+    if text and len(text) <= LONGEST_REASON and text.isascii() and text.isprintable():
+        return text
+    raise DataError(
+        f"{what} is {reason!r:.120}: say in 1 to {LONGEST_REASON} printable ASCII characters why the call is not trained, such "
+        "as 'compaction, rejected'"
+    )
 
 
 def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:

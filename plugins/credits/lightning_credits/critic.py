@@ -43,7 +43,7 @@ class Critic:
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """Return an array of advantages, shape (calls,), for each trajectory: 0 for calls that are not trained.
 
-        Raises `DataError` for a trained call whose state has no value.
+        Raises `DataError` for a trained call whose state has no value, and for an untrained call whose state has one.
         """
         return [self.advantages(trajectory) for trajectory in group.trajectories]
 
@@ -87,6 +87,13 @@ def _values(trajectory: Trajectory, calls: npt.NDArray[np.intp]) -> npt.NDArray[
             f"rollout {rollout} has no values of its states, which the critic's credit needs: the algorithm must have "
             '`head = "critic"`, so that the engine is opened with a critic and values the states before credit is assigned'
         )
+    for call, value in zip(trajectory.transitions, trajectory.values, strict=False):
+        if call.untrained and np.isfinite(value):
+            raise DataError(
+                f"rollout {rollout} attempt {trajectory.rollout.attempt} call {call.seq} is recorded and not trained "
+                f"({call.untrained}), but its state has the critic's value {value}, as if it were: the call was marked after "
+                "its state was valued, so these values belong to other calls. Value the states again"
+            )
     if len(trajectory.values) != count:
         raise DataError(f"rollout {rollout} has {count} calls, but values of {len(trajectory.values)} states")
     values = np.asarray(trajectory.values, dtype=np.float64)[calls]

@@ -29,16 +29,21 @@ from lightning.trainer.metrics import (
     are_greedy,
     are_media,
     are_too_long,
+    are_untrained,
     count_greedy,
     count_truncated,
     is_greedy,
+    names_of,
     nothing_trained,
+    said_reasons,
+    untrained_reasons,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter, grouped, reason, said_parts
 from lightning.trainer.training_data import all_rollouts, is_of_interest, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
+from lightning_harnesses.config import JUDGED, RuleConfig, RulesConfig, reason_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig
 from rich.markup import escape
 from rich.table import Table
@@ -135,7 +140,8 @@ async def dry_run(
     if hidden := await hidden_tools(stack.gateway.parts):
         problems.append(f"{counted(hidden, 'call')}: {HIDDEN}")
     alike = equal_rewards(rows) if compared else ""
-    hints = [*([alike] if alike else []), *_hints(rows, train_agents, policies), *tried.hints]
+    of_rules = said_of_rules(rows, RulesConfig.of(stack.config).by_name)
+    hints = [*([alike] if alike else []), *_hints(rows, train_agents, policies), *of_rules, *tried.hints]
     report = DevReport(rows, tuple(problems), tuple(hints), rewards_differ=not alike)
     show(report, reporter.console)
     return report
@@ -202,7 +208,8 @@ def _problems(
     if media and not any(row.trained_calls for row in scored):
         problems.append(are_media(media, media))
     elif scored and not any(row.trained_calls for row in scored):
-        problems.append(nothing_trained(callers, train_agents))
+        marked = untrained_reasons(call for row in scored for call in row.recorded.calls if call.status.answered)
+        problems.append(are_untrained(marked) if marked else nothing_trained(callers, train_agents))
     greedy, trained = sum(row.greedy_calls for row in rows), sum(row.trained_calls for row in rows)
     if compared and are_greedy(greedy, trained):
         problems.append(f"{greedy} of {trained} trained calls were sampled at temperature 0: {CURE_OF_GREEDY}")
@@ -256,6 +263,22 @@ def _hints(
     if (truncated := sum(row.truncated_calls for row in rows)) > MANY_CUT_OFF * trained:
         hints.append(f"{truncated} of {trained} trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}")
     return hints + [found.text for found in _diagnosed(rows, train_agents, policies) if not found.serious]
+
+
+def said_of_rules(rows: Sequence[DevRow], rules: Mapping[str, RuleConfig]) -> Iterator[str]:
+    """Yield how many calls of dry rollouts are untrained, and each rule of the settings that matched no call. Calls that a rule
+    judges at the end of the attempt have its reason as an extra."""
+    calls = [call for row in rows for call in row.recorded.calls if call.status.answered]
+    if found := untrained_reasons(calls):
+        yield f"calls that are recorded and not trained: {said_reasons(found)}"
+    reasons = {call.untrained for call in calls} | {call.extras.get(JUDGED, b"").decode() for call in calls}
+    for name, rule in rules.items():
+        if not rule.train and reason_of(name, rule) not in reasons:
+            yield (
+                f"the rule untrained.{name} matched no call: all its conditions must hold, and a call that the agent itself "
+                f"marks has no rule. Agents seen: {names_of(call.caller for call in calls)}. Models that were asked for: "
+                f"{names_of(call.requested_model for call in calls)}"
+            )
 
 
 def show(report: DevReport, console: Terminal) -> None:

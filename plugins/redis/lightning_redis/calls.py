@@ -23,6 +23,7 @@ CallKey: TypeAlias = tuple[str, int, int]
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
 EXTRAS: Final = rows.CALLS.fields.index("extras") - 1
 """The column of the extras. The JSON has their length in bytes instead; they stand between it and the tokens."""
+UNTRAINED: Final = rows.CALLS.fields.index("untrained") - 1
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -76,9 +77,9 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
         raise StoreError(f"its value makes no sense ({error})") from error
 
 
-def caller_text(stored: Stored) -> str:
-    """Return the caller with which the call was appended, as text."""
-    return str(stored.columns[1])
+def labelled(stored: Stored) -> tuple[str, str]:
+    """Return what a label may replace, as the call was appended: its caller, as text, and why it is not trained."""
+    return str(stored.columns[1]), str(stored.columns[UNTRAINED])
 
 
 class Decoder:

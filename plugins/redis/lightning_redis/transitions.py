@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -19,7 +19,7 @@ from typing import Final
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec, rollout_state, rows
 from lightning.store.codec import LOADED_CALLS, Fingerprint, KnownTransition, Prompt, choose
-from lightning.types import Caller, Transition
+from lightning.types import Transition
 from lightning_db.parents_view import ParentsView
 
 from lightning_redis import calls, lua_scripts
@@ -144,8 +144,7 @@ async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> 
     attempt = (transition.rollout, transition.attempt)
     stored = calls.unpack(*attempt, transition.seq, value)
     labels = (await _labels(link, [attempt]))[0]
-    if labels.get(transition.id) == transition.caller:
-        transition = replace(transition, caller=rows.caller_from_text(calls.caller_text(stored)))
+    transition = labels.get(transition.id, rows.NO_LABEL).taken_off(transition, *calls.labelled(stored))
     digest = rollout_state.record_digest(transition, content)
     if digest == stored.digest:
         return digest
@@ -249,7 +248,9 @@ async def read_many(link: Link, attempts: Sequence[Attempt]) -> list[list[Transi
     return read
 
 
-def _decode(decoder: Decoder, key: CallKey, stored: Stored | StoreError, labels: Mapping[str, Caller]) -> Transition:
+def _decode(
+    decoder: Decoder, key: CallKey, stored: Stored | StoreError, labels: Mapping[str, rows.Label]
+) -> Transition:
     try:
         if isinstance(stored, StoreError):
             raise stored
@@ -258,11 +259,10 @@ def _decode(decoder: Decoder, key: CallKey, stored: Stored | StoreError, labels:
         raise StoreError(
             f"transition {key} is corrupt: {error}. The database was damaged or edited: restore it from a backup"
         ) from error
-    caller = labels.get(transition.id)
-    return transition if caller is None else replace(transition, caller=caller)
+    return labels[transition.id].put_on(transition) if transition.id in labels else transition
 
 
-async def _labels(link: Link, attempts: Sequence[Attempt]) -> list[dict[str, Caller]]:
+async def _labels(link: Link, attempts: Sequence[Attempt]) -> list[dict[str, rows.Label]]:
     """Return the labels that each attempt was completed with, by call."""
     fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in attempts]
     (texts,) = await link.reads.read((b"HMGET", link.keys("labels"), *fields))

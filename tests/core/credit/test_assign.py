@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.batch import build_samples
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit import Credit, Decayed, Discounted, centre, grpo, identical, per_agent, rollout_return
 from lightning.errors import ConfigError
@@ -87,6 +90,36 @@ def test_an_agent_is_compared_with_itself_in_the_rollouts_in_which_it_called() -
     )
     spread = per_agent(group, centre)
     assert [part.tolist() for part in spread] == [[0.5, 0.25, 0.5], [0.0, -0.25], [-0.5, -0.5]]
+
+
+@given(st.data())
+@pytest.mark.parametrize("credit", [identical, Decayed(0.5), Discounted(0.5), per_agent], ids=str)
+def test_an_untrained_call_counts_as_one_of_another_agent(credit: Credit, data: st.DataObject) -> None:
+    """Whatever is marked: trained calls get what they would get if the marked calls were another agent's, and only they
+    make rows."""
+    marked, others = [], []
+    for index in range(3):
+        flags = data.draw(st.lists(st.booleans(), min_size=1, max_size=4), label=f"untrained calls of rollout {index}")
+        made = make_trajectory(
+            [((place,), (9,)) for place in range(len(flags))], rollout=str(index), reward=float(index)
+        )
+        calls = made.transitions
+        marks = [replace(call, untrained="title" if flag else "") for call, flag in zip(calls, flags, strict=True)]
+        names = [
+            replace(call, caller=Caller("other" if flag else "agent")) for call, flag in zip(calls, flags, strict=True)
+        ]
+        marked.append(replace(made, transitions=tuple(marks)))
+        others.append(replace(made, transitions=tuple(names), trainable=tuple(not flag for flag in flags)))
+    groups = Group("g", tuple(marked)), Group("g", tuple(others))
+    mine, theirs = (credit(group, grpo) for group in groups)
+    for one, other, member in zip(mine, theirs, others, strict=True):
+        kept = np.array(member.trainable)
+        np.testing.assert_array_equal(one[kept], other[kept])
+    rows, wanted = (
+        [(row.ids.tolist(), row.weights.tolist()) for row in build_samples(group.trajectories, values)]
+        for group, values in zip(groups, (mine, theirs), strict=True)
+    )
+    assert rows == wanted
 
 
 def test_agents_of_one_name_at_different_places_are_different_agents() -> None:

@@ -447,6 +447,34 @@ async def test_labels_name_the_callers_of_their_calls(leased: Store, rollout: Ro
     assert await leased.transitions("b") == [elsewhere]
 
 
+@everywhere
+async def test_a_reason_that_becomes_known_later_is_put_on_its_call(leased: Store, call: CallOf) -> None:
+    """Beside a label and without one; the reason that the call had is replaced."""
+    calls = [call(0, untrained="title"), call(1), call(2, rejects={"call-1": "said in passing"}), call(3)]
+    await leased.append(calls)
+    said = {"call-0": "title, late", "call-1": "rejected", "nobody's": "rejected"}
+    await leased.complete("a", 1, Outcome(reward=1.0, labels={"call-1": Caller("x")}, untrained=said))
+    marked = [
+        replace(calls[0], untrained="title, late"),
+        replace(calls[1], untrained="rejected", caller=Caller("x")),
+        *calls[2:],
+    ]
+    assert await leased.transitions("a") == marked
+    assert await leased.append([*calls, *marked]) == 0
+    with pytest.raises(ConflictError):
+        await leased.append([replace(calls[3], untrained="rejected")])
+    with pytest.raises(StaleAttemptError, match="ended"):
+        await leased.complete("a", 1, Outcome(reward=1.0, untrained={**said, "call-0": "other"}))
+
+
+@pytest.mark.parametrize("reason", ["", "  ", "r" * 81, "two\nlines", "\N{SNOWMAN}", 3])
+async def test_a_reason_that_no_header_can_carry_is_refused(leased: Store, call: CallOf, reason: str) -> None:
+    await leased.append([call(0)])
+    with pytest.raises(DataError, match=r"the reason of the call 'call-0' is .*: say in 1 to 80 printable ASCII"):
+        await leased.complete("a", 1, Outcome(reward=1.0, untrained={"call-0": reason}))
+    assert await leased.transitions("a") == [call(0)]
+
+
 async def test_labels_stay_with_their_attempt(store: Store, rollout: RolloutOf, call: CallOf) -> None:
     await store.create_rollouts([rollout(max_attempts=2)])
     for attempt, fault in ((1, Fault.INFRASTRUCTURE), (2, Fault.AGENT)):

@@ -42,7 +42,7 @@ OUTCOMES = (
     Outcome(reward=1.0),
     Outcome(reward=0.0, step_rewards=(StepReward(0.5),)),
     Outcome(reward=0.0, labels={"c0": Caller("writer"), "c1": Caller("b", ("a", "b"))}),
-    Outcome(fault=Fault.AGENT, error="raised"),
+    Outcome(fault=Fault.AGENT, error="raised", untrained={"c0": "rejected", "c2": "title"}),
     Outcome(fault=Fault.INFRASTRUCTURE, error="lost"),
 )
 
@@ -74,7 +74,11 @@ class Model:
         """The calls of an attempt under the names they have by now."""
         labels = self.outcomes[attempt].labels if attempt in self.outcomes else {}
         calls = [self.calls[key] for key in sorted(self.calls) if key[0] == attempt]
-        return [replace(call, caller=labels.get(call.id, call.caller)) for call in calls]
+        why = self.outcomes[attempt].untrained if attempt in self.outcomes else {}
+        return [
+            replace(call, caller=labels.get(call.id, call.caller), untrained=why.get(call.id, call.untrained))
+            for call in calls
+        ]
 
     def may_write(self, attempt: int) -> bool:
         return self.status is Status.RUNNING and self.attempt == attempt

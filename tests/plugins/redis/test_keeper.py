@@ -72,10 +72,10 @@ async def test_status(store: RedisStore, url: str) -> None:
 
 async def test_another_schema_is_refused(store: RedisStore, url: str, redis_server: RedisServer) -> None:
     mark = f"{url.partition('prefix=')[2]}:meta"
-    redis_server.command("SET", mark, '{"program":"lightning","schema":8,"id":"x"}')
+    redis_server.command("SET", mark, f'{{"program":"lightning","schema":{SCHEMA + 1},"id":"x"}}')
     for act in (keeper_of(url).status, RedisStore.from_url(url).open):
         with pytest.raises(
-            SchemaError, match=f"has schema 8, but this version of lightning works with schema {SCHEMA} only"
+            SchemaError, match=f"has schema {SCHEMA + 1}, but this version of lightning works with schema {SCHEMA} only"
         ):
             await act()
 

@@ -130,10 +130,12 @@ async def test_a_resource_of_another_store_is_copied_into_this_one(store: Store,
 async def test_another_store_of_another_schema_is_refused(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "old.db"
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript("CREATE TABLE schema_version (version); INSERT INTO schema_version VALUES (8)")
+        connection.executescript(
+            f"CREATE TABLE schema_version (version); INSERT INTO schema_version VALUES ({SCHEMA + 1})"
+        )
     before = path.read_bytes()
     with pytest.raises(
-        SchemaError, match=f"has schema 8, but this version of lightning works with schema {SCHEMA} only"
+        SchemaError, match=f"has schema {SCHEMA + 1}, but this version of lightning works with schema {SCHEMA} only"
     ):
         await resolve_prompts(store, "run", {"writer": f"resource:{path}#writer@2"})
     assert path.read_bytes() == before

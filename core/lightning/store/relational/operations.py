@@ -32,7 +32,7 @@ from lightning.store.protocol import KNOWN_SECONDS, Attempt, MetricPoint, Page, 
 from lightning.store.relational.transaction import Transaction, keep_answer, kept_answers, once_only
 from lightning.store.rollout_state import Position
 from lightning.store.rows import Row
-from lightning.types import Caller, Json, Lease, Rollout, Run, Status, StepRecord, Transition
+from lightning.types import Json, Lease, Rollout, Run, Status, StepRecord, Transition
 
 IDS_AT_ONCE: Final = 500
 """The largest number of ids in one statement."""
@@ -351,7 +351,7 @@ async def release(transaction: Transaction, worker: str) -> int:
     return len(held)
 
 
-async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
+async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, rows.Label]:
     """Return the labels with which an attempt ended, by the ids of the calls; none for an attempt that has not ended."""
     row = await transaction.one("SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?", (rollout, attempt))
     return {} if row is None else rows.labels_from_text(row[0])
@@ -416,15 +416,15 @@ async def _repeat(transaction: Transaction, where: Standing, key: tuple[int, int
     not arrive. Raises `ConflictError` for another content, and `StaleAttemptError` for a call of an attempt that is not the
     running one if it is not stored, or to mark it."""
     row = await transaction.one(
-        "SELECT digest, caller FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?", key
+        "SELECT digest, caller, untrained FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?", key
     )
     if row is None:
         rollout_state.check_fence(where.position, call.transition.attempt)
         raise AssertionError("a call is left out only where another one has its key")
-    (stored, caller), transition, content = row, call.transition, call.packed.digest
-    labels = await labels_of(transaction, transition.rollout, transition.attempt)
-    if labels.get(transition.id) == transition.caller:  # as it was labelled since
-        transition = replace(transition, caller=rows.caller_from_text(caller))
+    stored, *before = row
+    labels = await labels_of(transaction, call.transition.rollout, call.transition.attempt)
+    transition = labels.get(call.transition.id, rows.NO_LABEL).taken_off(call.transition, *before)
+    content = call.packed.digest
     if stored == rollout_state.record_digest(transition, content):
         return
     for answered in rollout_state.answered(transition):
@@ -526,7 +526,7 @@ async def transitions_of(transaction: Transaction, attempts: Sequence[tuple[str,
             await standing(transaction, rollout)  # raises for an unknown rollout
         labels = await labels_of(transaction, rollout, attempt)
         calls = [await _decode(decoder, rollout, attempt, row) for row in stored]
-        found.append([replace(call, caller=labels[call.id]) if call.id in labels else call for call in calls])
+        found.append([labels[call.id].put_on(call) if call.id in labels else call for call in calls])
     return found
 
 

@@ -61,7 +61,15 @@ from lightning_console.pages.words import (
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import is_sample
 from lightning_console.queries.conversation import LONGEST, cut, one_line
-from lightning_console.queries.rollouts import PROMPT_TOKENS, BranchLine, CallLine, RolloutView, Tokens, rollout_view
+from lightning_console.queries.rollouts import (
+    PROMPT_TOKENS,
+    UNTRAINED,
+    BranchLine,
+    CallLine,
+    RolloutView,
+    Tokens,
+    rollout_view,
+)
 from lightning_console.queries.steps import StepProof
 from lightning_console.router import Address
 
@@ -71,6 +79,7 @@ TONES: Final[dict[str, Tone]] = {
     "refused": "bad",
     "blocked": "warn",
     "unknown": "muted",
+    UNTRAINED: "muted",
 }
 PROOFS: Final = {True: "proved", False: "not the recorded ones", None: "not derived"}
 NO_ENTROPY: Final = "the entropy of single tokens is not recorded: the run's page has its mean over each step"
@@ -283,12 +292,12 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
     rows = [
         [
             Cell(str(each.number), _call(address, each.number)),
-            Cell(each.transition.caller.name),
+            Cell(each.transition.caller.name, tone=_grey(each.transition)),
             *([Cell(versions_of([each.transition]) or NONE)] if several else ()),
-            Cell(str(each.transition.status), tone=TONES.get(str(each.transition.status), "")),
+            _status(each.transition),
             Cell(each.transition.finish_reason),
-            Cell(count(len(each.transition.prompt_ids))),
-            Cell(count(len(each.transition.response_ids))),
+            Cell(count(len(each.transition.prompt_ids)), tone=_grey(each.transition)),
+            Cell(count(len(each.transition.response_ids)), tone=_grey(each.transition)),
             _advantage(each),
             *(branch_cells(branches.get(each.number, ())) if branches else ()),
         ]
@@ -310,6 +319,17 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
     keys = [row[0].text for row in rows]
     selected = [str(view.chosen)] if view.chosen else []
     return [Table(columns, rows, keys=keys, selected=selected, title="Calls", note=note)]
+
+
+def _grey(call: Transition) -> Tone:
+    """Return the tone of a call's cells: grey for a call that is marked as untrained."""
+    return "muted" if call.untrained else ""
+
+
+def _status(call: Transition) -> Cell:
+    """Return how a call ended and, for a call that is marked as untrained, why."""
+    text = f"{call.status}, not trained: {call.untrained}" if call.untrained else str(call.status)
+    return Cell(text, tone=TONES.get(str(call.status), _grey(call)))
 
 
 def _stored(view: RolloutView) -> Iterator[Transition]:
@@ -523,7 +543,7 @@ def inherited_rows(view: RolloutView, width: int, *, several: bool = False) -> l
             ),
             Cell(call.caller.name, tone="muted"),
             *([Cell(versions_of([call]) or NONE, tone="muted")] if several else ()),
-            Cell("recorded", tone="muted"),
+            Cell(f"recorded, not trained: {call.untrained}" if call.untrained else "recorded", tone="muted"),
             Cell(call.finish_reason, tone="muted"),
             Cell(count(len(call.prompt_ids)), tone="muted"),
             Cell(count(len(call.response_ids)), tone="muted"),

@@ -103,6 +103,8 @@ class Judged:
     missing: str = ""
 
 
+UNTRAINED: Final = "untrained"
+"""The word for the status of an answered call that is marked as untrained."""
 NOT_JUDGED: Final = Judged()
 
 
@@ -280,6 +282,8 @@ async def _branches(
 
 
 def _why_untrained(call: Transition, rollout: Rollout, proof: StepProof) -> str:
+    if call.untrained:
+        return f"it is recorded and not trained: {call.untrained}"
     if proof.proved is None:
         return proof.why
     if not call.status.answered or not len(call.response_ids):
@@ -358,7 +362,9 @@ def lanes_of(
             continue
         end = max(call.ended_at, call.started_at)
         detail = f"{len(call.prompt_ids)} + {counted(len(call.response_ids), 'token')}"
-        made = Moment("call", f"call {number}", call.started_at, end, number, str(call.status), detail)
+        detail += f", not trained: {call.untrained}" if call.untrained else ""
+        status = UNTRAINED if call.untrained and call.status.answered else str(call.status)
+        made = Moment("call", f"call {number}", call.started_at, end, number, status, detail)
         placed.append((call.caller.name, made))
     placed += [_tool(event, calls, by_id, numbers) for event in events]
     for given in rewards:
