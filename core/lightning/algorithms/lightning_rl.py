@@ -9,7 +9,7 @@ Agent Lightning, arXiv 2508.03680.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from difflib import get_close_matches
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -27,7 +27,17 @@ from lightning.algorithms.intake import (
     reward_scale,
     with_rules,
 )
-from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, unrounded, whiten
+from lightning.algorithms.presets import (
+    PRESETS,
+    Estimator,
+    LowLevel,
+    Preset,
+    Ratio,
+    Scaling,
+    estimator_of,
+    unrounded,
+    whiten,
+)
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Group
@@ -53,9 +63,14 @@ class LightningRL:
     """LightningRL: every call of the component of interest is trained with an advantage from its rollout's return in the group.
 
     `low_level` is the single-call algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
-    `reinforce++_baseline` or `ppo` (docs/algorithms.md compares them). It decides the fields `credit`, `clip_low`, `clip_high`,
-    `normalization` and `dynamic_sampling` unless they are given. The object holds the decided values, so `dataclasses.replace`
-    with another low level keeps the values of the old one.
+    `reinforce++_baseline` or `ppo` (docs/algorithms.md compares them). It decides the fields `estimator`, `scaling`, `ratio`,
+    `credit`, `clip_low`, `clip_high`, `normalization` and `dynamic_sampling` unless they are given. The object holds the
+    decided values, so `dataclasses.replace` with another low level keeps the values of the old one.
+
+    A rollout's advantage is its return less a baseline (`estimator`: `mean`, `rloo`, `none`), divided by a deviation
+    (`scaling`: `group-std`, `batch-std`, `none`). `group-std` goes with the estimator `mean` alone; with another one its place
+    is taken by `none`. `ratio` is that of each `token` or of the whole call (`sequence`), for which clip bounds are much
+    narrower.
 
     `group_size` rollouts are sampled for each task. `credit` spreads a rollout's advantage over its calls: a registered name or
     a function. A credit that names a `head`, as `ppo` requires, makes the engine train this head; its loss is multiplied by
@@ -81,6 +96,9 @@ class LightningRL:
     low_level: LowLevel = "grpo"
     _: KW_ONLY
     group_size: int = 8
+    estimator: Estimator = PRESET
+    scaling: Scaling = PRESET
+    ratio: Ratio = PRESET
     credit: str | Credit = PRESET
     tool_reward: ToolReward | None = None
     clip_low: float = PRESET
@@ -104,19 +122,24 @@ class LightningRL:
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
-        for name in ("credit", "clip_low", "clip_high", "normalization", "dynamic_sampling"):
+        preset = PRESETS[self.low_level]
+        if self.scaling is None and self.estimator not in (None, "mean") and preset.scaling == "group-std":
+            object.__setattr__(self, "scaling", "none")
+        for name in (field.name for field in fields(Preset) if field.name not in ("surrogate", "ratio")):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(PRESETS[self.low_level], name))
+                object.__setattr__(self, name, getattr(preset, name))
         if not (isinstance(self.credit, str) or callable(self.credit)):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         if self.correction is None:
             object.__setattr__(self, "correction", Correction())
         elif isinstance(self.correction, Mapping):  # read from a run's record
-            fields = {name: value for name, value in self.correction.items() if name != "type"}
-            object.__setattr__(self, "correction", Correction(**fields))
+            given = {name: value for name, value in self.correction.items() if name != "type"}
+            object.__setattr__(self, "correction", Correction(**given))
         elif not isinstance(self.correction, Correction):
             _one_of("correction", self.correction, get_args(CorrectionKind))
             object.__setattr__(self, "correction", Correction(self.correction))
+        self._check_advantage()
+        self._check_ratio()
         _one_of("normalization", self.normalization, get_args(Normalization))
         _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         if self.tool_reward is not None:
@@ -129,6 +152,36 @@ class LightningRL:
             raise ConfigError(f"group_size={self.group_size} must be positive")
         if self.group_size == 1 and self._least() > 1:
             raise ConfigError("group_size=1: a rollout is compared with the others of its task, so use 2+")
+
+    def _check_advantage(self) -> None:
+        _one_of("estimator", self.estimator, get_args(Estimator))
+        _one_of("scaling", self.scaling, get_args(Scaling))
+        if self.scaling == "group-std" and self.estimator != "mean":
+            why = (
+                "it would be GRPO's advantage times a constant" if self.estimator == "rloo" else "there is no baseline"
+            )
+            raise ConfigError(
+                f"estimator={self.estimator!r} with scaling='group-std': {why}. Set scaling='none' or 'batch-std', or "
+                "estimator='mean'"
+            )
+        if self.estimator != PRESETS[self.low_level].estimator and self.head:
+            raise ConfigError(
+                f"estimator={self.estimator!r} has no effect: the credit {self._credit_name()} takes advantages from the "
+                "values of its head. Leave estimator out, or choose a credit without a head (credit='identical')"
+            )
+
+    def _check_ratio(self) -> None:
+        """Decide the ratio if it is not given: with a decoupled correction there is none to clip, so it is that of tokens."""
+        assert isinstance(self.correction, Correction)
+        decoupled = self.correction.decoupled
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", "token" if decoupled else PRESETS[self.low_level].ratio)
+        _one_of("ratio", self.ratio, get_args(Ratio))
+        if self.ratio == "sequence" and decoupled:
+            raise ConfigError(
+                f"ratio='sequence' has no effect with correction={self.correction.kind!r}, whose ratios are against the "
+                "trainer itself, and 1: set ratio='token', or correction='mask'"
+            )
 
     def _check_overlong(self) -> None:
         given = [
@@ -166,7 +219,7 @@ class LightningRL:
 
     @property
     def loss(self) -> Loss:
-        """The clipped policy gradient loss, with the ratios of single tokens or (GSPO) of whole calls."""
+        """The policy gradient loss, with the ratios of single tokens or (GSPO) of whole calls."""
         return self.loss_with(PRESETS[self.low_level].surrogate)
 
     def loss_with(self, surrogate: Surrogate) -> Loss:
@@ -180,7 +233,7 @@ class LightningRL:
 
         assert isinstance(self.correction, Correction)
         kind: type[ClippedPolicyGradient] = ClippedPolicyGradient
-        if PRESETS[self.low_level].ratio == "sequence" and surrogate == "clip" and not self.correction.decoupled:
+        if self.ratio == "sequence" and isinstance(surrogate, str):
             kind = SequencePolicyGradient
         elif hasattr(surrogate, "prepare"):
             kind = PreparedPolicyGradient
@@ -229,7 +282,7 @@ class LightningRL:
                 credited.append(found)
             elif reason == "all_rewards_equal" and every and not self.dynamic_sampling:
                 credited.append(_level(whole))  # a KL penalty and an entropy bonus do not depend on rewards
-        if PRESETS[self.low_level].whiten:
+        if self.scaling == "batch-std":
             taught = sum(not group.level for group in credited)
             credited = self._whitened(credited)
             if taught and not head and not any(np.any(values) for group in credited for values in group.advantages):
@@ -355,14 +408,14 @@ class LightningRL:
 
     def _compares(self) -> bool:
         """Whether advantages come from comparing the rollouts of a group; with a head or plain REINFORCE they do not."""
-        return not (PRESETS[self.low_level].equal_teaches or self.head)
+        return not (self.estimator == "none" or self.head)
 
     def _adds_rewards(self) -> bool:
         """Whether the credit function adds rewards of its own, as a judge does."""
         return bool(getattr(self._credit(), "rewards", False))
 
     def _estimator(self) -> GroupAdvantage:
-        return estimator_of(PRESETS[self.low_level], self.advantage_eps)
+        return estimator_of(self.estimator, self.scaling, self.advantage_eps)
 
     def _credit(self) -> Credit:
         from lightning.plugins import plugins
@@ -396,6 +449,6 @@ def _level(group: Group) -> _Credited:
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        close = get_close_matches(value, allowed, n=1)
+        close = get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"unknown {field} {value!r}: use one of {', '.join(allowed)}{hint}")

@@ -22,7 +22,7 @@ from lightning.types import StepReward
 from lightning_credits import GiGPO, Intermediate, LeaveOneOut
 
 CALLS = [((1, 2), (3,)), ((7, 8), (9,)), ((7, 8), (4,))]
-COMPARING = [name for name, preset in PRESETS.items() if not preset.equal_teaches]
+COMPARING = [name for name, preset in PRESETS.items() if preset.estimator != "none"]
 
 
 def member(index: int, steps: list[list[float]], *, reward: float = 1.0, group: str = "g") -> Trajectory:
