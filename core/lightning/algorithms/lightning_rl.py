@@ -15,7 +15,6 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning.algorithms.intake import (
     Intake,
@@ -39,7 +38,7 @@ from lightning.algorithms.presets import (
     whiten,
 )
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import Normalization
+from lightning.batch.build import Advantages, Normalization, PerToken
 from lightning.batch.trajectory import Group
 from lightning.config.other_words import refuses_unknown
 from lightning.credit.advantage import all_equal
@@ -285,7 +284,7 @@ class LightningRL:
         if self.scaling == "batch-std":
             taught = sum(not group.level for group in credited)
             credited = self._whitened(credited)
-            if taught and not head and not any(np.any(values) for group in credited for values in group.advantages):
+            if taught and not head and not any(map(_teaches, (group.advantages for group in credited))):
                 intake.skip("all_rewards_equal", taught)
                 credited = credited if every else []
         trajectories = [member for group in credited for member in group.group.trajectories]
@@ -309,7 +308,7 @@ class LightningRL:
         `found` without the rollouts that `Intake.sound` dropped."""
         rewarded = self._rewarded(whole)
         reason = reason_to_skip(found, rewarded, least=self._least())
-        plain: list[npt.NDArray[np.float64]] = []
+        plain: list[list[PerToken]] = []
         if reason == "all_rewards_equal":
             reason, values = self._told_apart(rewarded)
             return reason, _Credited(whole, values)
@@ -322,7 +321,7 @@ class LightningRL:
             return reason, _Credited(whole, [])
         values = self._credited(rewarded, self._estimator())
         reason = reason_to_doubt(rewarded, values)
-        targets: list[npt.NDArray[np.float64]] = []
+        targets: list[list[float]] = []
         if self.head and not reason:
             targets = self._value_targets(rewarded)
             reason = reason_to_doubt(rewarded, targets, "value_target")
@@ -334,14 +333,14 @@ class LightningRL:
         taught = [group for group in credited if not group.level]
         members = [member for group in taught for member in group.group.trajectories]
 
-        def over(parts: Sequence[Sequence[npt.NDArray[np.float64]]]) -> list[npt.NDArray[np.float64]]:
+        def over(parts: Sequence[Advantages]) -> list[list[PerToken]]:
             own = [values for part in parts for values in part]
             return whiten(members, own, eps=self.advantage_eps, trained_alone=bool(self.head))
 
         found = over([group.advantages for group in taught])
         if taught and all(group.plain for group in taught):
             plain = over([group.plain for group in taught])
-            found = found if any(map(np.any, plain)) else plain
+            found = found if _teaches(plain) else plain
         left = iter(found)
         return [
             group if group.level else replace(group, advantages=[next(left) for _ in group.group.trajectories])
@@ -356,7 +355,7 @@ class LightningRL:
             least, asked = self._least(), ("", "all_rewards_equal")
             prefetch([made for group, made in pairs if reason_to_skip(group, made, least=least) in asked])
 
-    def _told_apart(self, group: Group) -> tuple[str, list[npt.NDArray[np.float64]]]:
+    def _told_apart(self, group: Group) -> tuple[str, list[list[PerToken]]]:
         """Return, for a group whose returns are all equal, the reason why it teaches nothing, or "" if the credit function
         gives its calls different advantages; and the advantages."""
         try:
@@ -365,14 +364,14 @@ class LightningRL:
             return "all_rewards_equal", []
         return "all_rewards_equal" if are_rounding(group, values) else reason_to_doubt(group, values), values
 
-    def _credited(self, group: Group, estimator: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """Return each call's advantage by the credit function, shape (calls,) for each trajectory."""
+    def _credited(self, group: Group, estimator: GroupAdvantage) -> list[list[PerToken]]:
+        """Return each call's advantage by the credit function, or those of its tokens, for each trajectory."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # `reason_to_doubt` skips what overflows
             return per_call(group, self._credit()(group, estimator), self._credit_name())
 
-    def _value_targets(self, group: Group) -> list[npt.NDArray[np.float64]]:
-        """Return the value that the head should learn for each call's state, shape (calls,) for each trajectory. Raises
-        `ConfigError` if the credit function has no `value_targets`."""
+    def _value_targets(self, group: Group) -> list[list[float]]:
+        """Return the value that the head should learn for each call's state, for each trajectory. Raises `ConfigError` if the
+        credit function has no `value_targets`."""
         targets = getattr(self._credit(), "value_targets", None)
         if targets is None:
             raise ConfigError(
@@ -381,7 +380,8 @@ class LightningRL:
             )
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             given = [targets(trajectory) for trajectory in group.trajectories]
-        return per_call(group, given, f"{self._credit_name()} (value_targets)", "value target")
+        found = per_call(group, given, f"{self._credit_name()} (value_targets)", "value target", by_token=False)
+        return [[float(value) for value in own] for own in found]
 
     def _rewarded(self, group: Group) -> Group:
         """Return the group with the rewards of tool runs and the punishment of overlong answers.
@@ -431,15 +431,20 @@ class LightningRL:
 
 @dataclass(frozen=True, slots=True)
 class _Credited:
-    """A group with the advantages of its calls: for each trajectory an array of shape (calls,). `targets` are the values that a
-    head should learn; empty without a head. `plain` are the advantages before overlong answers are punished, if the
+    """A group with the advantages of its calls, for each trajectory. `targets` are the values that a head should learn; empty
+    without a head. `plain` are the advantages before overlong answers are punished, if the
     normalisation over the step needs them, else empty. `level` marks a group whose rewards are all equal."""
 
     group: Group
-    advantages: Sequence[npt.NDArray[np.float64]]
-    targets: Sequence[npt.NDArray[np.float64]] = ()
-    plain: Sequence[npt.NDArray[np.float64]] = ()
+    advantages: Advantages
+    targets: Sequence[Sequence[float]] = ()
+    plain: Advantages = ()
     level: bool = False
+
+
+def _teaches(advantages: Advantages) -> bool:
+    """Whether an advantage is not 0."""
+    return any(np.any(value) for values in advantages for value in values)
 
 
 def _level(group: Group) -> _Credited:

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from lightning.batch.build import Normalization
+from lightning.batch.build import Advantages, Normalization, PerToken
 from lightning.batch.trajectory import Trajectory, is_trained, turns
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.protocol import GroupAdvantage, Returns
@@ -93,31 +92,29 @@ def unrounded(estimator: GroupAdvantage, scale: float) -> GroupAdvantage:
 
 
 def whiten(
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[npt.NDArray[np.float64]],
-    *,
-    eps: float,
-    trained_alone: bool = False,
-) -> list[npt.NDArray[np.float64]]:
+    trajectories: Sequence[Trajectory], advantages: Advantages, *, eps: float, trained_alone: bool = False
+) -> list[list[PerToken]]:
     """Return (A - mean) / (std + `eps`) over the step (REINFORCE++, arXiv 2501.03262: global advantage normalisation).
 
     Mean and standard deviation are over the turns of all rollouts, where each rollout has the same total weight, so that a
-    rollout of many calls weighs no more than one of few. Masked rollouts (`trainer.policy_fault` = mask) are not trained, but
-    count in mean and deviation as they do in a group's baseline; not with `trained_alone`, because a head gives them no
-    advantages. Advantages that are all equal become 0.
+    rollout of many calls weighs no more than one of few; tokens with advantages of their own share the weight of their turn.
+    Masked rollouts (`trainer.policy_fault` = mask) are not trained, but count in mean and deviation as they do in a group's
+    baseline; not with `trained_alone`, because a head gives them no advantages. Advantages that are all equal become 0.
     """
     own = [
-        values[turns(member)]
+        [np.atleast_1d(value) for value, is_turn in zip(values, turns(member), strict=True) if is_turn]
         for member, values in zip(trajectories, advantages, strict=True)
         if not trained_alone or any(map(is_trained, member.transitions, member.trainable))
     ]
-    own = [values for values in own if len(values)]
+    own = [values for values in own if values]
     if not own:
-        return list(advantages)
-    every = np.concatenate(own)
+        return [[*values] for values in advantages]
+    every = np.concatenate([value for values in own for value in values])
     if all_equal(every):
-        return [np.zeros(len(values)) for values in advantages]
-    share = np.concatenate([np.full(len(values), 1.0 / (len(own) * len(values))) for values in own])
+        return [[0.0] * len(values) for values in advantages]
+    share = np.concatenate(
+        [np.full(len(value), 1.0 / (len(own) * len(values) * max(1, len(value)))) for values in own for value in values]
+    )
     mean = float(share @ every)
     deviation = float(np.sqrt(share @ np.square(every - mean)))
-    return [(np.asarray(values, dtype=np.float64) - mean) / (deviation + eps) for values in advantages]
+    return [[(value - mean) / (deviation + eps) for value in values] for values in advantages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.batch.build import Normalization, build_samples, state_rows, with_values
+from lightning.batch.build import Advantages, Normalization, PerToken, build_samples, state_rows, with_values
 from lightning.batch.sample import (
     FloatArray,
     IntArray,
@@ -26,11 +26,13 @@ from lightning.batch.trajectory import (
 )
 
 __all__ = [
+    "Advantages",
     "Flaw",
     "FloatArray",
     "Group",
     "IntArray",
     "Normalization",
+    "PerToken",
     "Sample",
     "TokenSpan",
     "Trajectory",

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 from lightning.asyncio_utils import outside_of_loops, while_wanted
-from lightning.batch import Group, Trajectory
+from lightning.batch import Advantages, Group, Trajectory
 from lightning.credit import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError, JudgeError, LightningError
 from lightning.plugins import plugins
@@ -216,8 +215,8 @@ class Judge:
             )
         return ""
 
-    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """Judge a group and return one array of advantages, shape (calls,), for each trajectory."""
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> Advantages:
+        """Judge a group and return the advantages that the credit gives its judged rollouts."""
         assert not self.head
         judged = [member for member in group.trajectories if _is_judged(member)]
         (judgement,) = self.judge([[_transcript(member) for member in judged]]) if judged else (NOTHING,)

@@ -198,7 +198,7 @@ WRONG = [
     (lambda group, advantage: advantage(group_returns(group)), r"numbers of the shapes \[\(\), \(\), \(\)\]"),
     (lambda group, advantage: [np.ones(2)] * 2, r"numbers of the shapes \[\(2,\), \(2,\)\]"),
     (lambda group, advantage: [np.ones(3)] * 3, r"numbers of the shapes \[\(3,\), \(3,\), \(3,\)\]"),
-    (lambda group, advantage: [np.ones((2, 1))] * 3, r"numbers of the shapes \[\(2, 1\), \(2, 1\), \(2, 1\)\]"),
+    (lambda group, advantage: [np.ones((1, 2))] * 3, r"numbers of the shapes \[\(1, 2\), \(1, 2\), \(1, 2\)\]"),
     (lambda group, advantage: None, r"None \('NoneType' object is not iterable\)"),
     (lambda group, advantage: [None, "much", "little"], r"\[None, 'much', 'little'\] \(could not convert .*\)"),
     (
