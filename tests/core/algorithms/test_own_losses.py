@@ -16,14 +16,15 @@ from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch.trajectory import Group
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
+from lightning.losses.protocol import TAKEN, Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_group
+from lightning.trainer.metrics import staleness, step_metrics
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import batch_digest
 
@@ -266,3 +267,111 @@ def test_an_algorithm_of_an_object_is_not_called_as_the_objects_class(loss: Any,
     assert describe_algorithm(algorithm)["type"] == kind
     assert repr(algorithm).startswith(f"{kind}(low_level='grpo'")
     assert algorithm.name == kind.removeprefix("from_loss(").removesuffix(")")
+
+
+class TopEntropy:
+    """Trains the tokens of a step whose entropy is highest (arXiv 2506.01939), and reports their share."""
+
+    def __init__(self, share: float = 0.2) -> None:
+        self.share = share
+        self.steps: list[StepTokens] = []
+
+    def prepare(self, step: StepTokens) -> np.ndarray:
+        self.steps.append(step)
+        assert step.entropy is not None
+        return step.entropy >= np.quantile(step.entropy, 1 - self.share)
+
+    def __call__(self, tokens: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert tokens.prepared is not None
+        loss = -tokens.advantages * tokens.logprobs * tokens.prepared
+        return loss, {"kept": tokens.prepared, "sure": tokens.entropy < 4.0, "surprise_max": -tokens.logprobs}
+
+
+@pytest.mark.parametrize("budget", [1, 8192])
+@pytest.mark.parametrize("step", ["linear", "tree"])
+def test_a_loss_sees_entropies_and_reports_metrics_of_its_own(folder: Path, budget: int, step: Any) -> None:
+    engine = TorchEngine(device="cpu", dtype="float32", tokens_per_microbatch=budget, step=step)
+    engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
+    members = make_group([0.0, 1.0, 0.5], calls=(((1, 2, 3), (4, 5, 6, 7)), ((8, 9), (10, 11, 12))))
+    loss = TopEntropy(share=0.4)
+    algorithm = from_loss(loss)("rloo", normalization="sequence-mean")
+    batch = algorithm.batch([members])
+    model, expected = engine._opened().model, []
+    for row in batch.samples:
+        logits = model(torch.tensor(row.ids[None].astype(np.int64))).logits[0, :-1].log_softmax(-1)
+        entropy = -(logits.exp() * logits).sum(-1).detach().numpy()
+        expected += [entropy[place - 1] for place in np.flatnonzero(row.weights)]
+    metrics = engine.step(batch.samples, batch.loss_for(algorithm)).metrics
+    (seen,) = loss.steps
+    assert seen.entropy is not None
+    np.testing.assert_allclose(seen.entropy, expected, atol=1e-5)
+    kept = seen.entropy >= np.quantile(seen.entropy, 0.6)
+    assert metrics["kept"] == pytest.approx(float((seen.weights * kept).sum()), abs=1e-6)
+    assert metrics["sure"] == pytest.approx(float((seen.weights * (seen.entropy < 4.0)).sum()), abs=1e-6)
+    assert metrics["surprise_max"] == pytest.approx(float(-seen.logprobs.min()), abs=1e-5)
+    engine.close()
+
+
+def test_the_metrics_of_several_losses_are_means_over_their_own_tokens(folder: Path) -> None:
+    engine = TorchEngine(device="cpu", dtype="float32")
+    engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
+    samples = rows([GROUP]).samples
+
+    def imitate(tokens: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -0.1 * tokens.logprobs, {"nats": -tokens.logprobs}
+
+    engine.forward_backward(samples, with_loss(plain).loss)
+    found = engine.forward_backward(samples[:1], with_loss(imitate).loss).metrics
+    alone = TorchEngine(device="cpu", dtype="float32")
+    alone.open(folder, OptimizerConfig(lr=1e-3), seed=0)
+    assert found["nats"] == pytest.approx(alone.forward_backward(samples[:1], with_loss(imitate).loss).metrics["nats"])
+    assert engine.optim_step().metrics["stepped"] == 1.0
+    engine.close()
+    alone.close()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"loss": True}, "cannot report the metric 'loss': the name is one of lightning's own"),
+        ({"reward": True}, "cannot report the metric 'reward'"),
+        ({"mine/share": True}, "the metric 'mine/share': the name has a slash"),
+        ({"entropy": True}, "the loss mine reports the metric 'entropy', which is reported of every loss"),
+        ({"ratio_max": True}, "the metric 'ratio_max', which is reported of every loss"),
+        (
+            {"share": "sum"},
+            r"the loss mine gave a tensor of shape \(\) for its metric 'share': .* each of the 6 tokens",
+        ),
+        ({"share": 0.5}, "the loss mine gave 0.5 for its metric 'share'"),
+        ({"share": "nan"}, "the loss mine gave a value that is not finite for its metric 'share'"),
+        (["share"], r"the loss mine returned \(tensor.*it returns \(loss, {'name': values}\)"),
+    ],
+)
+def test_metrics_that_cannot_be_recorded_are_refused_by_name(
+    metrics: Any, said: str, train: Callable[[Algorithm], dict[str, float]]
+) -> None:
+    def mine(tokens: TokenBatch) -> Any:
+        made = {True: tokens.logprobs, "sum": tokens.logprobs.sum(), "nan": tokens.logprobs * float("nan")}
+        given = (
+            {name: made.get(value, value) for name, value in metrics.items()} if isinstance(metrics, dict) else metrics
+        )
+        return plain(tokens), given
+
+    for algorithm in (from_loss(mine)(), with_loss(mine)):
+        with pytest.raises(ConfigError, match=f"(?s){said}"):
+            train(algorithm)
+
+
+def test_no_metric_of_a_step_is_free_for_a_loss(train: Callable[[Algorithm], dict[str, float]]) -> None:
+    metrics, batch = train(with_loss(plain)), rows([GROUP])
+    step = step_metrics([member.rollout for member in GROUP.trajectories], [GROUP], batch, StepResult({}, {}))
+    of_losses = (
+        LightningRL()
+        .loss(
+            TokenBatch(*(torch.ones(2) for _ in range(5)), has_old=torch.ones(2).bool())  # type: ignore[misc]
+        )
+        .metrics
+    )
+    names = {name for name in metrics.keys() | step.keys() if "/" not in name}
+    assert names - of_losses.keys() <= TAKEN
+    assert {*staleness(1, batch)} <= TAKEN
