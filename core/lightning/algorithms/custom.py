@@ -19,6 +19,7 @@ from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, Batch
 from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group
+from lightning.config.other_words import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.custom_loss import as_loss, check_callable, is_whole
@@ -157,7 +158,7 @@ def from_batch(function: Callable[..., Batch] | None = None, /, *, loss: OwnLoss
     }
     made = dataclasses.make_dataclass(function.__name__, fields, namespace=members, frozen=True, kw_only=True)
     made.__module__ = function.__module__
-    return made
+    return refuses_unknown(made)
 
 
 def _options(function: Callable[..., Batch]) -> list[inspect.Parameter]:

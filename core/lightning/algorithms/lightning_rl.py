@@ -40,7 +40,7 @@ from lightning.algorithms.presets import (
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Advantages, Normalization, PerToken
 from lightning.batch.trajectory import Group
-from lightning.config.other_words import refuses_unknown
+from lightning.config.other_words import refuse_class, refuses_unknown
 from lightning.credit.advantage import all_equal
 from lightning.credit.intermediate import ToolReward, check_tool_reward
 from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
@@ -127,6 +127,7 @@ class LightningRL:
         for name in (field.name for field in fields(Preset) if field.name not in ("surrogate", "ratio")):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(preset, name))
+        refuse_class(self.credit, "the credit")
         if not (isinstance(self.credit, str) or callable(self.credit)):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         if self.correction is None:
@@ -454,6 +455,6 @@ def _level(group: Group) -> _Credited:
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        close = get_close_matches(str(value), allowed, n=1)
+        close = get_close_matches(str(value).lower(), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"unknown {field} {value!r}: use one of {', '.join(allowed)}{hint}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 from lightning.batch import Advantages, Group, PerToken
+from lightning.config import refuse_class, refuses_unknown
 from lightning.credit import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 WeightBy = Literal["difficulty", "variance"]
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Weighted:
     """The advantages of `credit` (a registered name or an object), times a weight of the whole group.
@@ -48,7 +50,8 @@ class Weighted:
     best: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.credit, str) or callable(self.credit)) or isinstance(self.credit, type):
+        refuse_class(self.credit, "the credit")
+        if not (isinstance(self.credit, str) or callable(self.credit)):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         if not isinstance(self.credit, str):
             _without_rewards(self.credit)

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from lightning.asyncio_utils import outside_of_loops, while_wanted
 from lightning.batch import Advantages, Group, Trajectory
+from lightning.config import refuse_class, refuses_unknown
 from lightning.credit import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError, JudgeError, LightningError
 from lightning.plugins import plugins
@@ -150,6 +151,7 @@ class JudgeModel(ChatModel):
         return ChatModel.settings(self) | bound
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Judge:
     """An LLM judge as a credit function: `LightningRL(credit=Judge("The answer is correct and short.", model="..."))`.
@@ -192,6 +194,7 @@ class Judge:
     def __post_init__(self) -> None:
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", str(self.cache))  # a run's record keeps it as text
+        refuse_class(self.credit, "the credit")
         if bool(self.rubric.strip()) != bool(self.model):
             raise ConfigError('a judge needs both a rubric and a model: lightning.Judge("What is good", model="...")')
         if not math.isfinite(self.weight) or self.samples < 1 or self.longest < 1:
