@@ -26,7 +26,7 @@ from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
 from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained, trained_tokens
 from lightning.errors import ConfigError, DataError
 from lightning.safe_text import counted
-from lightning.types import GREEDY_BELOW, Transition, by_key
+from lightning.types import GREEDY_BELOW, POLICY, TokenIds, Transition, by_key
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
 """The rule for a token's weight. With N trained tokens in the step, R rollouts that have trained tokens, and C trained calls:
@@ -101,6 +101,27 @@ def build_samples(
         kept = [call for call in calls if not drop_zero_advantages or np.any(call.advantage)]
         samples.extend(row.sample() for row in _merge(kept))
     return tuple(samples)
+
+
+def given_rows(answers: Sequence[tuple[TokenIds, TokenIds]], *, policy: str = POLICY) -> tuple[Sample, ...]:
+    """Return rows of answers that no policy sampled, such as demonstrations, for a loss beside that of a step's batch. Each
+    answer is (prompt ids, response ids). All response tokens have one weight, which add up to 1, the advantage 1, no sampler's
+    logprob, and the temperature 1. Their spans name the rollout `given`, which no store has, and count the answers as calls.
+
+    Raises `DataError`, naming the answer, for one without a prompt or without a response.
+    """
+    for number, (prompt, response) in enumerate(answers):
+        if not len(prompt) or not len(response):
+            what = "prompt" if not len(prompt) else "response"
+            raise DataError(f"answer {number} of {len(answers)} has no {what}: give (prompt ids, response ids) of each")
+    count, rows = sum(len(response) for _, response in answers), []
+    for number, (prompt, response) in enumerate(answers):
+        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(response, np.int32)])
+        trained = (np.arange(len(ids)) >= len(prompt)).astype(np.float32)
+        unknown, version = np.full(len(ids), np.nan, np.float32), np.full(len(ids), -1, np.int32)
+        span = TokenSpan("given", 0, number, len(prompt), len(ids))
+        rows.append(Sample(ids, trained / np.float32(count), trained, unknown, version, (span,), policy=policy))
+    return tuple(rows)
 
 
 @dataclass(slots=True)

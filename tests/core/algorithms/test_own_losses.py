@@ -15,10 +15,11 @@ from lightning import SFT
 from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
+from lightning.batch import given_rows
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch.engine import TorchEngine
-from lightning.errors import ConfigError, EngineError
+from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import TAKEN, Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
@@ -27,6 +28,7 @@ from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import staleness, step_metrics
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import batch_digest
+from lightning.types import token_ids
 
 GROUP = make_group([0.0, 1.0, 0.5], calls=(((1, 2, 3), (4, 5)),))
 
@@ -312,22 +314,48 @@ def test_a_loss_sees_entropies_and_reports_metrics_of_its_own(folder: Path, budg
     engine.close()
 
 
-def test_the_metrics_of_several_losses_are_means_over_their_own_tokens(folder: Path) -> None:
-    engine = TorchEngine(device="cpu", dtype="float32")
-    engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
-    samples = rows([GROUP]).samples
+def test_several_losses_of_one_step_add_up(folder: Path) -> None:
+    """Imitation of answers that nobody sampled beside a policy gradient: one gradient, each loss's metrics of its own tokens."""
 
     def imitate(tokens: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -0.1 * tokens.logprobs, {"nats": -tokens.logprobs}
 
-    engine.forward_backward(samples, with_loss(plain).loss)
-    found = engine.forward_backward(samples[:1], with_loss(imitate).loss).metrics
-    alone = TorchEngine(device="cpu", dtype="float32")
-    alone.open(folder, OptimizerConfig(lr=1e-3), seed=0)
-    assert found["nats"] == pytest.approx(alone.forward_backward(samples[:1], with_loss(imitate).loss).metrics["nats"])
-    assert engine.optim_step().metrics["stepped"] == 1.0
+    engine = TorchEngine(device="cpu", dtype="float32")
+    engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
+    batch, answers = rows([GROUP]), [([1, 2], [30, 31, 32]), ([5], [6])]
+    shown = given_rows([(token_ids(prompt), token_ids(response)) for prompt, response in answers])
+    algorithm = LightningRL()
+    model = engine._opened().model
+
+    def gradient() -> dict[str, torch.Tensor]:
+        found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        engine.discard_gradient()
+        return found
+
+    engine.forward_backward(batch.samples, batch.loss_for(algorithm))
+    alone = gradient()
+    engine.forward_backward(batch.samples, batch.loss_for(algorithm))
+    metrics = engine.forward_backward(shown, batch.loss_for(algorithm, imitate)).metrics
+    both = gradient()
+    logprobs = torch.cat(
+        [
+            model(torch.tensor([prompt + response]))
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)[range(len(response)), response]
+            for prompt, response in answers
+        ]
+    )
+    (-0.1 * logprobs.mean()).backward()  # type: ignore[no-untyped-call]
+    expected = gradient()
+    for name, found in both.items():
+        torch.testing.assert_close(found, alone[name] + expected[name], rtol=1e-4, atol=1e-6)
+    assert metrics["nats"] == pytest.approx(float(-logprobs.detach().mean()), rel=1e-5)
+    assert metrics["old_logprob_share"] == pytest.approx(0.5), "of both together"
+    with pytest.raises(ConfigError, match=r"forward_backward\(loss=\.\.\.\) got 'clip', which is no loss"):
+        batch.loss_for(algorithm, "clip")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="answer 1 of 2 has no response"):
+        given_rows([(token_ids([1]), token_ids([2])), (token_ids([1]), token_ids([]))])
     engine.close()
-    alone.close()
 
 
 @pytest.mark.parametrize(
