@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import inspect
 import os
 import re
@@ -59,6 +61,60 @@ def names() -> Iterator[str]:
             doc = f"{first} [Its arguments]({TOLD_ELSEWHERE[name]})."
         call = f"{name}{_signature(value)}" if inspect.isfunction(value) else name
         yield f"### `{call}`\n\n{doc}\n"
+        if dataclasses.is_dataclass(value) and name not in TOLD_ELSEWHERE:
+            yield from noun_fields(value)
+    yield "## What loops, credits and losses are given\n"
+    for module, nouns in NOUNS.items():
+        for name in nouns.split():
+            noun = getattr(importlib.import_module(module), name)
+            public = module in {each for group in PUBLIC.values() for each in group} or module.endswith(".protocol")
+            yield f"### `{name}`\n\n{inspect.getdoc(noun)}{f' From `{module}`.' if public else ''}\n"
+            yield from noun_fields(noun)
+
+
+NOUNS = {
+    "lightning.batch": "Group Trajectory Sample TokenSpan",
+    "lightning.types": "StepReward Outcome VersionRun",
+    "lightning.credit": "Credit",
+    "lightning.algorithms": "Batch",
+    "lightning.losses.protocol": "TokenBatch StepTokens LossOutput StepLoss",
+    "lightning.engines.protocol": "StepResult",
+    "lightning.trainer.summary": "Evaluation Summary",
+}
+"""The nouns that are no names of `import lightning`, by the module that they come from."""
+
+
+def noun_fields(noun: type) -> Iterator[str]:
+    """The fields and properties of a noun with their types: those with a docstring of their own as a list, the others in one
+    line, since the noun's docstring explains them."""
+    plain: list[str] = []
+    told: list[str] = []
+    for kind in reversed(noun.__mro__[:-1]):
+        if not kind.__module__.startswith("lightning"):
+            continue
+        (node,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(node, ast.ClassDef)
+        for item, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                doc = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                name, hint = item.target.id, ast.unparse(item.annotation)
+            elif isinstance(item, ast.FunctionDef) and "property" in map(ast.unparse, item.decorator_list):
+                doc, name, hint = (
+                    ast.get_docstring(item) or "",
+                    item.name,
+                    ast.unparse(item.returns or ast.Constant("")),
+                )
+            else:
+                continue
+            if not name.startswith("_") and not hint.startswith(("ClassVar", "KW_ONLY")):
+                hint = hint.replace("npt.", "")
+                (told if doc else plain).append(
+                    f"- `{name}: {hint}` {' '.join(str(doc).split())}" if doc else f"`{name}: {hint}`"
+                )
+    if plain:
+        yield f"Fields: {', '.join(plain)}.\n"
+    yield from told
+    yield ""
 
 
 def _signature(function: Callable[..., object]) -> str:

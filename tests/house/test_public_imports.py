@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 from lightning.testing import check_imports
@@ -47,6 +50,18 @@ def test_what_is_listed_is_there_and_needed() -> None:
         assert all(map(_file_of, modules)), group
         if group not in KEPT:
             assert [module for module in modules if module not in used and f"from {module} import" not in pages] == []
+
+
+def test_the_documentation_imports_what_is_public(tmp_path: Path) -> None:
+    """From pages one learns what there is, so they import nothing that is private."""
+    public = {module for modules in PUBLIC.values() for module in modules}
+    file, found = tmp_path / "block.py", {}
+    for page in sorted((ROOT / "docs").glob("**/*.md")):
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            with contextlib.suppress(SyntaxError):  # a block of parts, with dots between
+                file.write_text(block)
+                found |= {module: page.name for _, module, _ in _imports(file)}
+    assert {m: page for m, page in found.items() if m not in public and not m.endswith(".protocol")} == {}
 
 
 SOURCE = """

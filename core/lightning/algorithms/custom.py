@@ -19,6 +19,7 @@ from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, Batch
 from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group
+from lightning.config.other_words import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.custom_loss import as_loss, check_callable, is_whole
@@ -48,9 +49,9 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
     them up, or the loss would depend on how rows are split. All else is LightningRL's: the result takes its arguments
     (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus, a KL penalty
-    and a `correction` can be added; the default is no correction. Only the function itself clips: `clip_low` and `clip_high`
-    have no effect, and the log warns if one is given. Calls whose advantage is 0 keep their rows, since the function may train
-    on them. To use the algorithm by name, register it under the function's own name.
+    and a `correction` can be added; the default is no correction. Only the function itself clips: `clip_low`, `clip_high` and
+    `ratio` have no effect, and the log warns if one is given. Calls whose advantage is 0 keep their rows, since the function
+    may train on them. To use the algorithm by name, register it under the function's own name.
 
     With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. A callable object may have
     an attribute `needs_reference = True` instead, and may have a method `prepare` (`StepLoss`).
@@ -71,10 +72,11 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
         if self.correction is None:
             object.__setattr__(self, "correction", NO_CORRECTION)
         LightningRL.__post_init__(self)
-        for field in ("clip_low", "clip_high"):
+        for field in ("clip_low", "clip_high", "ratio"):
             value = getattr(self, field)
             # A value of some preset is not warned about: `dataclasses.replace` may have kept it from another low level.
-            if field not in told and all(value != getattr(preset, field) for preset in PRESETS.values()):
+            others = PRESETS.values() if field != "ratio" else (PRESETS[self.low_level],)
+            if field not in told and all(value != getattr(preset, field) for preset in others):
                 told.add(field)
                 logger.warning(
                     "%s=%s has no effect: the loss %s is used as it is, and only the loss itself can clip ratios; leave %s out",
@@ -156,7 +158,7 @@ def from_batch(function: Callable[..., Batch] | None = None, /, *, loss: OwnLoss
     }
     made = dataclasses.make_dataclass(function.__name__, fields, namespace=members, frozen=True, kw_only=True)
     made.__module__ = function.__module__
-    return made
+    return refuses_unknown(made)
 
 
 def _options(function: Callable[..., Batch]) -> list[inspect.Parameter]:

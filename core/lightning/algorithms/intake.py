@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import MAX_ADVANTAGE, Normalization, build_samples, name_of
+from lightning.batch.build import (
+    MAX_ADVANTAGE,
+    Advantages,
+    Normalization,
+    PerToken,
+    beyond,
+    build_samples,
+    name_of,
+    wrong_length,
+)
 from lightning.batch.trajectory import Flaw, Group, Trajectory, first_flaw, inherited, is_trained, trained_tokens
 from lightning.credit.advantage import ROUNDING, all_equal
 from lightning.credit.intermediate import ToolReward, with_tool_rewards
@@ -32,9 +42,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-PerCall = Sequence[Sequence[float] | npt.NDArray[np.floating]]
-"""One number for each call of each trajectory."""
 
 
 class Intake:
@@ -73,12 +80,12 @@ class Intake:
     def batch(
         self,
         trajectories: Sequence[Trajectory],
-        advantages: PerCall,
+        advantages: Advantages,
         *,
         normalization: Normalization = "rollout-mean",
         constant_tokens: int | None = None,
         drop_zero_advantages: bool = False,
-        value_targets: PerCall | None = None,
+        value_targets: Sequence[Sequence[float] | npt.NDArray[np.floating]] | None = None,
         value_coefficient: float = 1.0,
         loss: Loss | OwnLoss | None = None,
     ) -> Batch:
@@ -147,55 +154,81 @@ def reward_scale(group: Group) -> float:
     )
 
 
-def are_rounding(group: Group, advantages: PerCall) -> bool:
+def are_rounding(group: Group, advantages: Advantages) -> bool:
     """Whether the advantages of a group's trained calls are all 0 up to rounding, relative to 1 or to the rewards if these are
     larger. NaN counts as 0, because equal rewards divided by their deviation of 0 give NaN."""
     most = ROUNDING * max(1.0, reward_scale(group))
     return not any(
-        is_trained(call, trainable) and abs(value) > most
+        is_trained(call, trainable) and np.any(np.abs(value) > most)
         for trajectory, values in zip(group.trajectories, advantages, strict=True)
         for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False)
     )
 
 
-def per_call(group: Group, given: object, credit: str, what: str = "advantage") -> list[npt.NDArray[np.float64]]:
-    """Return `given`, the result of the credit function called `credit` for a group, as one array for each trajectory, shape
-    (calls,).
+def per_call(
+    group: Group, given: object, credit: str, what: str = "advantage", *, by_token: bool = True
+) -> list[list[PerToken]]:
+    """Return `given`, the result of the credit function called `credit` for a group, as one list for each trajectory: a number
+    for each call or, with `by_token`, an array with one for each token of its response.
 
-    Raises `DataError`, naming the function, for any other result: a number for each rollout, too many lists, None.
+    Raises `DataError`, naming the function, for any other result: a number for each rollout, too many lists, None. The error
+    for an array of another length than its response names rollout, attempt and call.
     """
-    shapes = [(len(trajectory.transitions),) for trajectory in group.trajectories]
+    counts = [len(trajectory.transitions) for trajectory in group.trajectories]
     cause: Exception | None = None
     try:
-        parts = [np.asarray(part, dtype=np.float64) for part in given]  # type: ignore[attr-defined]
+        parts = list(given)  # type: ignore[call-overload]
+        found, lists = [np.asarray(part, dtype=object).shape for part in parts], [_numbers(part) for part in parts]
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a tensor with a gradient
-        cause, found = error, f"{given!r:.200} ({error})"
+        cause, said = error, f"{given!r:.200} ({error})"
     else:
-        if [part.shape for part in parts] == shapes:
-            return parts
-        found = f"numbers of the shapes {[part.shape for part in parts]}"
+        if [shape[:1] for shape in found] == [(count,) for count in counts] and (
+            by_token or not any(np.ndim(value) for values in lists for value in values)
+        ):
+            _check_lengths(group, lists, credit)
+            return lists
+        said = f"numbers of the shapes {found}"
     raise DataError(
-        f"the credit function {credit} gave {found} for group {group.id}, whose rollouts have {[calls for (calls,) in shapes]} "
+        f"the credit function {credit} gave {said} for group {group.id}, whose rollouts have {counts} "
         f"calls: credit must give one {what} for each call, in one array for each rollout"
     ) from cause
 
 
-def reason_to_doubt(group: Group, numbers: PerCall, what: str = "advantage") -> str:
+def _numbers(part: Sequence[PerToken] | npt.NDArray[np.floating]) -> list[PerToken]:
+    """Return a trajectory's advantages as a list: of numbers where there is one for each call, else of arrays."""
+    with suppress(ValueError):  # answers of different lengths, or numbers beside arrays
+        whole = np.asarray(part, dtype=np.float64)
+        if whole.ndim < 2:
+            return [*np.atleast_1d(whole)]
+    return [np.asarray(value, dtype=np.float64) for value in part]
+
+
+def _check_lengths(group: Group, parts: Sequence[Sequence[PerToken]], credit: str) -> None:
+    for trajectory, values in zip(group.trajectories, parts, strict=True):
+        for call, value in zip(trajectory.transitions, values, strict=True):
+            if length := wrong_length(call, np.asarray(value)):
+                raise DataError(
+                    f"the credit function {credit} gave {length} of {name_of(call)}: it must give one number for the call, or "
+                    "one for each token of its response"
+                )
+
+
+def reason_to_doubt(group: Group, numbers: Advantages, what: str = "advantage") -> str:
     """Return why the numbers of a credit function cannot be trained on, or "" if they can: the number of a trained call is not
     finite (`WHAT_not_finite`), or is beyond `MAX_ADVANTAGE`, so that its square would overflow float32 (`WHAT_too_large`)."""
     for trajectory, values in zip(group.trajectories, numbers, strict=True):
         for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
-            if is_trained(call, trainable) and not abs(value) <= MAX_ADVANTAGE:
+            if is_trained(call, trainable) and (wrong := beyond(value)) is not None:
                 logger.warning(
                     "group %s is left out: the %s of %s is %s, and at most %g can be trained on; check the rewards and the "
                     "credit function",
                     group.id,
                     what.replace("_", " "),
                     name_of(call),
-                    value,
+                    wrong,
                     MAX_ADVANTAGE,
                 )
-                return f"{what}_too_large" if np.isfinite(value) else f"{what}_not_finite"
+                return f"{what}_too_large" if np.isfinite(wrong) else f"{what}_not_finite"
     return ""
 
 

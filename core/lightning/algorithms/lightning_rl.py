@@ -9,13 +9,12 @@ Agent Lightning, arXiv 2508.03680.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from difflib import get_close_matches
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning.algorithms.intake import (
     Intake,
@@ -27,11 +26,21 @@ from lightning.algorithms.intake import (
     reward_scale,
     with_rules,
 )
-from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, unrounded, whiten
+from lightning.algorithms.presets import (
+    PRESETS,
+    Estimator,
+    LowLevel,
+    Preset,
+    Ratio,
+    Scaling,
+    estimator_of,
+    unrounded,
+    whiten,
+)
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import Normalization
+from lightning.batch.build import Advantages, Normalization, PerToken
 from lightning.batch.trajectory import Group
-from lightning.config.other_words import refuses_unknown
+from lightning.config.other_words import refuse_class, refuses_unknown
 from lightning.credit.advantage import all_equal
 from lightning.credit.intermediate import ToolReward, check_tool_reward
 from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
@@ -53,9 +62,14 @@ class LightningRL:
     """LightningRL: every call of the component of interest is trained with an advantage from its rollout's return in the group.
 
     `low_level` is the single-call algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
-    `reinforce++_baseline` or `ppo` (docs/algorithms.md compares them). It decides the fields `credit`, `clip_low`, `clip_high`,
-    `normalization` and `dynamic_sampling` unless they are given. The object holds the decided values, so `dataclasses.replace`
-    with another low level keeps the values of the old one.
+    `reinforce++_baseline` or `ppo` (docs/algorithms.md compares them). It decides the fields `estimator`, `scaling`, `ratio`,
+    `credit`, `clip_low`, `clip_high`, `normalization` and `dynamic_sampling` unless they are given. The object holds the
+    decided values, so `dataclasses.replace` with another low level keeps the values of the old one.
+
+    A rollout's advantage is its return less a baseline (`estimator`: `mean`, `rloo`, `none`), divided by a deviation
+    (`scaling`: `group-std`, `batch-std`, `none`). `group-std` goes with the estimator `mean` alone; with another one its place
+    is taken by `none`. `ratio` is that of each `token` or of the whole call (`sequence`), for which clip bounds are much
+    narrower.
 
     `group_size` rollouts are sampled for each task. `credit` spreads a rollout's advantage over its calls: a registered name or
     a function. A credit that names a `head`, as `ppo` requires, makes the engine train this head; its loss is multiplied by
@@ -81,6 +95,9 @@ class LightningRL:
     low_level: LowLevel = "grpo"
     _: KW_ONLY
     group_size: int = 8
+    estimator: Estimator = PRESET
+    scaling: Scaling = PRESET
+    ratio: Ratio = PRESET
     credit: str | Credit = PRESET
     tool_reward: ToolReward | None = None
     clip_low: float = PRESET
@@ -104,19 +121,25 @@ class LightningRL:
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
-        for name in ("credit", "clip_low", "clip_high", "normalization", "dynamic_sampling"):
+        preset = PRESETS[self.low_level]
+        if self.scaling is None and self.estimator not in (None, "mean") and preset.scaling == "group-std":
+            object.__setattr__(self, "scaling", "none")
+        for name in (field.name for field in fields(Preset) if field.name not in ("surrogate", "ratio")):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(PRESETS[self.low_level], name))
+                object.__setattr__(self, name, getattr(preset, name))
+        refuse_class(self.credit, "the credit")
         if not (isinstance(self.credit, str) or callable(self.credit)):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         if self.correction is None:
             object.__setattr__(self, "correction", Correction())
         elif isinstance(self.correction, Mapping):  # read from a run's record
-            fields = {name: value for name, value in self.correction.items() if name != "type"}
-            object.__setattr__(self, "correction", Correction(**fields))
+            given = {name: value for name, value in self.correction.items() if name != "type"}
+            object.__setattr__(self, "correction", Correction(**given))
         elif not isinstance(self.correction, Correction):
             _one_of("correction", self.correction, get_args(CorrectionKind))
             object.__setattr__(self, "correction", Correction(self.correction))
+        self._check_advantage()
+        self._check_ratio()
         _one_of("normalization", self.normalization, get_args(Normalization))
         _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         if self.tool_reward is not None:
@@ -129,6 +152,36 @@ class LightningRL:
             raise ConfigError(f"group_size={self.group_size} must be positive")
         if self.group_size == 1 and self._least() > 1:
             raise ConfigError("group_size=1: a rollout is compared with the others of its task, so use 2+")
+
+    def _check_advantage(self) -> None:
+        _one_of("estimator", self.estimator, get_args(Estimator))
+        _one_of("scaling", self.scaling, get_args(Scaling))
+        if self.scaling == "group-std" and self.estimator != "mean":
+            why = (
+                "it would be GRPO's advantage times a constant" if self.estimator == "rloo" else "there is no baseline"
+            )
+            raise ConfigError(
+                f"estimator={self.estimator!r} with scaling='group-std': {why}. Set scaling='none' or 'batch-std', or "
+                "estimator='mean'"
+            )
+        if self.estimator != PRESETS[self.low_level].estimator and self.head:
+            raise ConfigError(
+                f"estimator={self.estimator!r} has no effect: the credit {self._credit_name()} takes advantages from the "
+                "values of its head. Leave estimator out, or choose a credit without a head (credit='identical')"
+            )
+
+    def _check_ratio(self) -> None:
+        """Decide the ratio if it is not given: with a decoupled correction there is none to clip, so it is that of tokens."""
+        assert isinstance(self.correction, Correction)
+        decoupled = self.correction.decoupled
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", "token" if decoupled else PRESETS[self.low_level].ratio)
+        _one_of("ratio", self.ratio, get_args(Ratio))
+        if self.ratio == "sequence" and decoupled:
+            raise ConfigError(
+                f"ratio='sequence' has no effect with correction={self.correction.kind!r}, whose ratios are against the "
+                "trainer itself, and 1: set ratio='token', or correction='mask'"
+            )
 
     def _check_overlong(self) -> None:
         given = [
@@ -166,7 +219,7 @@ class LightningRL:
 
     @property
     def loss(self) -> Loss:
-        """The clipped policy gradient loss, with the ratios of single tokens or (GSPO) of whole calls."""
+        """The policy gradient loss, with the ratios of single tokens or (GSPO) of whole calls."""
         return self.loss_with(PRESETS[self.low_level].surrogate)
 
     def loss_with(self, surrogate: Surrogate) -> Loss:
@@ -180,7 +233,7 @@ class LightningRL:
 
         assert isinstance(self.correction, Correction)
         kind: type[ClippedPolicyGradient] = ClippedPolicyGradient
-        if PRESETS[self.low_level].ratio == "sequence" and surrogate == "clip" and not self.correction.decoupled:
+        if self.ratio == "sequence" and isinstance(surrogate, str):
             kind = SequencePolicyGradient
         elif hasattr(surrogate, "prepare"):
             kind = PreparedPolicyGradient
@@ -229,10 +282,10 @@ class LightningRL:
                 credited.append(found)
             elif reason == "all_rewards_equal" and every and not self.dynamic_sampling:
                 credited.append(_level(whole))  # a KL penalty and an entropy bonus do not depend on rewards
-        if PRESETS[self.low_level].whiten:
+        if self.scaling == "batch-std":
             taught = sum(not group.level for group in credited)
             credited = self._whitened(credited)
-            if taught and not head and not any(np.any(values) for group in credited for values in group.advantages):
+            if taught and not head and not any(map(_teaches, (group.advantages for group in credited))):
                 intake.skip("all_rewards_equal", taught)
                 credited = credited if every else []
         trajectories = [member for group in credited for member in group.group.trajectories]
@@ -256,7 +309,7 @@ class LightningRL:
         `found` without the rollouts that `Intake.sound` dropped."""
         rewarded = self._rewarded(whole)
         reason = reason_to_skip(found, rewarded, least=self._least())
-        plain: list[npt.NDArray[np.float64]] = []
+        plain: list[list[PerToken]] = []
         if reason == "all_rewards_equal":
             reason, values = self._told_apart(rewarded)
             return reason, _Credited(whole, values)
@@ -269,7 +322,7 @@ class LightningRL:
             return reason, _Credited(whole, [])
         values = self._credited(rewarded, self._estimator())
         reason = reason_to_doubt(rewarded, values)
-        targets: list[npt.NDArray[np.float64]] = []
+        targets: list[list[float]] = []
         if self.head and not reason:
             targets = self._value_targets(rewarded)
             reason = reason_to_doubt(rewarded, targets, "value_target")
@@ -281,14 +334,14 @@ class LightningRL:
         taught = [group for group in credited if not group.level]
         members = [member for group in taught for member in group.group.trajectories]
 
-        def over(parts: Sequence[Sequence[npt.NDArray[np.float64]]]) -> list[npt.NDArray[np.float64]]:
+        def over(parts: Sequence[Advantages]) -> list[list[PerToken]]:
             own = [values for part in parts for values in part]
             return whiten(members, own, eps=self.advantage_eps, trained_alone=bool(self.head))
 
         found = over([group.advantages for group in taught])
         if taught and all(group.plain for group in taught):
             plain = over([group.plain for group in taught])
-            found = found if any(map(np.any, plain)) else plain
+            found = found if _teaches(plain) else plain
         left = iter(found)
         return [
             group if group.level else replace(group, advantages=[next(left) for _ in group.group.trajectories])
@@ -303,7 +356,7 @@ class LightningRL:
             least, asked = self._least(), ("", "all_rewards_equal")
             prefetch([made for group, made in pairs if reason_to_skip(group, made, least=least) in asked])
 
-    def _told_apart(self, group: Group) -> tuple[str, list[npt.NDArray[np.float64]]]:
+    def _told_apart(self, group: Group) -> tuple[str, list[list[PerToken]]]:
         """Return, for a group whose returns are all equal, the reason why it teaches nothing, or "" if the credit function
         gives its calls different advantages; and the advantages."""
         try:
@@ -312,14 +365,14 @@ class LightningRL:
             return "all_rewards_equal", []
         return "all_rewards_equal" if are_rounding(group, values) else reason_to_doubt(group, values), values
 
-    def _credited(self, group: Group, estimator: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """Return each call's advantage by the credit function, shape (calls,) for each trajectory."""
+    def _credited(self, group: Group, estimator: GroupAdvantage) -> list[list[PerToken]]:
+        """Return each call's advantage by the credit function, or those of its tokens, for each trajectory."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # `reason_to_doubt` skips what overflows
             return per_call(group, self._credit()(group, estimator), self._credit_name())
 
-    def _value_targets(self, group: Group) -> list[npt.NDArray[np.float64]]:
-        """Return the value that the head should learn for each call's state, shape (calls,) for each trajectory. Raises
-        `ConfigError` if the credit function has no `value_targets`."""
+    def _value_targets(self, group: Group) -> list[list[float]]:
+        """Return the value that the head should learn for each call's state, for each trajectory. Raises `ConfigError` if the
+        credit function has no `value_targets`."""
         targets = getattr(self._credit(), "value_targets", None)
         if targets is None:
             raise ConfigError(
@@ -328,7 +381,8 @@ class LightningRL:
             )
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             given = [targets(trajectory) for trajectory in group.trajectories]
-        return per_call(group, given, f"{self._credit_name()} (value_targets)", "value target")
+        found = per_call(group, given, f"{self._credit_name()} (value_targets)", "value target", by_token=False)
+        return [[float(value) for value in own] for own in found]
 
     def _rewarded(self, group: Group) -> Group:
         """Return the group with the rewards of tool runs and the punishment of overlong answers.
@@ -355,14 +409,14 @@ class LightningRL:
 
     def _compares(self) -> bool:
         """Whether advantages come from comparing the rollouts of a group; with a head or plain REINFORCE they do not."""
-        return not (PRESETS[self.low_level].equal_teaches or self.head)
+        return not (self.estimator == "none" or self.head)
 
     def _adds_rewards(self) -> bool:
         """Whether the credit function adds rewards of its own, as a judge does."""
         return bool(getattr(self._credit(), "rewards", False))
 
     def _estimator(self) -> GroupAdvantage:
-        return estimator_of(PRESETS[self.low_level], self.advantage_eps)
+        return estimator_of(self.estimator, self.scaling, self.advantage_eps)
 
     def _credit(self) -> Credit:
         from lightning.plugins import plugins
@@ -378,15 +432,20 @@ class LightningRL:
 
 @dataclass(frozen=True, slots=True)
 class _Credited:
-    """A group with the advantages of its calls: for each trajectory an array of shape (calls,). `targets` are the values that a
-    head should learn; empty without a head. `plain` are the advantages before overlong answers are punished, if the
+    """A group with the advantages of its calls, for each trajectory. `targets` are the values that a head should learn; empty
+    without a head. `plain` are the advantages before overlong answers are punished, if the
     normalisation over the step needs them, else empty. `level` marks a group whose rewards are all equal."""
 
     group: Group
-    advantages: Sequence[npt.NDArray[np.float64]]
-    targets: Sequence[npt.NDArray[np.float64]] = ()
-    plain: Sequence[npt.NDArray[np.float64]] = ()
+    advantages: Advantages
+    targets: Sequence[Sequence[float]] = ()
+    plain: Advantages = ()
     level: bool = False
+
+
+def _teaches(advantages: Advantages) -> bool:
+    """Whether an advantage is not 0."""
+    return any(np.any(value) for values in advantages for value in values)
 
 
 def _level(group: Group) -> _Credited:
@@ -396,6 +455,6 @@ def _level(group: Group) -> _Credited:
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        close = get_close_matches(value, allowed, n=1)
+        close = get_close_matches(str(value).lower(), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"unknown {field} {value!r}: use one of {', '.join(allowed)}{hint}")

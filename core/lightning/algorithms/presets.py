@@ -1,7 +1,7 @@
 """The presets of LightningRL: GRPO, DAPO, RLOO and the other single-call algorithms, each a row of one table.
 
-The invariant: a preset only chooses among parts that exist by themselves (an estimator, a surrogate, a normalisation). Fields
-of `LightningRL` can override the preset's credit, clipping, normalisation and dynamic sampling, and nothing else of it.
+The invariant: a preset is data: it only chooses among parts that exist by themselves. Fields of `LightningRL` override each of
+them but the surrogate.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from lightning.batch.build import Normalization
+from lightning.batch.build import Advantages, Normalization, PerToken
 from lightning.batch.trajectory import Trajectory, is_trained, turns
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.protocol import GroupAdvantage, Returns
@@ -23,26 +22,29 @@ LowLevel = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++_baseline", "ppo"
 ]  # fmt: skip
 
-Estimator = Literal["grpo", "centre", "rloo", "none"]
-"""The advantage of a return r in its group: `grpo` (r - mean) / std · `centre` r - mean · `rloo` r - mean of the others ·
-`none` r."""
+Estimator = Literal["mean", "rloo", "none"]
+"""The baseline of a return r in its group: `mean` r - mean · `rloo` r - mean of the others · `none` r."""
+
+Scaling = Literal["group-std", "batch-std", "none"]
+"""The divisor of advantages: `group-std` the deviation of their group's returns (GRPO; with the estimator `mean` alone) ·
+`batch-std` that of all advantages of the step, after their mean is taken off · `none`."""
+
+Ratio = Literal["token", "sequence"]
+"""The importance ratio of a token: its own, or the geometric mean over its call (GSPO)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The settings of one low level. With `ratio` "sequence" the importance ratio is that of a whole call. With `whiten` the
-    advantages are normalised over the whole step. `equal_teaches` says whether rollouts teach something even if the returns of
-    their group are equal, or the group has one rollout only."""
+    """The settings of one low level: those fields of `LightningRL` that it decides, and the surrogate."""
 
-    estimator: Estimator = "grpo"
+    estimator: Estimator = "mean"
+    scaling: Scaling = "group-std"
     surrogate: Literal["clip", "cispo"] = "clip"
-    ratio: Literal["token", "sequence"] = "token"
+    ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     normalization: Normalization = "rollout-mean"
     credit: str = "identical"
-    whiten: bool = False
-    equal_teaches: bool = False
     dynamic_sampling: bool = False
 
 
@@ -50,7 +52,7 @@ PRESETS: Mapping[LowLevel, Preset] = {
     # arXiv 2402.03300; weights by rollout, so that a rollout of many calls counts as much as one of few
     "grpo": Preset(),
     # arXiv 2503.20783
-    "dr_grpo": Preset(estimator="centre", normalization="constant"),
+    "dr_grpo": Preset(scaling="none", normalization="constant"),
     # arXiv 2503.14476: clip-higher, token-level loss, dynamic sampling (overlong shaping needs a length: `overlong_tokens`)
     "dapo": Preset(clip_high=0.28, normalization="token-mean", dynamic_sampling=True),
     # arXiv 2507.18071; bounds of its section 5.1
@@ -59,22 +61,24 @@ PRESETS: Mapping[LowLevel, Preset] = {
     # arXiv 2510.13786, which found 4, 5 and 8 about equally good
     "cispo": Preset(surrogate="cispo", clip_low=1.0, clip_high=4.0, normalization="token-mean"),
     # arXiv 2402.14740
-    "rloo": Preset(estimator="rloo"),
+    "rloo": Preset(estimator="rloo", scaling="none"),
     # arXiv 2501.03262
-    "reinforce++": Preset(estimator="none", whiten=True, equal_teaches=True),
+    "reinforce++": Preset(estimator="none", scaling="batch-std"),
     # arXiv 2501.03262, the variant with the group's mean as baseline
-    "reinforce++_baseline": Preset(estimator="centre", whiten=True),
+    "reinforce++_baseline": Preset(scaling="batch-std"),
     # arXiv 1707.06347 with arXiv 1506.02438
-    "ppo": Preset(estimator="none", credit="critic", normalization="token-mean", whiten=True, equal_teaches=True),
+    "ppo": Preset(estimator="none", scaling="batch-std", credit="critic", normalization="token-mean"),
 }
 
 
-def estimator_of(preset: Preset, eps: float) -> GroupAdvantage:
-    """Return a preset's function from a group's returns to their advantages; `eps` is added to GRPO's deviation."""
+def estimator_of(estimator: Estimator, scaling: Scaling, eps: float) -> GroupAdvantage:
+    """Return the function from a group's returns to their advantages; `eps` is added to the group's deviation."""
     functions: dict[Estimator, GroupAdvantage] = {
-        "grpo": partial(grpo, eps=eps), "centre": centre, "rloo": rloo, "none": partial(np.asarray, dtype=np.float64),
-    }  # fmt: skip
-    return functions[preset.estimator]
+        "mean": partial(grpo, eps=eps) if scaling == "group-std" else centre,
+        "rloo": rloo,
+        "none": partial(np.asarray, dtype=np.float64),
+    }
+    return functions[estimator]
 
 
 def unrounded(estimator: GroupAdvantage, scale: float) -> GroupAdvantage:
@@ -88,31 +92,29 @@ def unrounded(estimator: GroupAdvantage, scale: float) -> GroupAdvantage:
 
 
 def whiten(
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[npt.NDArray[np.float64]],
-    *,
-    eps: float,
-    trained_alone: bool = False,
-) -> list[npt.NDArray[np.float64]]:
+    trajectories: Sequence[Trajectory], advantages: Advantages, *, eps: float, trained_alone: bool = False
+) -> list[list[PerToken]]:
     """Return (A - mean) / (std + `eps`) over the step (REINFORCE++, arXiv 2501.03262: global advantage normalisation).
 
     Mean and standard deviation are over the turns of all rollouts, where each rollout has the same total weight, so that a
-    rollout of many calls weighs no more than one of few. Masked rollouts (`trainer.policy_fault` = mask) are not trained, but
-    count in mean and deviation as they do in a group's baseline; not with `trained_alone`, because a head gives them no
-    advantages. Advantages that are all equal become 0.
+    rollout of many calls weighs no more than one of few; tokens with advantages of their own share the weight of their turn.
+    Masked rollouts (`trainer.policy_fault` = mask) are not trained, but count in mean and deviation as they do in a group's
+    baseline; not with `trained_alone`, because a head gives them no advantages. Advantages that are all equal become 0.
     """
     own = [
-        values[turns(member)]
+        [np.atleast_1d(value) for value, is_turn in zip(values, turns(member), strict=True) if is_turn]
         for member, values in zip(trajectories, advantages, strict=True)
         if not trained_alone or any(map(is_trained, member.transitions, member.trainable))
     ]
-    own = [values for values in own if len(values)]
+    own = [values for values in own if values]
     if not own:
-        return list(advantages)
-    every = np.concatenate(own)
+        return [[*values] for values in advantages]
+    every = np.concatenate([value for values in own for value in values])
     if all_equal(every):
-        return [np.zeros(len(values)) for values in advantages]
-    share = np.concatenate([np.full(len(values), 1.0 / (len(own) * len(values))) for values in own])
+        return [[0.0] * len(values) for values in advantages]
+    share = np.concatenate(
+        [np.full(len(value), 1.0 / (len(own) * len(values) * max(1, len(value)))) for values in own for value in values]
+    )
     mean = float(share @ every)
     deviation = float(np.sqrt(share @ np.square(every - mean)))
-    return [(np.asarray(values, dtype=np.float64) - mean) / (deviation + eps) for values in advantages]
+    return [[(value - mean) / (deviation + eps) for value in values] for values in advantages]

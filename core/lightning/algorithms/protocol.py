@@ -16,6 +16,7 @@ from lightning.types import Rollout, Task
 
 if TYPE_CHECKING:
     from lightning.config import Config
+    from lightning.losses.policy_gradient import OwnLoss
     from lightning.tracking.trackers import Trackers
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Reporter
@@ -35,10 +36,14 @@ class Batch:
     loss: Loss | None = None
     algorithm: Algorithm | None = None
 
-    def loss_for(self, algorithm: Algorithm) -> Loss:
-        """Return the loss that the rows are trained with, where `algorithm` is the trainer's: the batch's own `loss` if it has
-        one; else, if `algorithm.passes_on_losses` is true, the loss of the algorithm that made the rows; else
-        `algorithm.loss`."""
+    def loss_for(self, algorithm: Algorithm, given: Loss | OwnLoss | None = None) -> Loss:
+        """Return the loss that the rows are trained with, where `algorithm` is the trainer's: the loss that a loop has `given`
+        for them, a `Loss` or a function that returns one loss for each token; else the batch's own `loss`; else, if
+        `algorithm.passes_on_losses` is true, the loss of the algorithm that made the rows; else `algorithm.loss`."""
+        if given is not None:
+            from lightning.losses.custom_loss import as_loss
+
+            return as_loss(given, "forward_backward(loss=...)")
         if self.loss is not None:
             return self.loss
         passes_on = self.algorithm is not None and getattr(algorithm, "passes_on_losses", False)

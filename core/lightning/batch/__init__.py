@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lightning.batch.build import Normalization, build_samples, state_rows, with_values
+from lightning.batch.build import (
+    Advantages,
+    Normalization,
+    PerToken,
+    build_samples,
+    given_rows,
+    state_rows,
+    with_values,
+)
 from lightning.batch.sample import (
     FloatArray,
     IntArray,
@@ -26,11 +34,13 @@ from lightning.batch.trajectory import (
 )
 
 __all__ = [
+    "Advantages",
     "Flaw",
     "FloatArray",
     "Group",
     "IntArray",
     "Normalization",
+    "PerToken",
     "Sample",
     "TokenSpan",
     "Trajectory",
@@ -39,6 +49,7 @@ __all__ = [
     "build_samples",
     "find_flaw",
     "first_flaw",
+    "given_rows",
     "is_prefix",
     "is_trained",
     "sampler_logprobs",

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
 from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained, trained_tokens
 from lightning.errors import ConfigError, DataError
 from lightning.safe_text import counted
-from lightning.types import GREEDY_BELOW, Transition, by_key
+from lightning.types import GREEDY_BELOW, POLICY, TokenIds, Transition, by_key
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
 """The rule for a token's weight. With N trained tokens in the step, R rollouts that have trained tokens, and C trained calls:
@@ -40,13 +40,20 @@ The length of a branch's rollout includes the trained tokens of the parent's cal
 trained in the parent's rows. So a branch at a late call does not weigh more because its own calls are few.
 """
 
+PerToken: TypeAlias = "float | npt.NDArray[np.floating]"
+"""The advantage of a call: one number for all its tokens, or an array with one for each token of its response, shape
+(tokens,)."""
+
+Advantages: TypeAlias = "Sequence[Sequence[PerToken] | npt.NDArray[np.floating]]"
+"""For each trajectory an advantage for each call."""
+
 MAX_ADVANTAGE = 1e14
 """The largest absolute advantage or value target: its square times the square of a logprob's gradient must fit in float32."""
 
 
 def build_samples(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[Sequence[float] | npt.NDArray[np.floating]],
+    advantages: Advantages,
     *,
     normalization: Normalization = "rollout-mean",
     constant_tokens: int | None = None,
@@ -56,17 +63,19 @@ def build_samples(
 ) -> tuple[Sample, ...]:
     """Return the training rows of one optimizer step, in the order of the trajectories and of their calls.
 
-    `advantages[i][j]` belongs to call j of trajectory i. The trained calls are the OK calls of the component of interest that
+    `advantages[i][j]` belongs to call j of trajectory i: a number, or an array with one for each token of its response. The
+    trained calls are the OK calls of the component of interest that
     have response tokens; only they get weight and a span, and only they make rows. Calls share a row only if they are of one
-    rollout, one policy and one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0 (their policy
-    gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
+    rollout, one policy and one temperature. `drop_zero_advantages` leaves out calls whose advantages are all exactly 0 (their
+    policy gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
 
     `value_targets[i][j]` is the value that the head should have given to the state of call j. The span of each of a policy's C
     trained calls holds its target with the weight `value_coefficient` / C, so every state counts the same, whatever the length
     of its answer. None makes rows without targets.
 
     Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), that occurs twice,
-    that belongs to another attempt, or whose advantage or target is not finite or beyond `MAX_ADVANTAGE`. The engine checks
+    that belongs to another attempt, or whose advantage has another length than its response, or whose advantage or target is
+    not finite or beyond `MAX_ADVANTAGE`. The engine checks
     that token ids lie inside the vocabulary.
     """
     if normalization not in get_args(Normalization):
@@ -89,9 +98,30 @@ def build_samples(
             _set_targets(trajectories, own, value_targets, value_coefficient)
     samples: list[Sample] = []
     for calls in rollouts:
-        kept = [call for call in calls if not (drop_zero_advantages and call.advantage == 0.0)]
+        kept = [call for call in calls if not drop_zero_advantages or np.any(call.advantage)]
         samples.extend(row.sample() for row in _merge(kept))
     return tuple(samples)
+
+
+def given_rows(answers: Sequence[tuple[TokenIds, TokenIds]], *, policy: str = POLICY) -> tuple[Sample, ...]:
+    """Return rows of answers that no policy sampled, such as demonstrations, for a loss beside that of a step's batch. Each
+    answer is (prompt ids, response ids). All response tokens have one weight, which add up to 1, the advantage 1, no sampler's
+    logprob, and the temperature 1. Their spans name the rollout `given`, which no store has, and count the answers as calls.
+
+    Raises `DataError`, naming the answer, for one without a prompt or without a response.
+    """
+    for number, (prompt, response) in enumerate(answers):
+        if not len(prompt) or not len(response):
+            what = "prompt" if not len(prompt) else "response"
+            raise DataError(f"answer {number} of {len(answers)} has no {what}: give (prompt ids, response ids) of each")
+    count, rows = sum(len(response) for _, response in answers), []
+    for number, (prompt, response) in enumerate(answers):
+        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(response, np.int32)])
+        trained = (np.arange(len(ids)) >= len(prompt)).astype(np.float32)
+        unknown, version = np.full(len(ids), np.nan, np.float32), np.full(len(ids), -1, np.int32)
+        span = TokenSpan("given", 0, number, len(prompt), len(ids))
+        rows.append(Sample(ids, trained / np.float32(count), trained, unknown, version, (span,), policy=policy))
+    return tuple(rows)
 
 
 @dataclass(slots=True)
@@ -101,7 +131,8 @@ class _Call:
     transition: Transition
     prompt: IntArray
     response: IntArray
-    advantage: float
+    advantage: npt.NDArray[np.float64]
+    """Shape () or (response tokens,)."""
     temperature: float
     weight: float = 0.0
     value_target: float = math.nan
@@ -227,7 +258,9 @@ def _set_targets(
                 raise DataError(f"{name_of(call.transition)} cannot train the head: its target is {call.value_target}")
 
 
-def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDArray[np.floating]) -> Iterator[_Call]:
+def _trained_calls(
+    trajectory: Trajectory, advantages: Sequence[PerToken] | npt.NDArray[np.floating]
+) -> Iterator[_Call]:
     count = len(trajectory.transitions)
     if len(trajectory.trainable) != count or len(advantages) != count:
         raise DataError(
@@ -237,25 +270,45 @@ def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDA
         )
     for transition, trainable, advantage in zip(trajectory.transitions, trajectory.trainable, advantages, strict=True):
         if is_trained(transition, trainable):
-            _check(trajectory, transition, float(advantage))
+            own = np.asarray(advantage, dtype=np.float64)
+            _check(trajectory, transition, own)
             yield _Call(
                 transition,
                 np.asarray(transition.prompt_ids, dtype=np.int32),
                 np.asarray(transition.response_ids, dtype=np.int32),
-                float(advantage),
+                own,
                 transition.temperature if transition.temperature >= GREEDY_BELOW else 1.0,
             )
 
 
-def _check(trajectory: Trajectory, call: Transition, advantage: float) -> None:
+def wrong_length(call: Transition, advantage: npt.NDArray[np.float64]) -> str:
+    """Return how the advantage of a call has another length than its response, or "" if it is one number or one for each
+    token."""
+    tokens = len(call.response_ids)
+    if advantage.shape in ((), (tokens,)):
+        return ""
+    given = counted(len(advantage), "number") if advantage.ndim == 1 else f"numbers of the shape {advantage.shape}"
+    return f"{given} for {counted(tokens, 'response token')}"
+
+
+def beyond(advantage: PerToken) -> float | None:
+    """Return the first of a call's advantages that is not finite or beyond `MAX_ADVANTAGE`; None if there is none."""
+    values = np.atleast_1d(np.asarray(advantage, dtype=np.float64))
+    bad = ~(np.abs(values) <= MAX_ADVANTAGE)
+    return float(values[bad][0]) if bad.any() else None
+
+
+def _check(trajectory: Trajectory, call: Transition, advantage: npt.NDArray[np.float64]) -> None:
     rollout, flaw = trajectory.rollout, find_flaw(call)
     problem = ""
     if (call.rollout, call.attempt) != (rollout.id, rollout.attempt):
         problem = f"it is not part of attempt {rollout.attempt} of rollout {rollout.id}, which was accepted"
     elif flaw is not None:
         problem = flaw.problem
-    elif not abs(advantage) <= MAX_ADVANTAGE:
-        problem = f"its advantage is {advantage}: check the reward and the credit function"
+    elif length := wrong_length(call, advantage):
+        problem = f"its advantage has {length}: give one number for the call, or one for each token of its response"
+    elif (wrong := beyond(advantage)) is not None:
+        problem = f"its advantage is {wrong}: check the reward and the credit function"
     if problem:
         raise DataError(f"{name_of(call)} cannot be trained on: {problem}")
 

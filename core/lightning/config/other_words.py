@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, Final, NamedTuple, TypeVar
 
 from lightning.config.fields import did_you_mean, settings
@@ -68,8 +70,8 @@ WORDS: Final[Mapping[str, Word]] = dict(
             ("epsilon", "the clipping of ratios below and above 1", "LightningRL(clip_low=0.2, clip_high=0.2)"),
             ("epsilon_high", "the clipping of ratios above 1", "LightningRL(clip_high=0.28)"),
             ("loss_type", "how tokens are averaged", 'LightningRL(normalization="token-mean")'),
-            ("scale_rewards", "dividing advantages by the deviation of their group", 'LightningRL("dr_grpo")'),
-            ("importance_sampling_level", "a ratio for each token or each sequence", 'LightningRL("gspo")'),
+            ("scale_rewards", "dividing advantages by a deviation", 'LightningRL(scaling="none")'),
+            ("importance_sampling_level", "a ratio for each token or each sequence", 'LightningRL(ratio="sequence")'),
             ("vllm_importance_sampling_correction", "the correction of the sampler", 'LightningRL(correction="tis")'),
             ("learning_rate", "the learning rate", "engine.lr = 1e-6"),
             ("max_steps num_train_epochs", _STEPS, "trainer.steps = 100"),
@@ -123,7 +125,8 @@ WORDS: Final[Mapping[str, Word]] = dict(
             ("clip_ratio_low", "the clipping of ratios below 1", "LightningRL(clip_low=0.2)"),
             ("clip_ratio_high", "the clipping of ratios above 1", "LightningRL(clip_high=0.28)"),
             ("adv_estimator", "the algorithm", 'LightningRL("rloo")'),
-            ("norm_adv_by_std_in_grpo", "dividing advantages by their deviation", 'LightningRL("dr_grpo")'),
+            ("loss_mode", "the loss of a token", 'LightningRL("gspo", estimator="rloo")'),
+            ("norm_adv_by_std_in_grpo", "dividing advantages by a deviation", 'LightningRL(scaling="none")'),
             ("loss_agg_mode", "how tokens are averaged", 'LightningRL(normalization="token-mean")'),
             ("entropy_coeff", "the weight of the entropy bonus", "LightningRL(entropy_coefficient=0.001)"),
             ("rollout_is tis_imp_ratio_cap", "the correction of the sampler", 'LightningRL(correction="tis")'),
@@ -192,18 +195,56 @@ def unknown_argument(what: str, name: str, known: Iterable[str], takes: str = ""
     return f"{what} has no argument {name!r}{did_you_mean(name, known) or '.'} It takes: {takes or ', '.join(known)}"
 
 
+def _own_word(what: str, name: str, known: Sequence[str]) -> str:
+    """Return the message for a word whose answer is an argument of LightningRL that the class `what` takes as well; else ""."""
+    word = WORDS.get(name)
+    given = (
+        re.findall(r"[(\s](\w+)=", word.answer) if word is not None and word.answer.startswith("LightningRL(") else []
+    )
+    if word is None or not given or not all(each in known for each in given) or what == "LightningRL":
+        return ""
+    here = f"{what}{word.answer.removeprefix('LightningRL')}"
+    return f"{what} has no argument {name!r}: `{name}` is {word.whose}'s word for {word.meaning}. Here: `{here}`"
+
+
 def refuses_unknown(kind: Kind) -> Kind:
-    """Make a class refuse arguments that it does not take with a `ConfigError` that names the right word, also a setting."""
+    """Make a class refuse what it does not take with a `ConfigError`: an argument of another name, whose right word it says,
+    also a setting; too many or too few of them; and what is no number where one is wanted."""
     init: Callable[..., None] = kind.__init__
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
+    signature = inspect.signature(init)
+    known = [name for name in signature.parameters if name != "self"]
 
     @functools.wraps(init)
     def checked(self: object, *args: object, **given: object) -> None:
         if unknown := [name for name in given if name not in known]:
             names = [*known, *(setting.key for setting in settings())]
-            told = [unknown_argument(kind.__name__, name, names, ", ".join(known)) for name in unknown]
+            what, takes = kind.__name__, ", ".join(known)
+            told = [_own_word(what, name, known) or unknown_argument(what, name, names, takes) for name in unknown]
             raise ConfigError("\n".join(told))
+        try:
+            bound = signature.bind(self, *args, **given).arguments
+        except TypeError as error:
+            raise ConfigError(f"{kind.__name__}: {error}. It takes: {', '.join(known)}") from None
+        for name, value in bound.items():
+            if wanted := _no_number(signature.parameters[name], value):
+                raise ConfigError(f"{kind.__name__}: {name} cannot be {value!r}; it accepts {wanted}")
         init(self, *args, **given)
 
     kind.__init__ = checked
     return kind
+
+
+def _no_number(parameter: inspect.Parameter, value: object) -> str:
+    """Return what an argument that is a number accepts, or "" if it accepts the value or is no number."""
+    wanted, _, optional = str(parameter.annotation).partition(" | ")
+    if wanted not in ("int", "float") or (value is None and (optional == "None" or parameter.default is None)):
+        return ""
+    if isinstance(value, Real) and (wanted == "float" or float(value).is_integer()):
+        return ""
+    return ("a number" if wanted == "float" else "a whole number") + (", or None" if optional else "")
+
+
+def refuse_class(given: object, what: str) -> None:
+    """Raise `ConfigError` for a class in place of an object of it, which `what` is, such as a credit."""
+    if isinstance(given, type):
+        raise ConfigError(f"{what} is the class {given.__name__}, not an object of it: give {given.__name__}(...)")

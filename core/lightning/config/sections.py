@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,15 @@ class Section(BaseModel):
     """The base of all sections: they are frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Raise `ConfigError` for a name that the section does not have. Validation of other data calls this without names."""
+        known = cls.model_fields
+        if unknown := [name for name in given if name not in known and cls.model_config.get("extra") == "forbid"]:
+            from lightning.config.other_words import unknown_argument
+
+            raise ConfigError("\n".join(unknown_argument(cls.__name__, name, known) for name in unknown))
+        return super().__new__(cls)
 
 
 def check_endpoint(base_url: str, api_key_env: str, whose: str = "the optimiser model") -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lightning.batch.build import Advantages
 from lightning.batch.trajectory import Group, Trajectory
 
 Returns = npt.NDArray[np.float64]
@@ -27,8 +28,9 @@ class GroupAdvantage(Protocol):
 class Credit(Protocol):
     """A function that spreads each rollout's advantage over its calls.
 
-    Given a group and the low level's estimator, it returns for each trajectory one advantage for each transition. It must be
-    pure, since an audit calls it again. It also gets groups whose returns are all equal, because their calls may still differ.
+    Given a group and the low level's estimator, it returns for each trajectory one advantage for each transition: a number, or
+    an array with one for each token of the response. It must be pure, since an audit calls it again. It also gets groups whose
+    returns are all equal, because their calls may still differ.
 
     Optional attributes: `head = "name"` makes the engine train the head that is registered under this name, whose values are
     in `Trajectory.values`; a method `value_targets(trajectory)` returns the values for it to learn, shape (calls,). `rewards =
@@ -38,8 +40,9 @@ class Credit(Protocol):
     that slow work (asking a model) can be done for all of them at once.
     """
 
-    def __call__(self, group: Group, advantage: GroupAdvantage, /) -> list[npt.NDArray[np.float64]]:
-        """Return an array of advantages, shape (calls,), for each trajectory."""
+    def __call__(self, group: Group, advantage: GroupAdvantage, /) -> Advantages:
+        """Return, for each trajectory, an advantage for each transition: an array of shape (calls,), or a list in which some
+        are arrays with a number for each response token."""
 
 
 def rollout_return(trajectory: Trajectory) -> float:

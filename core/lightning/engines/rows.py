@@ -295,6 +295,8 @@ class Tally:
         self._gaps: list[npt.NDArray[np.floating]] = []
         """|trainer - sampler| of the tokens that have a sampler's logprob."""
         self._sums: dict[str, float] = {"entropy": 0.0, "clip_fraction": 0.0}
+        self._weights: dict[str, float] = {}
+        """The weight of the tokens whose loss reported each sum."""
         self._maxima: dict[str, float] = {}
         self._states: dict[str, float] = {}
         self._metrics: Callable[[Mapping[str, float]], dict[str, float]] = dict
@@ -314,15 +316,16 @@ class Tally:
         self._loss += loss
         self._weight += weight
         self._tokens += len(batch.weights)
-        self._add_sums({"entropy": entropy, **metrics})
+        self._add_sums({"entropy": entropy, **metrics}, dict.fromkeys(["entropy", *metrics], weight))
 
-    def _add_sums(self, metrics: Mapping[str, float]) -> None:
-        """Add weighted sums; of numbers whose names end in `_max`, the largest is kept."""
+    def _add_sums(self, metrics: Mapping[str, float], weights: Mapping[str, float]) -> None:
+        """Add weighted sums, each with its weight; of numbers whose names end in `_max`, the largest is kept."""
         for name, value in metrics.items():
             if name.endswith("_max"):
                 self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
             else:
                 self._sums[name] = self._sums.get(name, 0.0) + value
+                self._weights[name] = self._weights.get(name, 0.0) + weights.get(name, 0.0)
 
     def add_states(self, sums: Mapping[str, float], metrics: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
         """Add the states of a micro-batch that a head valued, by the sums of `Head.loss`. `metrics` is the head's."""
@@ -339,15 +342,16 @@ class Tally:
         self._weight += other._weight
         self._tokens += other._tokens
         self._gaps += other._gaps
-        self._add_sums(other._sums | other._maxima)
+        self._add_sums(other._sums | other._maxima, other._weights)
         if other._states:
             self.add_states(other._states, other._metrics)
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's metrics so far, weighted sums as weighted means. A metric without measurements is absent: means if
-        no token has weight, gaps if no logprob was compared."""
+        """Return the step's metrics so far, weighted sums as means over the tokens whose loss reported them. A metric without
+        measurements is absent: means if no token has weight, gaps if no logprob was compared."""
         gaps = np.concatenate([np.zeros(0, np.float32), *self._gaps])
-        means = {name: value / self._weight for name, value in self._sums.items()} if self._weight else {}
+        shares = {name: self._weights.get(name) or self._weight for name in self._sums}
+        means = {name: value / shares[name] for name, value in self._sums.items() if shares[name]}
         return {
             **mismatch_metrics(means | self._maxima),
             **({"loss": self._loss} if self.parts else {}),

@@ -38,6 +38,7 @@ from lightning.losses.protocol import (
     TokenBatch,
     check_updates,
     needs_reference,
+    prepared_by,
 )
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -89,16 +90,17 @@ def prepared(
     loss: Loss,
     samples: Sequence[Sample],
     tokens: Tokens,
-    current: Callable[[], Numbers],
+    current: Callable[[], tuple[Numbers, Numbers | None]],
     reference: Callable[[], Numbers],
 ) -> list[Sample]:
     """Return the rows with the numbers that the loss needs for each trained token. `tokens` are the N trained tokens of all
-    rows, in the order of the rows. `current` and `reference` compute the logprobs (N,) of these tokens, under the present
-    policy and under the reference model. Each of the two is called only if the loss needs its logprobs."""
+    rows, in the order of the rows. `current` computes the logprobs (N,) of these tokens under the present policy, and its
+    entropies (N,) if the engine can; `reference` those under the reference model. Each of the two is called only if the loss
+    needs its logprobs."""
     first = reference() if needs_reference(loss) else None
     numbers: Numbers | None = None
     if isinstance(loss, StepLoss) and len(tokens):
-        numbers = _numbers_of(loss, samples, tokens, current(), first)
+        numbers = _numbers_of(loss, samples, tokens, *current(), first)
     return _with_numbers(samples, tokens, first, numbers)
 
 
@@ -387,13 +389,18 @@ class _Updates:
 
 
 def _numbers_of(
-    loss: StepLoss, samples: Sequence[Sample], tokens: Tokens, logprobs: Numbers, reference: Numbers | None
+    loss: StepLoss,
+    samples: Sequence[Sample],
+    tokens: Tokens,
+    logprobs: Numbers,
+    entropy: Numbers | None,
+    reference: Numbers | None,
 ) -> Numbers:
-    """Call a loss's `prepare` and return its number for each trained token (N,). `tokens`, `logprobs`, `reference` and the
-    result are in the order of the rows.
+    """Call a loss's `prepare` and return its number for each trained token (N,). `tokens`, `logprobs`, `entropy`, `reference`
+    and the result are in the order of the rows.
 
-    Raises `EngineError`, naming the loss, if the loss does not give one number for each token, and `NonFiniteError` if a number
-    is not finite.
+    Raises `EngineError`, naming the loss, if the loss does not give one number for each token, `ConfigError` if it fails on
+    numbers that nobody computed, and `NonFiniteError` if a number is not finite.
     """
     missing, began = np.isnan(tokens.sampled), logprobs if tokens.begun is None else tokens.begun
     calls, spans = _calls_of(samples, tokens)
@@ -406,8 +413,9 @@ def _numbers_of(
         reference=reference,
         calls=calls,
         spans=spans,
+        entropy=entropy,
     )
-    found = np.asarray(loss.prepare(step))
+    found = np.asarray(prepared_by(loss, step))
     if found.shape != (len(tokens),):
         raise EngineError(
             f"{_named(loss)}.prepare gave an array of shape {found.shape} for {len(tokens)} tokens: it must give one number "

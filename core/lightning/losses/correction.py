@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lightning.config.other_words import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.protocol import StepTokens
 
@@ -33,6 +34,7 @@ MASKED = -1e4
 """The number that marks a masked token in an array of log ratios, which must be finite; every real log ratio is larger."""
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Correction:
     """How a loss bounds the mismatch of trainer and sampler. rho is p_trainer / p_sampler of a `level`: of a `token`, of a

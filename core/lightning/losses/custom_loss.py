@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
-from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch, needs_reference, said_by
+from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch, name_of, needs_reference, said_by
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
@@ -49,7 +49,7 @@ def as_loss(given: Loss | OwnLoss, where: str) -> Loss:
 @dataclass(frozen=True, slots=True)
 class GivenLoss:
     """A user's loss `given`. If it returns one loss for each token, these are added up by weight, with the metrics of
-    `ClippedPolicyGradient`."""
+    `ClippedPolicyGradient` and its own."""
 
     given: Loss | OwnLoss
 
@@ -66,8 +66,13 @@ class GivenLoss:
             return said
         from lightning.losses.policy_gradient import ClippedPolicyGradient, checked
 
-        values = checked(said, self.given, batch)
-        return ClippedPolicyGradient(surrogate=lambda tokens: values, correction=NO_CORRECTION)(batch)
+        checked(said, self.given, batch)
+
+        def told(tokens: TokenBatch) -> Any:
+            return said
+
+        told.__name__ = name_of(self.given)
+        return ClippedPolicyGradient(surrogate=told, correction=NO_CORRECTION)(batch)
 
 
 @dataclass(frozen=True, slots=True)

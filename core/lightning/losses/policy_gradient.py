@@ -8,7 +8,7 @@ on-policy when a step begins (its ratio is 1, with a gradient), and does not cha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -30,15 +30,19 @@ from lightning.losses.terms import (
     sampler_kl,
 )
 
-OwnLoss: TypeAlias = Callable[[TokenBatch], torch.Tensor]
-"""A user's loss: a pure function from tokens to one loss for each, shape (N,), differentiable in `logprobs`.
+OwnLoss: TypeAlias = "Callable[[TokenBatch], torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]]"
+"""A user's loss: a pure function from tokens to one loss for each, shape (N,), differentiable in `logprobs`. It may return
+metrics of its own beside: `(loss, {"name": values})` with a value for each token, shape (N,), of numbers or bools. The step's
+metric of that name is their weighted mean, or their maximum if the name ends in `_max`.
 
 Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, and a method `prepare` like
 `StepLoss`'s."""
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
-Parts: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
+OwnMetrics: TypeAlias = "dict[str, torch.Tensor]"
+
+Parts: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, OwnMetrics]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class ClippedPolicyGradient:
             kept = replace(kept, old_logprobs=current)
             token = torch.where(masked, 0.0, batch.logprobs - current)
         log_ratio = self._log_ratio(kept, token)
-        surrogate, is_clipped, is_bounded = self._surrogate_loss(kept, log_ratio)
+        surrogate, is_clipped, is_bounded, own = self._surrogate_loss(kept, log_ratio)
         weight = torch.where(masked, 0.0, importance_weight(log_rho, correction))
         loss = weight * surrogate
         ratio = torch.where(masked, clamped(sampled).exp(), clamped(log_ratio.detach()).exp())
@@ -143,10 +147,14 @@ class ClippedPolicyGradient:
             seen["reference_kl"] = penalty.detach()
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * batch.entropy
-        sums = [(weights * values).sum() for values in seen.values()]
-        largest = torch.where(batch.has_old, ratio, 0.0).max() if len(ratio) else ratio.sum()
-        values = torch.stack([*sums, largest]).tolist()
-        return LossOutput((weights * loss).sum(), dict(zip([*seen, "ratio_max"], values, strict=True)))
+        seen["ratio_max"] = torch.where(batch.has_old, ratio, 0.0)
+        if same := seen.keys() & own:
+            raise ConfigError(
+                f"the loss {name_of(self.surrogate)} reports the metric {min(same)!r}, which is reported of every loss: choose "
+                "another name"
+            )
+        values = torch.stack([_summed(name, each, weights) for name, each in (seen | own).items()]).tolist()
+        return LossOutput((weights * loss).sum(), dict(zip([*seen, *own], values, strict=True)))
 
     def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
         """Return the log ratio (N,) of trainer and sampler to correct: here that of single tokens, `sampled`."""
@@ -164,18 +172,20 @@ class ClippedPolicyGradient:
         return token
 
     def _surrogate_loss(self, batch: TokenBatch, log_ratio: torch.Tensor) -> Parts:
-        """Return minus the surrogate, which tokens are clipped, and which are bounded by dual clipping; each has shape (N,)."""
+        """Return minus the surrogate, which tokens are clipped, which are bounded by dual clipping, and the metrics of a user's
+        own surrogate; each has shape (N,)."""
         bounds, none = (self.clip_low, self.clip_high), batch.has_old.new_zeros(batch.has_old.shape)
         if self.surrogate == "clip":
             objective, is_clipped = clip_surrogate(log_ratio, batch.advantages, *bounds)
             if self.correction.dual_clip is None:
-                return -objective, is_clipped, none
+                return -objective, is_clipped, none, {}
             objective, is_bounded = dual_clipped(objective, batch.advantages, self.correction.dual_clip)
-            return -objective, is_clipped, is_bounded
+            return -objective, is_clipped, is_bounded, {}
         if self.surrogate == "cispo":
             objective, is_clipped = cispo_surrogate(batch.logprobs, log_ratio, batch.advantages, *bounds)
-            return -objective, is_clipped, none
-        return checked(said_by(self.surrogate, batch), self.surrogate, batch), none, none
+            return -objective, is_clipped, none, {}
+        loss, own = checked(said_by(self.surrogate, batch), self.surrogate, batch)
+        return loss, none, none, own
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +261,35 @@ def _prepared(batch: TokenBatch) -> torch.Tensor:
     return batch.prepared
 
 
-def checked(values: object, function: object, batch: TokenBatch) -> torch.Tensor:
-    """Return the values that a user's function returned. Raises `ConfigError`, naming the function, unless they are one loss
-    for each token."""
-    if not isinstance(values, torch.Tensor) or values.shape != batch.logprobs.shape:
-        what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"{values!r}"
+def _summed(name: str, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of a metric's values, shape (N,). If its name ends in `_max`, return the largest value of a token
+    with a weight, or 0 without any."""
+    if not name.endswith("_max"):
+        return (weights * values).sum()
+    known = values[weights != 0]
+    return known.max() if len(known) else values.new_zeros(())
+
+
+def checked(said: object, function: object, batch: TokenBatch) -> tuple[torch.Tensor, OwnMetrics]:
+    """Return the losses and the metrics that a user's function returned. Raises `ConfigError`, naming the function, unless they
+    are one loss, and one finite value of each metric, for each token."""
+    values, metrics = said if isinstance(said, tuple) and len(said) == 2 else (said, {})
+    shape = batch.logprobs.shape
+    if not (isinstance(values, torch.Tensor) and values.shape == shape and isinstance(metrics, Mapping)):
+        only = isinstance(values, torch.Tensor) and isinstance(metrics, Mapping)
+        what = f"a tensor of shape {tuple(getattr(values, 'shape', ()))}" if only else f"{said!r:.200}"
         raise ConfigError(
             f"the loss {name_of(function)} returned {what} for {len(batch.logprobs)} tokens: it has to return one loss for "
-            "each token, and must not add them up"
+            "each token, and must not add them up; with metrics of its own it returns (loss, {'name': values})"
         )
-    return values
+    found = {}
+    for name, given in metrics.items():
+        if not isinstance(given, torch.Tensor) or given.shape != shape or not bool(torch.isfinite(given).all()):
+            fault = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else f"{given!r}"
+            fault = "a value that is not finite" if getattr(given, "shape", None) == shape else fault
+            raise ConfigError(
+                f"the loss {name_of(function)} gave {fault} for its metric {name!r}: it has to give one finite value for each "
+                f"of the {len(batch.logprobs)} tokens, and must not add them up"
+            )
+        found[str(name)] = given.detach().to(values.dtype)
+    return values, found

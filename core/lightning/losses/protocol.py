@@ -71,15 +71,34 @@ class StepTokens:
     calls: npt.NDArray[np.int64]
     """The index in `spans` of the call that each token belongs to."""
     spans: tuple[TokenSpan, ...]
+    entropy: npt.NDArray[np.floating] | None = None
+    """Entropy (nats) of the current policy at each token; None from an engine that does not compute it beforehand (verl)."""
+
+
+TAKEN = frozenset((
+    "calls_per_rollout", "clip_fraction_last", "drift_tokens", "ess", "failed", "grad_norm", "groups", "groups_used",
+    "loss", "lr", "max_logprob_gap", "mean_logprob_gap", "microbatches", "p999_logprob_gap", "preemptions",
+    "prefix_hit_share", "reward", "reward_std", "reward_with_failures", "rollouts", "rollouts_trained", "rows",
+    "skipped_nonfinite", "staleness_max", "staleness_mean", "stepped", "tokens", "tokens_compared", "tokens_forward",
+    "tokens_per_second", "too_long", "tree", "truncated", "updates",
+))  # fmt: skip
+"""The metrics of a step that are no loss's. Other names of the engine and of plugins have a slash."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """`loss` is a scalar: the weighted *sum* over the micro-batch's tokens. `metrics` are weighted sums too (detached); the
-    engine divides them by the sum of the step's weights. Names that end in `_max` are maxima instead."""
+    engine divides them by the sum of the weights of the tokens whose losses report them. Names that end in `_max` are maxima
+    instead. Raises `ConfigError` for the name of a metric that is another one's, or has a slash."""
 
     loss: torch.Tensor
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name in TAKEN or "/" in name:
+                why = "has a slash, as those of plugins have" if "/" in name else "is one of lightning's own"
+                raise ConfigError(f"a loss cannot report the metric {name!r}: the name {why}; choose another one")
 
 
 class Loss(Protocol):
@@ -130,6 +149,20 @@ def name_of(function: object) -> str:
     """Return the name of a user's function, or of the class of a callable object, for messages."""
     inner = function.func if isinstance(function, partial) else function
     return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def prepared_by(loss: StepLoss, step: StepTokens) -> npt.NDArray[np.floating]:
+    """Return the result of a loss's `prepare`. Raises `ConfigError` if it fails because it uses a field of the step that nobody
+    computed (`reference`, `entropy`)."""
+    try:
+        return loss.prepare(step)
+    except (TypeError, AttributeError) as error:
+        if "NoneType" not in str(error) or (step.reference is not None and step.entropy is not None):
+            raise
+        raise ConfigError(
+            f"prepare of the loss {name_of(getattr(loss, 'preparer', loss))} failed on a value that is None ({error}): "
+            "step.reference is set only for a loss with needs_reference = True, and step.entropy only by the engine torch"
+        ) from error
 
 
 def said_by(function: Callable[[TokenBatch], object], batch: TokenBatch) -> object:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning.testing.network import NetworkHeldError, hold_network
     from lightning.testing.one_rollout import RolloutRecord, rollout
     from lightning.testing.public_imports import check_imports
+    from lightning.testing.trajectories import make_call, make_group, make_trajectory
 
 __all__ = [
     "Action",
@@ -51,6 +52,9 @@ __all__ = [
     "bifurcation_tasks",
     "check_imports",
     "hold_network",
+    "make_call",
+    "make_group",
+    "make_trajectory",
     "replayed",
     "rollout",
     "score_credit",
@@ -75,6 +79,9 @@ _HOME = {
     "bifurcation_tasks": "decisions",
     "check_imports": "public_imports",
     "hold_network": "network",
+    "make_call": "trajectories",
+    "make_group": "trajectories",
+    "make_trajectory": "trajectories",
     "replayed": "lightning_branching.fixture",
     "rollout": "one_rollout",
     "score_credit": "decisions",

@@ -25,6 +25,7 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lightning.algorithms.intake import per_call
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import rloo
 from lightning.credit.protocol import Credit, GroupAdvantage
@@ -583,15 +584,13 @@ def _calls(credit: Credit, sampled: Sequence[SampledGroup], advantage: GroupAdva
     """Return the credit's advantages of all calls of all groups, in one flat array. Raises `DataError` for other shapes."""
     parts: list[Floats] = []
     for each in sampled:
-        given = [np.asarray(part, dtype=np.float64) for part in credit(each.group, advantage)]
-        shapes = [part.shape for part in given]
-        if shapes != [own.shape for own in each.states] or not all(np.isfinite(part).all() for part in given):
-            raise DataError(
-                f"the credit gave arrays of the shapes {shapes} for rollouts of {[len(own) for own in each.states]} calls, "
-                "or a number that is not finite: it must give one finite advantage for each call"
-            )
-        parts.extend(given)
-    return np.concatenate(parts)
+        name = str(getattr(credit, "__qualname__", repr(credit)))
+        given = per_call(each.group, credit(each.group, advantage), name, "finite advantage", by_token=False)
+        parts.extend(np.array(own, dtype=np.float64) for own in given)
+    found = np.concatenate(parts)
+    if not np.isfinite(found).all():
+        raise DataError("the credit gave a number that is not finite: it must give one finite advantage for each call")
+    return found
 
 
 def _score(truth: Truth, given: Floats, sampled: Sequence[SampledGroup]) -> CreditScore:

@@ -15,6 +15,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
+from lightning.config.other_words import refuse_class
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
@@ -71,8 +72,7 @@ def resolve_algorithm(algorithm: Algorithm | SearchAlgorithm | str) -> Algorithm
     for.
     """
     made = _of_text(algorithm) if isinstance(algorithm, str) else algorithm
-    if isinstance(made, type):
-        raise ConfigError(f"the algorithm is the class {made.__name__}, not an object of it: give {made.__name__}(...)")
+    refuse_class(made, "the algorithm")
     if isinstance(made, SearchAlgorithm):
         return made
     if missing := [name for name in NEEDED if not _has(made, name)]:
@@ -142,7 +142,4 @@ def credit_of(algorithm: object) -> object:
     """The credit function of a `LightningRL`; None for others."""
     if not isinstance(algorithm, LightningRL):
         return None
-    credit = algorithm.credit
-    if isinstance(credit, type):
-        raise ConfigError(f"credit={credit.__name__} is a class, not a credit function: give {credit.__name__}(...)")
-    return plugins().credit(credit)
+    return plugins().credit(algorithm.credit)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from lightning.batch import Group, Trajectory, turns
+from lightning.config import refuses_unknown
 from lightning.credit import GroupAdvantage, check_discount, group_returns, returns_to_go
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class AgentTurn:
     """A credit with the groups of AT-GRPO (arXiv 2510.11062): the calls that one agent made at its own turn t, over the

@@ -12,10 +12,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 from lightning.batch import Group, Trajectory, is_trained
+from lightning.config import refuses_unknown
 from lightning.credit import GroupAdvantage, call_rewards, check_discount
 from lightning.errors import DataError
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Critic:
     """Generalized advantage estimation (arXiv 1506.02438, equation 16) over the trained calls of each rollout.

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from lightning.batch import Group, turns
+from lightning.config import refuses_unknown
 from lightning.credit import GroupAdvantage, call_rewards
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Intermediate:
     """A credit that adds to the outcome's advantage, which all calls of a rollout share, the step rewards of each single call.

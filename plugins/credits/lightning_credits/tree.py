@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 from lightning.batch import Group, Trajectory, branched_at, is_prefix
+from lightning.config import refuses_unknown
 from lightning.credit import (
     GroupAdvantage,
     all_equal,
@@ -29,6 +30,7 @@ from lightning.errors import ConfigError
 from lightning.types import Transition
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class LeaveOneOut:
     """A credit: the return from each call on, minus the mean return of the *other* rollouts from the same state on.
@@ -67,6 +69,7 @@ class LeaveOneOut:
         return _parted(found, counts)
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class GiGPO:
     """Group-in-group policy optimisation (arXiv 2505.10978): the rollout's advantage in its group, plus `omega` times the
@@ -127,6 +130,7 @@ Node = tuple[str, int, int]
 START: Node = ("", 0, 0)
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Branched:
     """A credit for branched rollouts: the value of a continuation minus the mean of the *other* continuations from its node.

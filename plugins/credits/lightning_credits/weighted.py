@@ -6,14 +6,16 @@ in which half of the rollouts succeed has the weight 1, and a group whose return
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from lightning.batch import Group
+from lightning.batch import Advantages, Group, PerToken
+from lightning.config import refuse_class, refuses_unknown
 from lightning.credit import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 WeightBy = Literal["difficulty", "variance"]
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Weighted:
     """The advantages of `credit` (a registered name or an object), times a weight of the whole group.
@@ -47,7 +50,8 @@ class Weighted:
     best: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.credit, str) or callable(self.credit)) or isinstance(self.credit, type):
+        refuse_class(self.credit, "the credit")
+        if not (isinstance(self.credit, str) or callable(self.credit)):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         if not isinstance(self.credit, str):
             _without_rewards(self.credit)
@@ -59,10 +63,10 @@ class Weighted:
                 "worst and the highest reward as best"
             )
 
-    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> Advantages:
+        """Return the wrapped credit's advantages, of calls or of their tokens, times the group's weight."""
         weight = self.weight(group)
-        return [weight * np.asarray(part, dtype=np.float64) for part in self._credit()(group, advantage)]
+        return [_times(weight, own) for own in self._credit()(group, advantage)]
 
     def weight(self, group: Group) -> float:
         """Return the factor for a group's advantages, from 0 to 2; 1 for a group without rollouts."""
@@ -88,6 +92,16 @@ class Weighted:
         from lightning.plugins import plugins
 
         return _without_rewards(plugins().credit(self.credit))
+
+
+def _times(
+    weight: float, own: Sequence[PerToken] | npt.NDArray[np.floating]
+) -> Sequence[PerToken] | npt.NDArray[np.floating]:
+    """Return a rollout's advantages, of calls or of their tokens, times a weight."""
+    with suppress(ValueError):  # answers of different lengths, or numbers beside arrays
+        whole: npt.NDArray[np.float64] = weight * np.asarray(own, dtype=np.float64)
+        return whole
+    return [weight * np.asarray(value, dtype=np.float64) for value in own]
 
 
 def _without_rewards(credit: Credit) -> Credit:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 from lightning.asyncio_utils import outside_of_loops, while_wanted
-from lightning.batch import Group, Trajectory
+from lightning.batch import Advantages, Group, Trajectory
+from lightning.config import refuse_class, refuses_unknown
 from lightning.credit import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError, JudgeError, LightningError
 from lightning.plugins import plugins
@@ -151,6 +151,7 @@ class JudgeModel(ChatModel):
         return ChatModel.settings(self) | bound
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Judge:
     """An LLM judge as a credit function: `LightningRL(credit=Judge("The answer is correct and short.", model="..."))`.
@@ -193,6 +194,7 @@ class Judge:
     def __post_init__(self) -> None:
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", str(self.cache))  # a run's record keeps it as text
+        refuse_class(self.credit, "the credit")
         if bool(self.rubric.strip()) != bool(self.model):
             raise ConfigError('a judge needs both a rubric and a model: lightning.Judge("What is good", model="...")')
         if not math.isfinite(self.weight) or self.samples < 1 or self.longest < 1:
@@ -216,8 +218,8 @@ class Judge:
             )
         return ""
 
-    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """Judge a group and return one array of advantages, shape (calls,), for each trajectory."""
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> Advantages:
+        """Judge a group and return the advantages that the credit gives its judged rollouts."""
         assert not self.head
         judged = [member for member in group.trajectories if _is_judged(member)]
         (judgement,) = self.judge([[_transcript(member) for member in judged]]) if judged else (NOTHING,)

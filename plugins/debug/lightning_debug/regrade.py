@@ -83,7 +83,8 @@ class RewardTrial:
     shares of groups whose rewards are all equal. `follows` are the rank correlations of both rewards with the quantities of
     `BESIDES`, as `(before, now)`; None if either is constant. `explained` is each part's share of the new reward's variance.
     `advantages` counts the trained calls, those whose advantage changes, and those whose advantage changes its sign; None if
-    advantages could not be derived, and `why` says why. `changed_calls` are (rollout, number of the call, before, now).
+    advantages could not be derived, and `why` says why. `changed_calls` are (rollout, number of the call, mean before,
+    mean now).
     For a judge, `agreement` is the share of pairs of rollouts that two of its samples order alike, the mean over groups, and
     `unusable` counts the groups without usable scores. None means not measured.
     """
@@ -205,9 +206,9 @@ class _Trial:
             return
         self.trained += len(before.keys() | after.keys())
         for key in sorted(before.keys() | after.keys()):
-            one, other = before.get(key, 0.0), after.get(key, 0.0)
-            if abs(one - other) > LEAST:
-                self.calls.append((*key, one, other))
+            one, other = before.get(key, NONE), after.get(key, NONE)
+            if np.abs(one - other).max() > LEAST:
+                self.calls.append((*key, float(one.mean()), float(other.mean())))
 
     def _seen(self, group: Group, calls: Mapping[str, Sequence[Transition]]) -> list[Transcript]:
         """Return the transcripts of a group that can be graded; count the others as failed or kept."""
@@ -340,11 +341,15 @@ def _with_rewards(group: Group, now: Mapping[str, float], *, new: bool) -> Group
     )
 
 
-def _advantages(algorithm: Algorithm, groups: Sequence[Group]) -> dict[tuple[str, int], float]:
-    """Return the advantage of each call that has a weight in the batch, by rollout and sequence number."""
+NONE: Final = np.zeros(1)
+"""The advantage of a call without a row."""
+
+
+def _advantages(algorithm: Algorithm, groups: Sequence[Group]) -> dict[tuple[str, int], npt.NDArray[np.float64]]:
+    """Return the advantages of the tokens of each call that has a weight in the batch, by rollout and sequence number."""
     batch = algorithm.batch(groups)
     return {
-        (span.rollout, span.seq): float(sample.advantages[span.start])
+        (span.rollout, span.seq): sample.advantages[span.start : span.stop].astype(np.float64)
         for sample in batch.samples
         for span in sample.spans
         if np.any(sample.weights[span.start : span.stop])

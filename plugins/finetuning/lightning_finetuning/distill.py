@@ -14,11 +14,13 @@ import numpy as np
 from lightning.algorithms.intake import Intake, reason_to_skip
 from lightning.algorithms.protocol import Batch
 from lightning.batch import Group, Normalization, Trajectory
+from lightning.config import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.correction import Correction, CorrectionKind
 from lightning.losses.protocol import Loss
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Distill:
     """On-policy distillation: the student samples, and each trained token is rewarded with log p_teacher - log p_student.

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from lightning.algorithms.intake import Intake, reason_to_skip, trains, with_rules
 from lightning.algorithms.protocol import Batch
 from lightning.batch import Group, Trajectory
+from lightning.config import refuses_unknown
 from lightning.credit import Returns, ToolReward, check_tool_reward, group_returns
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch
@@ -114,6 +115,7 @@ class PreferenceLoss:
         return LossOutput(loss, {name: weight * value for name, value in known.items()})
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPO:
     """Direct preference optimisation (arXiv 2305.18290) on whole rollouts, sampled anew for each step.

@@ -14,6 +14,7 @@ import numpy as np
 from lightning.algorithms.intake import Intake, reason_to_skip, trains, with_rules
 from lightning.algorithms.protocol import Batch
 from lightning.batch import Group, Normalization, Trajectory
+from lightning.config import refuses_unknown
 from lightning.credit import ToolReward, check_tool_reward, group_returns
 from lightning.errors import ConfigError
 from lightning.losses.protocol import Loss, LossOutput, TokenBatch
@@ -28,6 +29,7 @@ class NegativeLogLikelihood:
         return LossOutput(-(batch.weights * batch.logprobs).sum())
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFT:
     """Supervised fine-tuning on the best rollouts (RAFT, arXiv 2304.06767; expert iteration).

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
-from lightning.algorithms.presets import PRESETS
+from lightning.algorithms.presets import Ratio
 from lightning.batch import Trajectory, build_samples
 from lightning.config import Config
 from lightning.config import recorded_config as settings_of_record
@@ -144,19 +145,16 @@ def forward_passes(recorded: Recorded) -> int | None:
         return 2
     if name == "sft":
         return 0
-    preset = next((preset for level, preset in PRESETS.items() if level == arguments.get("low_level")), None)
     own = _table(arguments.get("credit"))
     credit = own.get("type", own.get("function", arguments.get("credit")))
     if (
         name != "lightning_rl"
-        or preset is None
+        or arguments.get("ratio") not in get_args(Ratio)
         or (own and not str(credit).startswith(("lightning.", "lightning_credits.")))
     ):
         return None  # a function or an object of one's own may be a critic
     correction = _table(arguments.get("correction"))
-    decoupled = correction.get("kind") in ("tis", "mis", "icepop")
-    by_call = correction.get("level", "token") != "token"
-    prepares = by_call or (preset.ratio == "sequence" and not decoupled)
+    prepares = correction.get("level", "token") != "token" or arguments["ratio"] == "sequence"
     return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning_credits.critic.Critic"))
 
 

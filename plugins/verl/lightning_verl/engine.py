@@ -179,7 +179,7 @@ class VerlEngine:
             return samples
         tokens = trained_tokens(samples)
         current, reference = (partial(self._logprobs, samples, tokens, reference=which) for which in (False, True))
-        return prepared(loss, samples, tokens, current, reference)
+        return prepared(loss, samples, tokens, lambda: (current(), None), reference)
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
         """Add the gradient of these rows. Raises `EngineError` for an error of the loss, `NonFiniteError` where a loss is not

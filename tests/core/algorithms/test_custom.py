@@ -82,7 +82,7 @@ def test_a_batch_is_an_algorithm_with_the_functions_arguments() -> None:
     assert winners() == winners(bar=0.5) != algorithm
     with pytest.raises(dataclasses.FrozenInstanceError):
         algorithm.bar = 0.1
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bat'"):
+    with pytest.raises(ConfigError, match=r"winners has no argument 'bat'\. It takes: group_size, bar"):
         winners(bat=0.8)
 
 

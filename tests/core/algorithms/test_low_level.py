@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, whiten
+from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Trajectory
+from lightning.errors import ConfigError
 from lightning.losses.correction import Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.plugins import plugins
@@ -41,8 +43,8 @@ def test_the_table_has_every_low_level() -> None:
 def test_what_a_low_level_is_made_of(name: LowLevel) -> None:
     advantages, loss, bounds, normalization, equal_teaches = TABLE[name]
     algorithm = LightningRL(name)
-    found = estimator_of(PRESETS[name], 0.0)(np.array([1.0, 0.0, 0.0]))
-    scale = np.sqrt(3) if PRESETS[name].estimator == "grpo" else 1.0
+    found = estimator_of(algorithm.estimator, algorithm.scaling, 0.0)(np.array([1.0, 0.0, 0.0]))
+    scale = np.sqrt(3) if algorithm.scaling == "group-std" else 1.0
     np.testing.assert_allclose(found * scale, advantages, atol=1e-12)
     assert (algorithm.clip_low, algorithm.clip_high) == bounds
     assert algorithm.normalization == normalization
@@ -53,7 +55,7 @@ def test_what_a_low_level_is_made_of(name: LowLevel) -> None:
     assert algorithm.teaches(make_group([0.5, 0.0]))
     assert algorithm.dynamic_sampling is (name == "dapo")
     assert bool(algorithm.head) is (name == "ppo")
-    assert PRESETS[name].whiten is (name in ("reinforce++", "reinforce++_baseline", "ppo"))
+    assert (algorithm.scaling == "batch-std") is (name in ("reinforce++", "reinforce++_baseline", "ppo"))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -76,6 +78,51 @@ def test_given_fields_win(name: LowLevel) -> None:
     assert loss.needs_reference
 
 
+@pytest.mark.parametrize("name", ["gspo", "cispo", "dapo"])
+def test_any_low_level_takes_the_advantage_of_another(name: LowLevel) -> None:
+    group = make_group([1.0, 0.0, 0.0, 0.25])
+    mixed, rloo = LightningRL(name, estimator="rloo"), LightningRL("rloo", normalization=PRESETS[name].normalization)
+    for found, expected in zip(mixed.batch([group]).samples, rloo.batch([group]).samples, strict=True):
+        np.testing.assert_array_equal(found.advantages, expected.advantages)
+    assert mixed.loss == LightningRL(name).loss
+    assert (mixed.scaling, mixed.ratio) == ("none", "sequence" if name == "gspo" else "token")
+    described = json.loads(json.dumps(describe_algorithm(mixed)))
+    assert plugins().algorithm(described["name"])(**described["arguments"]) == mixed
+    (phase,) = parse_algorithms(f"{name}:estimator=rloo")
+    assert make_algorithm(phase) == mixed
+
+
+def test_parts_of_low_levels_compose() -> None:
+    assert LightningRL("grpo", ratio="sequence").loss == SequencePolicyGradient(0.2, 0.2)
+    assert LightningRL("cispo", ratio="sequence").loss == SequencePolicyGradient(1.0, 4.0, surrogate="cispo")
+    assert LightningRL("gspo", ratio="token").loss == ClippedPolicyGradient(3e-4, 4e-4)
+    assert LightningRL("gspo", correction="tis").ratio == "token"
+    plain = LightningRL("grpo", estimator="none", scaling="none", group_size=1)
+    assert plain.batch([make_group([0.75])]).samples[0].advantages[-1] == 0.75
+    assert LightningRL("rloo", scaling="batch-std").batch([make_group([1.0, 0.0])]).samples[0].advantages[-1] == (
+        pytest.approx(1.0, abs=1e-3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"estimator": "rloo", "scaling": "group-std"}, "GRPO's advantage times a constant. Set scaling='none'"),
+        ({"estimator": "none", "scaling": "group-std"}, "there is no baseline"),
+        ({"low_level": "rloo", "scaling": "group-std"}, "times a constant"),
+        ({"low_level": "ppo", "estimator": "rloo"}, "takes advantages from the values of its head"),
+        ({"credit": "critic", "estimator": "rloo"}, "the credit 'critic' takes advantages from"),
+        ({"ratio": "sequence", "correction": "tis"}, "ratio='sequence' has no effect with correction='tis'"),
+        ({"estimator": "grpo"}, "unknown estimator 'grpo': use one of mean, rloo, none"),
+        ({"scaling": "groupstd"}, "unknown scaling 'groupstd'.*did you mean 'group-std'"),
+        ({"ratio": 1}, "unknown ratio 1: use one of token, sequence"),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LightningRL(**given)
+
+
 def test_the_record_of_a_run_says_what_the_low_level_decided() -> None:
     arguments = describe_algorithm(LightningRL("dapo"))["arguments"]
     assert arguments["clip_high"] == 0.28  # type: ignore[index, call-overload]
@@ -96,7 +143,7 @@ def test_whitened_rollouts_have_mean_0_and_deviation_1(own: list[list[float]]) -
     found = whiten(trajectories(list(map(len, own))), list(map(np.array, own)), eps=0.0)
     if np.ptp(np.concatenate(own)) < 1e-5:
         return
-    assert np.mean([values.mean() for values in found]) == pytest.approx(0.0, abs=1e-6)
+    assert np.mean([np.mean(values) for values in found]) == pytest.approx(0.0, abs=1e-6)
     assert np.mean([np.square(values).mean() for values in found]) == pytest.approx(1.0, rel=1e-6)
 
 
@@ -120,5 +167,5 @@ def test_calls_that_are_not_trained_have_no_say_in_the_mean() -> None:
 
 def test_advantages_that_do_not_differ_but_by_rounding_become_0() -> None:
     found = whiten(trajectories([1, 1]), [np.array([0.1 + 0.2]), np.array([0.3])], eps=0.0)
-    assert [values.tolist() for values in found] == [[0.0], [0.0]]
+    assert found == [[0.0], [0.0]]
     assert whiten([], [], eps=0.0) == []

@@ -15,17 +15,20 @@ from lightning import SFT
 from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
+from lightning.batch import given_rows
 from lightning.batch.trajectory import Group
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch.engine import TorchEngine
-from lightning.errors import ConfigError, EngineError
+from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
+from lightning.losses.protocol import TAKEN, Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_group
+from lightning.trainer.metrics import staleness, step_metrics
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import batch_digest
+from lightning.types import token_ids
 
 GROUP = make_group([0.0, 1.0, 0.5], calls=(((1, 2, 3), (4, 5)),))
 
@@ -266,3 +269,137 @@ def test_an_algorithm_of_an_object_is_not_called_as_the_objects_class(loss: Any,
     assert describe_algorithm(algorithm)["type"] == kind
     assert repr(algorithm).startswith(f"{kind}(low_level='grpo'")
     assert algorithm.name == kind.removeprefix("from_loss(").removesuffix(")")
+
+
+class TopEntropy:
+    """Trains the tokens of a step whose entropy is highest (arXiv 2506.01939), and reports their share."""
+
+    def __init__(self, share: float = 0.2) -> None:
+        self.share = share
+        self.steps: list[StepTokens] = []
+
+    def prepare(self, step: StepTokens) -> np.ndarray:
+        self.steps.append(step)
+        assert step.entropy is not None
+        return step.entropy >= np.quantile(step.entropy, 1 - self.share)
+
+    def __call__(self, tokens: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert tokens.prepared is not None
+        loss = -tokens.advantages * tokens.logprobs * tokens.prepared
+        return loss, {"kept": tokens.prepared, "sure": tokens.entropy < 4.0, "surprise_max": -tokens.logprobs}
+
+
+@pytest.mark.parametrize("budget", [1, 8192])
+@pytest.mark.parametrize("step", ["linear", "tree"])
+def test_a_loss_sees_entropies_and_reports_metrics_of_its_own(folder: Path, budget: int, step: Any) -> None:
+    engine = TorchEngine(device="cpu", dtype="float32", tokens_per_microbatch=budget, step=step)
+    engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
+    members = make_group([0.0, 1.0, 0.5], calls=(((1, 2, 3), (4, 5, 6, 7)), ((8, 9), (10, 11, 12))))
+    loss = TopEntropy(share=0.4)
+    algorithm = from_loss(loss)("rloo", normalization="sequence-mean")
+    batch = algorithm.batch([members])
+    model, expected = engine._opened().model, []
+    for row in batch.samples:
+        logits = model(torch.tensor(row.ids[None].astype(np.int64))).logits[0, :-1].log_softmax(-1)
+        entropy = -(logits.exp() * logits).sum(-1).detach().numpy()
+        expected += [entropy[place - 1] for place in np.flatnonzero(row.weights)]
+    metrics = engine.step(batch.samples, batch.loss_for(algorithm)).metrics
+    (seen,) = loss.steps
+    assert seen.entropy is not None
+    np.testing.assert_allclose(seen.entropy, expected, atol=1e-5)
+    kept = seen.entropy >= np.quantile(seen.entropy, 0.6)
+    assert metrics["kept"] == pytest.approx(float((seen.weights * kept).sum()), abs=1e-6)
+    assert metrics["sure"] == pytest.approx(float((seen.weights * (seen.entropy < 4.0)).sum()), abs=1e-6)
+    assert metrics["surprise_max"] == pytest.approx(float(-seen.logprobs.min()), abs=1e-5)
+    engine.close()
+
+
+def test_several_losses_of_one_step_add_up(folder: Path) -> None:
+    """Imitation of answers that nobody sampled beside a policy gradient: one gradient, each loss's metrics of its own tokens."""
+
+    def imitate(tokens: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -0.1 * tokens.logprobs, {"nats": -tokens.logprobs}
+
+    engine = TorchEngine(device="cpu", dtype="float32")
+    engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
+    batch, answers = rows([GROUP]), [([1, 2], [30, 31, 32]), ([5], [6])]
+    shown = given_rows([(token_ids(prompt), token_ids(response)) for prompt, response in answers])
+    algorithm = LightningRL()
+    model = engine._opened().model
+
+    def gradient() -> dict[str, torch.Tensor]:
+        found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        engine.discard_gradient()
+        return found
+
+    engine.forward_backward(batch.samples, batch.loss_for(algorithm))
+    alone = gradient()
+    engine.forward_backward(batch.samples, batch.loss_for(algorithm))
+    metrics = engine.forward_backward(shown, batch.loss_for(algorithm, imitate)).metrics
+    both = gradient()
+    logprobs = torch.cat(
+        [
+            model(torch.tensor([prompt + response]))
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)[range(len(response)), response]
+            for prompt, response in answers
+        ]
+    )
+    (-0.1 * logprobs.mean()).backward()  # type: ignore[no-untyped-call]
+    expected = gradient()
+    for name, found in both.items():
+        torch.testing.assert_close(found, alone[name] + expected[name], rtol=1e-4, atol=1e-6)
+    assert metrics["nats"] == pytest.approx(float(-logprobs.detach().mean()), rel=1e-5)
+    assert metrics["old_logprob_share"] == pytest.approx(0.5), "of both together"
+    with pytest.raises(ConfigError, match=r"forward_backward\(loss=\.\.\.\) got 'clip', which is no loss"):
+        batch.loss_for(algorithm, "clip")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="answer 1 of 2 has no response"):
+        given_rows([(token_ids([1]), token_ids([2])), (token_ids([1]), token_ids([]))])
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"loss": True}, "cannot report the metric 'loss': the name is one of lightning's own"),
+        ({"reward": True}, "cannot report the metric 'reward'"),
+        ({"mine/share": True}, "the metric 'mine/share': the name has a slash"),
+        ({"entropy": True}, "the loss mine reports the metric 'entropy', which is reported of every loss"),
+        ({"ratio_max": True}, "the metric 'ratio_max', which is reported of every loss"),
+        (
+            {"share": "sum"},
+            r"the loss mine gave a tensor of shape \(\) for its metric 'share': .* each of the 6 tokens",
+        ),
+        ({"share": 0.5}, "the loss mine gave 0.5 for its metric 'share'"),
+        ({"share": "nan"}, "the loss mine gave a value that is not finite for its metric 'share'"),
+        (["share"], r"the loss mine returned \(tensor.*it returns \(loss, {'name': values}\)"),
+    ],
+)
+def test_metrics_that_cannot_be_recorded_are_refused_by_name(
+    metrics: Any, said: str, train: Callable[[Algorithm], dict[str, float]]
+) -> None:
+    def mine(tokens: TokenBatch) -> Any:
+        made = {True: tokens.logprobs, "sum": tokens.logprobs.sum(), "nan": tokens.logprobs * float("nan")}
+        given = (
+            {name: made.get(value, value) for name, value in metrics.items()} if isinstance(metrics, dict) else metrics
+        )
+        return plain(tokens), given
+
+    for algorithm in (from_loss(mine)(), with_loss(mine)):
+        with pytest.raises(ConfigError, match=f"(?s){said}"):
+            train(algorithm)
+
+
+def test_no_metric_of_a_step_is_free_for_a_loss(train: Callable[[Algorithm], dict[str, float]]) -> None:
+    metrics, batch = train(with_loss(plain)), rows([GROUP])
+    step = step_metrics([member.rollout for member in GROUP.trajectories], [GROUP], batch, StepResult({}, {}))
+    of_losses = (
+        LightningRL()
+        .loss(
+            TokenBatch(*(torch.ones(2) for _ in range(5)), has_old=torch.ones(2).bool())  # type: ignore[misc]
+        )
+        .metrics
+    )
+    names = {name for name in metrics.keys() | step.keys() if "/" not in name}
+    assert names - of_losses.keys() <= TAKEN
+    assert {*staleness(1, batch)} <= TAKEN

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning
+import lightning_credits
+import numpy as np
 import pytest
 from lightning.algorithms.presets import LowLevel
-from lightning.config import Config, load_config, with_settings
+from lightning.config import Config, EngineConfig, load_config, with_settings
 from lightning.config.fields import find
 from lightning.config.other_words import WORDS, answer
 from lightning.errors import ConfigError
+from lightning.losses.correction import Correction
 from lightning.plugins import plugins
+from pydantic import ValidationError
 
 GIVEN = {"model", "agent", "tasks", "held_out"}
 """The reader's own variables."""
@@ -59,6 +63,13 @@ def _model(folder: Path) -> Path:
 
 ALGORITHM: Any = lightning.LightningRL
 TRAINER: Any = lightning.Trainer
+DPO: Any = lightning.DPO
+SFT: Any = lightning.SFT
+DISTILL: Any = lightning.Distill
+CRITIC: Any = lightning_credits.Critic
+CORRECTION: Any = Correction
+SECTION: Any = EngineConfig
+CONFIG: Any = Config
 ASKED = [
     (lambda model: ALGORITHM(beta=0.1), "beta", "LightningRL(kl_coefficient=0.04)"),
     (lambda model: TRAINER(model, beta=0.1), "beta", "grpo:kl_coefficient=0.04"),
@@ -75,6 +86,40 @@ def _toml(folder: Path, text: str) -> Path:
     file = folder / "settings.toml"
     file.write_text(text)
     return file
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: ALGORITHM(credit=lightning_credits.GiGPO), r"the credit is the class GiGPO, .* give GiGPO\(\.\.\.\)"),
+    (lambda: ALGORITHM(credit=lightning_credits.Weighted(lightning_credits.GiGPO)), "the credit is the class GiGPO"),
+    (lambda: ALGORITHM("grpo", 8), "LightningRL: too many positional arguments. It takes: low_level, group_size"),
+    (lambda: ALGORITHM(group_size=8.5), "LightningRL: group_size cannot be 8.5; it accepts a whole number"),
+    (lambda: ALGORITHM("GRPO"), "did you mean 'grpo'"),
+    (lambda: TRAINER(), "Trainer: missing a required argument: 'model'"),
+    (lambda: TRAINER(["a", "b"]), r"the model is \['a', 'b'\], neither a folder"),
+    (lambda: TRAINER("m", lr="1e-6"), "Trainer: lr cannot be '1e-6'; it accepts a number, or None"),
+    (lambda: DPO(num_generations=4), r"number of rollouts of a task in a step. Here: `DPO\(group_size=8\)`"),
+    (lambda: DPO(beta="x"), "DPO: beta cannot be 'x'; it accepts a number"),
+    (lambda: SFT(learning_rate=1e-5), "--set engine.lr=1e-6"),
+    (lambda: DISTILL("m", kl_coef=0.1), "verl's word for the weight of the KL term"),
+    (lambda: CRITIC(lamda=0.9), "Critic has no argument 'lamda'; did you mean 'lam'"),
+    (lambda: CORRECTION(clip=2.0), "Correction has no argument 'clip'. It takes: kind, level"),
+    (lambda: SECTION(learning_rate=1e-6), "EngineConfig has no argument 'learning_rate'.*engine.lr"),
+    (lambda: CONFIG(beta=1), r"Config has no argument 'beta'.*LightningRL\(kl_coefficient=0.04\)"),
+]
+
+
+@pytest.mark.parametrize(("ask", "said"), REFUSED)
+def test_what_a_noun_does_not_take_is_an_error_of_ours(ask: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ask()
+
+
+def test_what_a_noun_takes_is_taken() -> None:
+    assert ALGORITHM("dapo", clip_low=np.float32(0.5), group_size=np.int64(4)).group_size == 4
+    assert SFT(best=None, threshold=1).threshold == 1
+    assert SECTION(lr=None).lr is None
+    with pytest.raises(ValidationError, match="greater than 0"):
+        SECTION(lr=-1.0)
 
 
 @pytest.mark.parametrize(("ask", "word", "said"), ASKED)
@@ -101,7 +146,7 @@ def test_other_mistakes_are_clear_errors(tmp_path: Path) -> None:
         "Trainer has no argument 'max_staleness'; did you mean 'trainer.max_staleness'": lambda: TRAINER(
             model, max_staleness=2
         ),
-        "credit=Mine is a class, not a credit function: give Mine(...)": lambda: TRAINER(model, ALGORITHM(credit=Mine)),
+        "the credit is the class Mine, not an object of it: give Mine(...)": lambda: ALGORITHM(credit=Mine),
         "A run trains one model; its agent and its tasks are given to": lambda: TRAINER(["a", "b"]),
         "config is 3: give settings by name": lambda: TRAINER(model, config=3),
     }

@@ -54,7 +54,7 @@ def by_row(engine: TorchEngine, samples: tuple[Sample, ...]) -> np.ndarray:
     """Logprobs of the trained tokens, one row after another."""
     lengths = [trained_length(sample) for sample in samples]
     layout = Linear(samples, lengths, trained_tokens(samples), states_of(samples, every=False))
-    return read_logprobs(layout, engine._opened(), 2048)
+    return read_logprobs(layout, engine._opened(), 2048)[0]
 
 
 def permuted(engine: TorchEngine) -> None:
@@ -74,7 +74,7 @@ def test_the_tree_of_a_trained_model_keeps_to_the_bound_and_wrong_weights_do_not
     exact = by_row(open_engine(folder, dtype="float32", step="linear"), samples)
     engine = open_engine(folder, dtype=dtype, lr=1e-5)
     layout = engine._step_layout(samples)
-    over_the_tree = read_logprobs(layout, engine._opened(), 2048)
+    over_the_tree, _ = read_logprobs(layout, engine._opened(), 2048)
     assert bound.problem_of(np.abs(over_the_tree - exact)) == ""
     assert bound.problem_of(np.abs(by_row(engine, samples) - exact)) == ""
 

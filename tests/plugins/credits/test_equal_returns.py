@@ -22,7 +22,7 @@ from lightning.types import StepReward
 from lightning_credits import GiGPO, Intermediate, LeaveOneOut
 
 CALLS = [((1, 2), (3,)), ((7, 8), (9,)), ((7, 8), (4,))]
-COMPARING = [name for name, preset in PRESETS.items() if not preset.equal_teaches]
+COMPARING = [name for name, preset in PRESETS.items() if preset.estimator != "none"]
 
 
 def member(index: int, steps: list[list[float]], *, reward: float = 1.0, group: str = "g") -> Trajectory:
@@ -198,7 +198,7 @@ WRONG = [
     (lambda group, advantage: advantage(group_returns(group)), r"numbers of the shapes \[\(\), \(\), \(\)\]"),
     (lambda group, advantage: [np.ones(2)] * 2, r"numbers of the shapes \[\(2,\), \(2,\)\]"),
     (lambda group, advantage: [np.ones(3)] * 3, r"numbers of the shapes \[\(3,\), \(3,\), \(3,\)\]"),
-    (lambda group, advantage: [np.ones((2, 1))] * 3, r"numbers of the shapes \[\(2, 1\), \(2, 1\), \(2, 1\)\]"),
+    (lambda group, advantage: [np.ones((1, 2))] * 3, r"numbers of the shapes \[\(1, 2\), \(1, 2\), \(1, 2\)\]"),
     (lambda group, advantage: None, r"None \('NoneType' object is not iterable\)"),
     (lambda group, advantage: [None, "much", "little"], r"\[None, 'much', 'little'\] \(could not convert .*\)"),
     (

@@ -166,7 +166,7 @@ class TorchEngine:
         lengths = [len(sample) for sample in samples]
         tokens = wanted_tokens(samples, [np.arange(1, length) for length in lengths])
         layout = Linear(samples, lengths, tokens, states_of((), every=True))
-        found = self._read(layout, reference=False).astype(np.float32)
+        found = self._read(layout, reference=False)[0].astype(np.float32)
         return [np.append(np.float32(np.nan), own) for own in _apart(found, [length - 1 for length in lengths])]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -223,7 +223,7 @@ class TorchEngine:
         layout = self._step_layout(samples)
         tokens = reordered(layout.tokens, row_order(layout.tokens))
         current, reference = (partial(self._read, layout, reference=which) for which in (False, True))
-        found = prepared(loss, samples, tokens, current, reference)
+        found = prepared(loss, samples, tokens, current, lambda: reference()[0])
         self._known = layout.again(found)
         return found
 
@@ -364,8 +364,9 @@ class TorchEngine:
         """Return all parameters that the optimizer changes, by name: the policy's and the head's."""
         return self._parameters | (self._head.parameters() if self._head else {})
 
-    def _read(self, layout: Layout, *, reference: bool) -> Numbers:
-        """Return the logprobs (N,) of a layout's tokens in the order of the rows, under the reference or the trained model."""
+    def _read(self, layout: Layout, *, reference: bool) -> tuple[Numbers, Numbers]:
+        """Return the logprobs (N,) and the entropies (N,) of a layout's tokens in the order of the rows, under the reference or
+        the trained model."""
         lm, source = self._opened(), self._reference
         with source.model() if reference and source is not None else nullcontext(lm) as model:
             if reference and source is not None and isinstance(layout, Forest):

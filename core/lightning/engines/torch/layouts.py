@@ -285,16 +285,17 @@ def _run_entries(places: Ints, runs: Sequence[Node]) -> tuple[Ints, Ints]:
     return entries, places[entries] + shifts
 
 
-def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
-    """Return the logprobs (N,) of a layout's tokens under a model with this vocabulary, in the order of the rows, without a
-    gradient."""
+def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> tuple[Numbers, Numbers]:
+    """Return the logprobs (N,) and the entropies (N,) of a layout's tokens under a model with this vocabulary, in the order of
+    the rows, without a gradient."""
 
-    def read(part: LayoutPart, found: Numbers) -> None:
+    def read(part: LayoutPart, logprobs: Numbers, entropy: Numbers) -> None:
         for own, hidden in _chunks(lm, part, part.hidden):
-            logprobs, *_ = _predicted(lm, hidden, reordered(layout.tokens, own), part.what)
-            found[own] = logprobs.cpu().numpy()
+            found = _predicted(lm, hidden, reordered(layout.tokens, own), part.what)
+            logprobs[own], entropy[own] = found[0].cpu().numpy(), found[1].cpu().numpy()
 
-    return _read(layout, lm, budget, layout.tokens, read)
+    logprobs, entropy = _read(layout, lm, budget, layout.tokens, read, 2)
+    return logprobs, entropy
 
 
 def read_values(layout: Layout, lm: CausalLM, values: nn.Module, budget: int) -> Numbers:
@@ -303,20 +304,20 @@ def read_values(layout: Layout, lm: CausalLM, values: nn.Module, budget: int) ->
     def read(part: LayoutPart, found: Numbers) -> None:
         found[part.states] = values(_picked(part.hidden, part.at)).cpu().numpy()
 
-    return _read(layout, lm, budget, layout.states, read)
+    return _read(layout, lm, budget, layout.states, read, 1)[0]
 
 
 def _read(
-    layout: Layout, lm: CausalLM, budget: int, entries: Tokens | States, read: Callable[[LayoutPart, Numbers], None]
-) -> Numbers:
-    """Return a number for each of a layout's `entries`, in the order of the rows. `read` puts those of a part into an array in
-    the layout's order."""
+    layout: Layout, lm: CausalLM, budget: int, entries: Tokens | States, read: Callable[..., None], count: int
+) -> list[Numbers]:
+    """Return `count` numbers for each of a layout's `entries`, in the order of the rows. `read` puts those of a part into as
+    many arrays in the layout's order."""
     precision: type[np.floating] = np.float64 if lm.dtype is torch.float64 else np.float32
-    found = np.full(len(entries), np.nan, precision)
+    found: list[Numbers] = [np.full(len(entries), np.nan, precision) for _ in range(count)]
     with lm.evaluating():
-        layout.walk(lm, budget, lambda part: read(part, found))
-    ordered: Numbers = found[row_order(entries)]
-    return ordered
+        layout.walk(lm, budget, lambda part: read(part, *found))
+    order = row_order(entries)
+    return [numbers[order] for numbers in found]
 
 
 @dataclass(slots=True)

@@ -401,11 +401,12 @@ def _why(view: RolloutView, line: CallLine) -> list[Reason]:
         reasons.append(Reason("this call's own", number(line.credit.own, 4), "its step rewards", member.recorded))
     compared = f"mean {number(mean, 4)}, deviation {number(deviation, 4)} of {size} returns"
     how = f"{getattr(algorithm, 'low_level', algorithm.name if algorithm else '')}, credit {named}"
+    each = "the mean of its tokens' advantages" if line.credit.advantages else how
     normalised = str(getattr(algorithm, "normalization", "the algorithm's"))
     return [
         *reasons,
         Reason("group", compared, "the returns that it is compared with", proved),
-        Reason("advantage", f"{line.credit.advantage:+.5g}", how, proved),
+        Reason("advantage", f"{line.credit.advantage:+.5g}", each, proved),
         Reason("weight", f"{line.credit.weight:.4g}", f"share of each token in step {step}: {normalised}", proved),
         Reason("push", f"{line.credit.push:+.4g}", "advantage × weight, on each token's logprob", proved),
         *_clip(proof),

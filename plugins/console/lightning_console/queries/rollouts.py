@@ -305,7 +305,9 @@ def _tokens(line: CallLine, vocabulary: Vocabulary, prompt: int) -> Tokens:
     versions = np.full(len(answer), float("nan"))
     for run in call.versions:
         versions[run.start :] = run.version
-    advantage = None if line.credit is None else line.credit.advantage
+    advantages: Sequence[float | None] = [None] * len(answer)
+    if line.credit is not None:
+        advantages = line.credit.advantages[: len(answer)] or [line.credit.advantage] * len(answer)
     return Tokens(
         tuple(vocabulary.texts([*given, *answer])),
         count,
@@ -313,7 +315,7 @@ def _tokens(line: CallLine, vocabulary: Vocabulary, prompt: int) -> Tokens:
         len(call.response_ids) - len(answer),
         (*blank, *map(finite, logprobs)),
         (*blank, *map(finite, versions.tolist())),
-        (*blank, *([advantage] * len(answer))),
+        (*blank, *advantages),
         (*([0.0] * count), *([float(line.credit is not None)] * len(answer))),
         vocabulary.missing,
     )

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from lightning.algorithms.intake import Overlong, with_rules
 from lightning.algorithms.protocol import Algorithm, Batch, head_of
-from lightning.batch import Group, Sample, TokenSpan, Trajectory
+from lightning.batch import FloatArray, Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
 from lightning.errors import DataError, LightningError
@@ -49,14 +49,15 @@ ASKS: Final = "its credit function has rewards of its own (a judge), which is no
 @dataclass(frozen=True, slots=True)
 class CallCredit:
     """The credit of a call in training: the advantage and the weight that each of its `tokens` has in the step's rows. `own`
-    is the sum of the call's step rewards, those of tools included. Where the tokens of the call are pushed differently,
-    `pushes` has the push of each, and `advantage` and `weight` are those of the first; else `pushes` is empty."""
+    is the sum of the call's step rewards, those of tools included. Where the tokens of the call differ, `advantages` and
+    `pushes` have those of each, `advantage` is their mean, and `weight` the first's; else the two are empty."""
 
     advantage: float
     weight: float
     tokens: int
     own: float = 0.0
     pushes: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
 
     @property
     def push(self) -> float:
@@ -241,11 +242,18 @@ def _calls(member: Trajectory, spans: Mapping[int, tuple[Sample, TokenSpan]]) ->
     for call, own in zip(member.transitions, call_rewards(member), strict=True):
         if call.seq in spans:
             sample, span = spans[call.seq]
-            advantage, weight = float(sample.advantages[span.start]), float(sample.weights[span.start])
-            each = np.where(sample.weights, sample.advantages * sample.weights, 0.0)[span.start : span.stop]
-            pushes = tuple(map(float, each)) if len(each) and np.ptp(each) > 1e-6 * np.abs(each).max() else ()
-            found[call.seq] = CallCredit(advantage, weight, span.stop - span.start, float(own), pushes)
+            place = slice(span.start, span.stop)
+            advantages = np.where(sample.weights, sample.advantages, 0.0)[place]
+            each, pushes = _uneven(advantages), _uneven(advantages * sample.weights[place])
+            mean = float(np.mean(each)) if each else float(advantages[0])
+            weight = float(sample.weights[span.start])
+            found[call.seq] = CallCredit(mean, weight, len(advantages), float(own), pushes, each)
     return found
+
+
+def _uneven(values: FloatArray) -> tuple[float, ...]:
+    """Return the values of a call's tokens; nothing if they are all alike."""
+    return tuple(map(float, values)) if np.ptp(values) > 1e-6 * np.abs(values).max() else ()
 
 
 def _skipped(groups: Sequence[Group], batch: Batch, algorithm: Algorithm) -> dict[str, str]:
