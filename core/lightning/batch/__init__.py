@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.batch.build import Normalization, build_samples, state_rows, with_values
+from lightning.batch.masks import Ragged, SamplingMask, mask_of
 from lightning.batch.sample import (
     FloatArray,
     IntArray,
@@ -31,7 +32,9 @@ __all__ = [
     "Group",
     "IntArray",
     "Normalization",
+    "Ragged",
     "Sample",
+    "SamplingMask",
     "TokenSpan",
     "Trajectory",
     "begins_at",
@@ -41,6 +44,7 @@ __all__ = [
     "first_flaw",
     "is_prefix",
     "is_trained",
+    "mask_of",
     "sampler_logprobs",
     "span_digest",
     "state_rows",
