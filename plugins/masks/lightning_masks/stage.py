@@ -7,6 +7,7 @@ are changed in another way has none, and is trained as without this plugin. Call
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from lightning.gateway.dialects import NEUTRAL, Choice, is_constrained, temperat
 from lightning.gateway.http import Body, UpstreamError
 from lightning.gateway.stages import CallStage
 from lightning.policy_server.launch import PARTS
+from lightning.store.rows import LARGEST_EXTRA
 from lightning.types import GREEDY_BELOW, CallStatus
 
 from lightning_masks.codes import HEADER, MIDDLEWARE, NAME, WANTED, WORKER, joined
@@ -29,12 +31,18 @@ log = logging.getLogger(__name__)
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 OTHER = ("thinking_token_budget", "use_beam_search", "vllm_xargs")
 """Parameters that change logits, or the choice of tokens, in ways that the trainer does not repeat."""
+LARGE = 1 << 16
+"""Texts of more characters are compressed in a thread."""
 LARGEST_BIAS = 100.0
 """vLLM takes a larger bias for this (`SamplingParams.from_optional`)."""
 NO_MASKS = (
     "the policy server sent no sampling masks, so that calls with top_p, a grammar or another mask are trained with the ratio "
     f"1. Start vLLM with `--middleware {MIDDLEWARE}` and {PARTS}={WORKER} in its environment, where lightning is installed; "
     "its log says why if it has both (said once)"
+)
+TOO_LARGE = (
+    f"the sampling masks of a call are larger than the {LARGEST_EXTRA} bytes that a store takes: such calls are trained with the "
+    "ratio 1. Sample fewer tokens, or from fewer ids, such as by top_k (said once)"
 )
 
 
@@ -65,10 +73,18 @@ class MasksStage(CallStage):
             return
         choices = [choice for choice in call.capture.choices.values() if choice.response_ids]
         for choice in choices:
-            if (extra := extra_of(choice, bias)) is not None:
+            if sum(map(len, choice.beside.get(NAME, ()))) > LARGE:
+                extra = await asyncio.to_thread(extra_of, choice, bias)
+            else:
+                extra = extra_of(choice, bias)
+            if extra is None or len(extra) > LARGEST_EXTRA:
+                self._say(NO_MASKS if extra is None else TOO_LARGE)
+            else:
                 choice.extras[NAME] = extra
-        if any(NAME not in choice.extras for choice in choices) and self._said.first(NO_MASKS):
-            log.warning(NO_MASKS)
+
+    def _say(self, what: str) -> None:
+        if self._said.first(what):
+            log.warning(what)
 
 
 def why_not(body: Body) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning.algorithms.intake import is_greedy
 from lightning.batch import Sample, Trajectory, build_samples, mask_of
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.gateway import Upstream
 from lightning.policy_server.vllm_server import OwnedVLLM
+from lightning.trainer.metrics import is_greedy
 from lightning.types import CallStatus, Rollout, Task, Transition
 
 from tests.core.gateway.conftest import House
@@ -142,10 +142,10 @@ async def test_a_call_through_an_update_keeps_the_masks_of_both_versions(real: H
         async with real.gateway.hold():
             real.gateway.own.update(await vllm.update(served.second / "model.safetensors", vllm.version + 1))
         (call,) = await task
-        await served.use(served.first)
-        real.gateway.own.version = vllm.version
         if len(call.versions) == 2:
             break
+        async with real.gateway.hold():
+            real.gateway.own.update(await vllm.update(served.first / "model.safetensors", vllm.version + 1))
     assert len(call.versions) == 2
     mask, cut = mask_of(call), call.versions[1].start
     assert mask is not None
