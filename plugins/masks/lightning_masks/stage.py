@@ -41,8 +41,8 @@ NO_MASKS = (
     "its log says why if it has both (said once)"
 )
 TOO_LARGE = (
-    f"the sampling masks of a call are larger than the {LARGEST_EXTRA} bytes that a store takes: such calls are trained with the "
-    "ratio 1. Sample fewer tokens, or from fewer ids, such as by top_k (said once)"
+    f"the sampling masks of a call are larger than the {LARGEST_EXTRA} bytes that a store takes: such calls are trained with "
+    "the ratio 1. Sample fewer tokens, or from fewer ids, such as by top_k (said once)"
 )
 
 
@@ -56,8 +56,8 @@ class MasksStage(CallStage):
         self._said = Once()
 
     async def sending(self, call: Call, body: Body) -> None:
-        """Ask for the masks of a call that is sampled under one."""
-        if temperature_of(body) < GREEDY_BELOW or not is_constrained(body):
+        """Ask for the masks of a call that is sampled under one, unless its policy is never trained."""
+        if call.frozen or temperature_of(body) < GREEDY_BELOW or not is_constrained(body):
             return
         if (why := why_not(body)) and self._said.first(why):
             log.info("calls with %s are trained with the ratio 1: the trainer does not repeat what it changes", why)

@@ -13,7 +13,8 @@ import torch
 from lightning.batch import mask_of, sampler_logprobs
 from lightning.gateway.dialects import Choice
 from lightning.gateway.http import UpstreamError
-from lightning_masks import worker
+from lightning.types import CallStatus
+from lightning_masks import stage, worker
 from lightning_masks.codes import ASKED, HEADER, code_of, text_of
 from lightning_masks.middleware import carrying
 from lightning_masks.stage import extra_of
@@ -68,6 +69,31 @@ async def test_a_penalty_is_said_once(house: Any, caplog: Any) -> None:
     for _ in range(2):
         await http.post("/chat/completions", json={"messages": HI, "presence_penalty": 0.5})
     assert len([line for line in caplog.messages if line.startswith("calls with presence_penalty are trained")]) == 1
+
+
+class Kept:
+    """A call with one choice."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.capture = SimpleNamespace(choices={0: choice})
+
+
+async def test_masks_that_no_store_takes_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    texts = [text_of(300, [code_of(np.arange(300) % 2 == 0)])]
+    choice = Choice(response_ids=array("i", [0]), beside={"masks": texts})
+    kept = Kept(choice)
+    answered = SimpleNamespace(outcome=CallStatus.OK)
+    for large in (1 << 20, 0):  # also in a thread
+        monkeypatch.setattr(stage, "LARGE", large)
+        made, choice.extras = stage.MasksStage(None), {}  # type: ignore[arg-type]
+        made._asked = {kept: {}}  # type: ignore[assignment]
+        await made.settled(kept, answered)  # type: ignore[arg-type]
+        assert "masks" in choice.extras
+    monkeypatch.setattr(stage, "LARGEST_EXTRA", 3)
+    made._asked, choice.extras = {kept: {}}, {}  # type: ignore[assignment]
+    await made.settled(kept, answered)  # type: ignore[arg-type]
+    assert not choice.extras
+    assert "the sampling masks of a call are larger than the" in caplog.text
 
 
 def test_masks_of_some_tokens_alone_are_not_kept() -> None:
