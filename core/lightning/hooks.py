@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from lightning import Session, Trainer
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+    from lightning.batch.masks import SamplingMask
     from lightning.cli.app import Command
     from lightning.cli.check import Check
     from lightning.config import Config, GatewayConfig, PluginSettings, RunnerConfig
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from lightning.policy_server.policies import PolicySet
     from lightning.policy_server.protocol import PolicyServer
     from lightning.policy_server.servers import ServerSet
+    from lightning.policy_server.vllm_arguments import ServerPart
     from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from lightning.trainer.run_stages import RunStage
     from lightning.trainer.samplers import Asked, Sampler, TaskOrder
     from lightning.trainer.stages import StepStage
-    from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
+    from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent, Transition
 
     MakeSession = Callable[
         [Trainer, Sequence[Task], AbstractAsyncContextManager[Loop]], AbstractAsyncContextManager[Session]
@@ -329,6 +331,25 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
     """Register checks of `lightning doctor`, by name: a function that yields `lightning.cli.check.Check`s, its findings.
 
     The function gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
+    """
+
+
+@hookspec
+def register_masks(register: Callable[[str, Callable[[Transition], SamplingMask]], None]) -> None:
+    """Register the reader of the sampling masks that a plugin keeps with calls, by the name of its extra: a function from a
+    `lightning.types.Transition` that has this extra to the `lightning.batch.SamplingMask` of its response tokens.
+
+    A call with masks is trained over the ids that each mask keeps, and its logprobs are compared with the trainer's. The
+    function raises `DataError` for an extra that it cannot read.
+    """
+
+
+@hookspec
+def register_server_parts(register: Callable[[str, Callable[[], ServerPart]], None]) -> None:
+    """Register what a plugin needs in the processes of a vLLM that lightning starts: a function that makes a
+    `lightning.policy_server.vllm_arguments.ServerPart`.
+
+    It names a middleware for vLLM's API, and a function for its workers. No later request can name either.
     """
 
 

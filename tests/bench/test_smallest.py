@@ -247,6 +247,7 @@ PREPARED: dict[str, tuple[Size, Callable[[ModuleType], None]]] = {
 }
 ELSEWHERE = {
     "real_sampling": "test_sampling_reaches_a_real_vllm",
+    "masks": "tests/plugins/masks/test_real_vllm.py asks a real vLLM for the same masks",
     "console_page": "needs a browser: `make browser` draws the same page",
 }
 

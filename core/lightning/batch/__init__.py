@@ -11,6 +11,7 @@ from lightning.batch.build import (
     state_rows,
     with_values,
 )
+from lightning.batch.masks import Ragged, SamplingMask, mask_of
 from lightning.batch.sample import (
     FloatArray,
     IntArray,
@@ -41,7 +42,9 @@ __all__ = [
     "IntArray",
     "Normalization",
     "PerToken",
+    "Ragged",
     "Sample",
+    "SamplingMask",
     "TokenSpan",
     "Trajectory",
     "begins_at",
@@ -52,6 +55,7 @@ __all__ = [
     "given_rows",
     "is_prefix",
     "is_trained",
+    "mask_of",
     "sampler_logprobs",
     "span_digest",
     "state_rows",

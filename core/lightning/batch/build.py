@@ -22,7 +22,8 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
+from lightning.batch.masks import SamplingMask
+from lightning.batch.sample import IntArray, Sample, TokenSpan, sampled_with
 from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained, trained_tokens
 from lightning.errors import ConfigError, DataError
 from lightning.safe_text import counted
@@ -183,19 +184,29 @@ class _Row:
         length = len(self.longest)
         weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
         logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)
-        spans = []
+        spans, masks = [], dict[int, SamplingMask]()
         for call in sorted(self.calls, key=lambda call: len(call.prompt)):
             source, start, stop = call.transition, len(call.prompt), len(call)
             weights[start:stop] = call.weight
             advantages[start:stop] = call.advantage
-            logprobs[start:stop] = sampler_logprobs(source)
+            logprobs[start:stop], mask = sampled_with(source)
+            if mask is not None:
+                masks[start] = mask
             for run in source.versions:
                 versions[start + run.start : stop] = run.version
             key = (source.rollout, source.attempt, source.seq)
             spans.append(TokenSpan(*key, start, stop, call.value_target, call.value_weight))
         kind = self.longest
         return Sample(
-            self.ids(), weights, advantages, logprobs, versions, tuple(spans), kind.temperature, policy=kind.policy
+            self.ids(),
+            weights,
+            advantages,
+            logprobs,
+            versions,
+            tuple(spans),
+            kind.temperature,
+            policy=kind.policy,
+            mask=SamplingMask.placed(length, masks) if masks else None,
         )
 
 

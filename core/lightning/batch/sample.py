@@ -1,7 +1,7 @@
 """Training rows, which every algorithm gives to the engine, and the digest of a trained call.
 
-The invariant: two calls have the same digest exactly when their response ids and the sampler's logprobs are the same bit for
-bit. So the digest tells whether the engine trained on the call that the store holds.
+The invariant: two calls have the same digest exactly when their response ids, the sampler's logprobs and its masks are the same
+bit for bit. So the digest tells whether the engine trained on the call that the store holds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from lightning.batch.masks import SamplingMask, mask_of
 from lightning.types import POLICY
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class Sample:
     `weights[t]` is the token's share of the loss (0 = not trained: prompts, tool results, other agents), already
     normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) have a meaning
     only where `weights[t] != 0`. `versions[t]` is the policy version that sampled the token (-1 for tokens that were not
-    sampled). All responses of the row were sampled at `temperature`, by the `policy` of this name. The engine fills in
-    `reference` (logprobs under the reference model) and `prepared` (the numbers of a `StepLoss`) for losses that ask for them,
-    and `begun` (the trainer's own logprobs at the start of the step) for a step's later updates; None means that the engine did
-    not compute them.
+    sampled). All responses of the row were sampled at `temperature`, by the `policy` of this name. `mask` has the sampling
+    masks of all tokens of the row; None if no token has one. The engine fills in `reference` (logprobs under the reference
+    model) and `prepared` (the numbers of a `StepLoss`) for losses that ask for them, and `begun` (the trainer's own logprobs at
+    the start of the step) for a step's later updates; None means that the engine did not compute them.
     """
 
     ids: IntArray
@@ -69,6 +70,7 @@ class Sample:
     begun: npt.NDArray[np.floating] | None = None
     prepared: npt.NDArray[np.floating] | None = None
     policy: str = POLICY
+    mask: SamplingMask | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -77,16 +79,27 @@ class Sample:
 def sampler_logprobs(transition: Transition) -> FloatArray:
     """Return the sampler's logprobs as a training row holds them: float32, one for each response token.
 
-    All are NaN if the policy server gave none, or if it sampled under a grammar or another logit mask, where its logprobs
-    cannot be compared with the trainer's.
+    All are NaN if the policy server gave none, or if it sampled from other logits than the model's and the call has no
+    sampling mask (`mask_of`), so that its logprobs cannot be compared with the trainer's.
     """
-    if transition.constrained or not len(transition.logprobs):
-        return np.full(len(transition.response_ids), np.nan, dtype=np.float32)
-    return np.asarray(transition.logprobs, dtype=np.float32)
+    return sampled_with(transition)[0]
 
 
-def span_digest(ids: Sequence[int] | npt.NDArray[np.int32], logprobs: Sequence[float] | FloatArray) -> str:
-    """Return the SHA-256 (hex) of response ids as little-endian int32, followed by logprobs as little-endian float32.
+def sampled_with(transition: Transition) -> tuple[FloatArray, SamplingMask | None]:
+    """Return the sampler's logprobs (`sampler_logprobs`), and the masks under which they were sampled."""
+    mask = mask_of(transition)
+    if not len(transition.logprobs) or (transition.constrained and mask is None):
+        return np.full(len(transition.response_ids), np.nan, dtype=np.float32), mask
+    return np.asarray(transition.logprobs, dtype=np.float32), mask
+
+
+def span_digest(
+    ids: Sequence[int] | npt.NDArray[np.int32],
+    logprobs: Sequence[float] | FloatArray,
+    mask: SamplingMask | None = None,
+) -> str:
+    """Return the SHA-256 (hex) of response ids as little-endian int32, followed by logprobs as little-endian float32, and by
+    the sampling masks, unless none is set.
 
     Missing logprobs (an empty sequence) count as one NaN for each token, as in a training row.
     """
@@ -96,9 +109,11 @@ def span_digest(ids: Sequence[int] | npt.NDArray[np.int32], logprobs: Sequence[f
         values = np.full(len(tokens), np.nan, dtype="<f4")
     digest = hashlib.sha256(tokens.tobytes())
     digest.update(values.tobytes())
+    if mask is not None and mask.is_set.any():
+        mask.update(digest)
     return digest.hexdigest()
 
 
 def transition_digest(transition: Transition) -> str:
     """Return the digest of a recorded call, which the call's span in a training row must have too."""
-    return span_digest(transition.response_ids, sampler_logprobs(transition))
+    return span_digest(transition.response_ids, *sampled_with(transition))

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+from lightning.batch.masks import SamplingMask
 from lightning.errors import EngineError
 
 if TYPE_CHECKING:
@@ -44,13 +47,18 @@ def chunks(count: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 
 
 def token_logprobs(
-    hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None, logits: Logits
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    logits: Logits,
+    mask: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature).
+    """Return logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature), or with a
+    `mask` under softmax((logits(hidden) + bias) / temperature) over each token's kept ids.
 
     `hidden` has shape (N, H); `temperatures` (N,) of None are all 1. Results are float32, or float64 if the logits are.
     """
-    result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(logits(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
+    result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(logits(hidden), targets, temperatures, mask)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -64,39 +72,64 @@ class _LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor | None,
+        mask: SamplingMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kind = torch.promote_types(logits.dtype, torch.float32)
         logprobs, entropy = (logits.new_empty(len(logits), dtype=kind) for _ in range(2))
         heat = None if temperatures is None else temperatures[:, None].to(kind)
         least = torch.finfo(kind).min
         for part in _blocks(logits):
-            log_p = _log_p(logits, heat, part)
+            log_p = _log_p(logits, heat, mask, part)
             logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             # Without the clamp a masked token would give 0 * -inf = NaN; it must give 0.
             entropy[part] = -log_p.exp().mul_(log_p.clamp_min_(least)).sum(-1)
             del log_p  # or it would live beside the next block's
         ctx.save_for_backward(logits, targets, entropy, heat)
         ctx.set_materialize_grads(False)
+        ctx.mask = mask
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         table, targets, entropy, heat = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return None, None, None
+            return None, None, None, None
         for part in _blocks(table):
             own = (targets[part], entropy[part], *(None if grad is None else grad[part] for grad in grads))
-            rows = _by_logits(_log_p(table, heat, part), *own)
+            rows = _by_logits(_log_p(table, heat, ctx.mask, part), *own)
             table[part] = rows if heat is None else rows.div_(heat[part])
             del rows  # or it would live beside the next block's
-        return table, None, None
+        return table, None, None, None
 
 
-def _log_p(table: torch.Tensor, heat: torch.Tensor | None, part: slice) -> torch.Tensor:
+def _log_p(table: torch.Tensor, heat: torch.Tensor | None, mask: SamplingMask | None, part: slice) -> torch.Tensor:
     """Return log p (B, V) of a block of logits, at least in float32; `heat` are the temperatures (N, 1)."""
-    rows = table[part].to(torch.promote_types(table.dtype, torch.float32))
+    rows = table[part].to(torch.promote_types(table.dtype, torch.float32), copy=mask is not None)
+    if mask is not None:
+        _restrict(rows, mask[part])
     return torch.log_softmax(rows if heat is None else rows / heat[part], dim=-1)
+
+
+def _restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
+    """Add the biases of a mask to its tokens' logits (B, V), and set those of the ids that it leaves out to minus infinity."""
+
+    def place(tokens: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(tokens).to(rows.device), torch.from_numpy(ids.astype(np.int64)).to(rows.device)
+
+    if mask.bias.values is not None and len(mask.bias.ids):
+        added = torch.from_numpy(mask.bias.values).to(rows.device, rows.dtype)
+        rows.index_put_(place(mask.bias.tokens, mask.bias.ids), added, accumulate=True)
+    tokens = mask.ids.tokens
+    is_left_out = mask.is_left_out[tokens]
+    left_out, kept = (place(tokens[each], mask.ids.ids[each]) for each in (is_left_out, ~is_left_out))
+    values = rows[kept]
+    rows[torch.from_numpy(np.flatnonzero(~mask.is_left_out)).to(rows.device)] = -torch.inf
+    rows[left_out] = -torch.inf
+    rows[kept] = values
 
 
 def _by_logits(

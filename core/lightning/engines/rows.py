@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning.batch.masks import SamplingMask
 from lightning.batch.sample import Sample, TokenSpan, span_digest
 from lightning.engines.logprob_gap import quantile
 from lightning.errors import DataError
@@ -38,7 +39,7 @@ def cut(sample: Sample, length: int) -> Sample:
     """Return the first `length` tokens of a row, for use if later tokens cannot influence the result. The spans stay unchanged,
     also those behind the cut."""
     names = ("ids", "weights", "advantages", "logprobs", "versions", "reference", "begun", "prepared")
-    arrays = {name: getattr(sample, name) for name in names}
+    arrays = {name: getattr(sample, name) for name in (*names, "mask")}
     return replace(sample, **{name: array[:length] for name, array in arrays.items() if array is not None})
 
 
@@ -97,8 +98,23 @@ def check(sample: Sample, vocab_size: int) -> None:
         problem = "a span does not lie inside it"
     elif any(not _can_be_valued(span) for span in sample.spans):
         problem = "the value that a state should have, or its weight, is not finite"
+    elif sample.mask is not None:
+        problem = _mask_problem(sample, sample.mask, vocab_size)
     if problem:
         raise DataError(f"the training row of {name(sample)} cannot be trained on: {problem}")
+
+
+def _mask_problem(sample: Sample, mask: SamplingMask, vocab_size: int) -> str:
+    if len(mask) != len(sample):
+        return f"it has sampling masks of {len(mask)} tokens and {len(sample)} tokens"
+    if mask.vocab_size != vocab_size:
+        return (
+            f"its sampling mask is of a vocabulary of {mask.vocab_size} ids, and the model has {vocab_size}: make the policy "
+            "server serve the model that is trained"
+        )
+    if not mask.keeps(sample.ids)[sample.weights != 0].all():
+        return "its sampling mask leaves out a token that is trained"
+    return mask.flaw()
 
 
 def _can_be_valued(span: TokenSpan) -> bool:
@@ -128,7 +144,7 @@ Numbers = npt.NDArray[np.floating]
 class Tokens:
     """N wanted tokens of some rows, as arrays of shape (N,). Token i stands at index `columns[i]` of row `rows[i]`; the hidden
     state at `columns[i] - 1` predicts it. `temperatures` is None if all are 1; `reference`, `begun` and `prepared` are None if
-    the rows lack them."""
+    the rows lack them; `mask` is None if no token's is set."""
 
     rows: Ints
     columns: Ints
@@ -141,6 +157,7 @@ class Tokens:
     reference: Numbers | None
     begun: Numbers | None
     prepared: Numbers | None
+    mask: SamplingMask | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -193,7 +210,21 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
         reference=collect_some("reference"),
         begun=collect_some("begun"),
         prepared=collect_some("prepared"),
+        mask=_masks(samples, columns),
     )
+
+
+def _masks(samples: Sequence[Sample], columns: Sequence[Ints]) -> SamplingMask | None:
+    """Return the sampling masks of the tokens at these `columns` of each row; None if none is set."""
+    size = next((sample.mask.vocab_size for sample in samples if sample.mask is not None), 0)
+    if not size:
+        return None
+    parts = [
+        SamplingMask.none(len(own), size) if sample.mask is None else sample.mask[own]
+        for sample, own in zip(samples, columns, strict=True)
+    ]
+    found = SamplingMask.joined(parts)
+    return found if found.is_set.any() else None
 
 
 def states_of(samples: Sequence[Sample], *, every: bool) -> States:
@@ -265,7 +296,7 @@ class Seen:
 
     def digests(self, samples: Sequence[Sample]) -> dict[tuple[str, int, int], str]:
         """Return the digest of each span, by rollout, attempt and call. Tokens without a weight are in no loss, so their ids
-        and logprobs are taken from the row."""
+        and logprobs are taken from the row, and so are all sampling masks."""
         order = row_order(self._tokens)
         starts = np.searchsorted(self._tokens.rows[order], np.arange(len(samples) + 1)).tolist()
         found = {}
@@ -276,7 +307,9 @@ class Seen:
             sampled[self._tokens.columns[own]] = self._sampled[own]
             for span in sample.spans:
                 key = (span.rollout, span.attempt, span.seq)
-                found[key] = span_digest(ids[span.start : span.stop], sampled[span.start : span.stop])
+                own_part = slice(span.start, span.stop)
+                mask = None if sample.mask is None else sample.mask[own_part]
+                found[key] = span_digest(ids[own_part], sampled[own_part], mask)
         return found
 
 

@@ -489,7 +489,7 @@ def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
             started_at=ticket.started_at,
             ended_at=ended_at,
             tool_calls=tuple(choice.tool_calls),
-            extras=dict(call.extras) if not offset else {},
+            extras={**({} if offset else call.extras), **choice.extras},
             error=capture.refused,
             max_tokens_asked=plan.max_tokens_asked,
             requested_model=plan.requested_model,

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.identity import Claims
-from lightning.policy_server.packed_logprobs import FIELD, unpack, unpack_ids
+from lightning.policy_server.packed_logprobs import BESIDE, FIELD, unpack, unpack_ids
 from lightning.types import GREEDY_BELOW
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ class Choice:
 
     `tool_calls` are the ids of its tool calls in order, which vLLM made and the agent sees. `invented` are its calls of unknown
     tools; `open_calls` has the calls of a stream by their index, with None for a known tool.
+
+    `beside` are the texts that middleware in vLLM sent beside the logprobs, one for each chunk, by the plugin's name. `extras`
+    are stored with this choice, besides those of the call.
     """
 
     prompt_ids: array[int] | None = None
@@ -136,6 +139,8 @@ class Choice:
     finish_reason: str = ""
     tool_calls: list[str] = field(default_factory=list)
     invented: list[InventedCall] = field(default_factory=list)
+    beside: dict[str, list[str]] = field(default_factory=dict)
+    extras: dict[str, bytes] = field(default_factory=dict)
     open_calls: dict[int, InventedCall | None] = field(default_factory=dict)
 
     def read_calls(self, calls: Sequence[Body], offered: Collection[str]) -> None:
@@ -182,6 +187,8 @@ class Choice:
         if ids := said.get("token_ids"):
             holder = said.get("logprobs") or {}
             packed = holder.get(FIELD)
+            for name, text in (holder.get(BESIDE) or {}).items():
+                self.beside.setdefault(name, []).append(text)
             self.add(ids, plain(holder, len(ids)) if packed is None else unpack(packed))
         if reason := said.get("finish_reason"):
             self.finish_reason = reason
@@ -515,7 +522,7 @@ class Chat(Dialect):
         changed |= not plan.keep_ids and take_out(answer, "prompt_token_ids")
         for choice in choices_of(answer):
             changed |= not plan.keep_ids and take_out(choice, "token_ids")
-            changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
+            changed |= strip_logprobs(choice, plan)
         return changed
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
@@ -525,6 +532,14 @@ class Chat(Dialect):
             return False
         choices = choices_of(chunk)
         return bool(choices) and all(_says_nothing(said, plan) for said in choices)
+
+
+def strip_logprobs(choice: Body, plan: Plan) -> bool:
+    """Remove a choice's logprobs if the agent did not ask for them, and else what plugins get beside them. Return whether
+    there was anything to remove."""
+    if not plan.keep_logprobs:
+        return take_out(choice, "logprobs")
+    return bool((choice.get("logprobs") or {}).pop(BESIDE, None))
 
 
 def strip_reasoning(answer: Body, plan: Plan) -> bool:

@@ -366,12 +366,14 @@ class _StageReader:
 
 def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
     """Remove the extras of a call that no store takes; yield the plugin's name and the reason of each."""
-    for name, kept in [*call.extras.items()]:
-        try:
-            check_extra(name, kept, f"the extras of call {call.capture.id}")
-        except DataError as error:
-            del call.extras[name]
-            yield name, error
+    choices = call.capture.choices.values() if call.is_planned else ()
+    for extras in (call.extras, *(choice.extras for choice in choices)):
+        for name, kept in [*extras.items()]:
+            try:
+                check_extra(name, kept, f"the extras of call {call.capture.id}")
+            except DataError as error:
+                del extras[name]
+                yield name, error
 
 
 async def _answer(stage: NamedStage, app: ASGIApp, call: Call, scope: Scope, receive: Receive, send: Send) -> None:

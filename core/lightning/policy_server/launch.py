@@ -28,6 +28,8 @@ OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
 FORKED = "LIGHTNING_FORKED_ENGINE"
 """Environment variable of a server whose engine process is a fork of the server."""
+PARTS = "LIGHTNING_WORKER_PARTS"
+"""Environment variable of a server: functions of plugins for its workers, as MODULE:NAME with commas between them."""
 COPIED = "The engine is a copy of the server's process."
 """The line that such an engine writes to the log."""
 SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp", "--config")

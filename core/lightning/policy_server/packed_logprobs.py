@@ -31,6 +31,8 @@ FIRST = 0x10000
 """The character of the id 0. From here on a character is no surrogate, and all take four bytes of UTF-8."""
 FIELD = "packed"
 """The field of `logprobs` that has the base64 text; the lists beside it are empty."""
+BESIDE = "beside"
+"""The field of `logprobs` in which middleware of plugins sends texts for their call stages, by the plugin's name."""
 LOWEST = -9999.0
 """The number that vLLM writes for minus infinity."""
 

@@ -14,19 +14,37 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
+from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import Chosen, Device
 from lightning.policy_server.gathering import AT_ONCE
-from lightning.policy_server.launch import FORKED, OWNED
+from lightning.policy_server.launch import FORKED, OWNED, PARTS
 
 if TYPE_CHECKING:
     from lightning.config.sections import PolicyServerConfig
     from lightning.policy_server.weights import WeightTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPart:
+    """What a plugin has in the processes of a vLLM: the import path of a `middleware` for its API (an ASGI class), and the
+    MODULE:NAME of a function `worker`, which each of vLLM's workers calls once, with its model runner."""
+
+    middleware: str
+    worker: str
+
+
+def server_parts() -> list[ServerPart]:
+    """Return the parts of all installed plugins, in the order of their names."""
+    known = plugins()
+    return [cast("Callable[[], ServerPart]", known.get("server_parts", name))() for name in known.names("server_parts")]
+
 
 PACKED = "lightning.policy_server.packed_logprobs.PackedLogprobs"
 GUARDED = "lightning.policy_server.owner_secret.OwnerSecret"
@@ -81,16 +99,18 @@ def server_args(
     names: Sequence[str],
     port: int,
     transfer: WeightTransfer | None = None,
+    parts: Sequence[ServerPart] = (),
 ) -> list[str]:
-    """Return the arguments of `vllm serve`; `config.args` come last and win. Answers carry the first of the
-    `names`, and calls the last."""
+    """Return the arguments of `vllm serve`, with the `parts` of plugins; `config.args` come last and win. Answers carry the
+    first of the `names`, and calls the last."""
     args = ["serve", str(model), "--served-model-name", *names, "--host", config.host, "--port", str(port)]
     # -1: the model's own context, rotary scaling included, or what fits into the KV cache.
     args += ["--max-model-len", str(chosen.max_model_len or -1), "--dtype", chosen.dtype]
     args += ["--generation-config", "vllm"]  # not the folder's own sampling defaults
     args += ["--logprobs-mode", "processed_logprobs"]  # of the distribution sampled from, temperature included
     args += ["--worker-extension-cls", transfer.extension if transfer else EXTENSION]
-    args += ["--middleware", PACKED, "--middleware", GUARDED]
+    for middleware in (PACKED, *(part.middleware for part in parts), GUARDED):
+        args += ["--middleware", middleware]
     args += ["--disable-uvicorn-access-log", "--disable-log-stats"]
     if chosen.block_size:
         args += ["--block-size", str(chosen.block_size)]
@@ -121,6 +141,7 @@ def server_env(
     threads: int | None = None,
     gathers: int = 0,
     gpus: Sequence[int] = (),
+    parts: Sequence[ServerPart] = (),
 ) -> dict[str, str]:
     """Return the environment of the server: `base` with our settings, marked as owned by this process. `gathers` is that of
     `Chosen`. `gpus` are numbers among the GPUs that `base` shows; empty shows them all. Raises ConfigError for a GPU that it
@@ -150,6 +171,8 @@ def server_env(
             )
         if gpus:
             env[VISIBLE] = ",".join(shown[gpu] if shown else str(gpu) for gpu in gpus)
+    if parts:
+        env[PARTS] = ",".join(part.worker for part in parts)
     return env | _QUIET | {OWNED: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 
 

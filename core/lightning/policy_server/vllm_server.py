@@ -38,7 +38,14 @@ from lightning.policy_server.control import CONTROL_SECONDS, NoAnswerError, NotO
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files, read_facts
 from lightning.policy_server.owner_secret import SECRET
 from lightning.policy_server.protocol import PolicyServer, Probe, Update, Usage
-from lightning.policy_server.vllm_arguments import check_args, check_host, require_vllm, server_args, server_env
+from lightning.policy_server.vllm_arguments import (
+    check_args,
+    check_host,
+    require_vllm,
+    server_args,
+    server_env,
+    server_parts,
+)
 from lightning.policy_server.weights import FromDisk, WeightTransfer
 from lightning.processes import kill_group
 from lightning.store.url import redacted
@@ -432,9 +439,16 @@ class OwnedVLLM(VLLMServer):
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         with reserved_port(self._config.host, self._port) as self._port:
             self._alias = f"{self.model}-{secrets.token_hex(8)}"
-            names = (self.model, self._alias)
+            names, parts = (self.model, self._alias), server_parts()
             args = server_args(
-                self._folder, self._config, chosen, device=device, names=names, port=self._port, transfer=self._transfer
+                self._folder,
+                self._config,
+                chosen,
+                device=device,
+                names=names,
+                port=self._port,
+                transfer=self._transfer,
+                parts=parts,
             )
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
             env = server_env(
@@ -443,6 +457,7 @@ class OwnedVLLM(VLLMServer):
                 threads=chosen.threads,
                 gathers=chosen.gathers,
                 gpus=self._config.gpus,
+                parts=parts,
             ) | {SECRET: secret}
             self._process = ServerProcess(args, env, self._log)
             self._control = VLLMControl(f"http://{host}:{self._port}", secret)

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias
 
 from lightning.bounded import Bounded
 from lightning.policy_server.gathering import Gathering
-from lightning.policy_server.launch import OWNED, die_with_parent
+from lightning.policy_server.launch import OWNED, PARTS, die_with_parent
 from lightning.policy_server.model_folder import weight_tensors
 
 if TYPE_CHECKING:
@@ -151,12 +152,15 @@ class WorkerExtension:
         _load(self, paths)
 
     def _lightning_known(self) -> State:
-        """Return the state of this worker. The first call starts to watch its requests, and makes seeds work on a CPU."""
+        """Return the state of this worker. The first call starts to watch its requests, makes seeds work on a CPU, and lets
+        plugins add their parts."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
             state = self._lightning_state = self._LIGHTNING_STATE(Bounded(self._LIGHTNING_REMEMBERED))
             _watch(self, state)
             keep_seeds(_runner(self))
+            for part in filter(None, os.environ.get(PARTS, "").split(",")):
+                resolve_name(part)(_runner(self))
         return state
 
     def _lightning_void(self) -> None:

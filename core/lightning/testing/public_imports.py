@@ -130,6 +130,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a policy server": (
             "lightning.policy_server.control",
             "lightning.policy_server.owner_secret",
+            "lightning.policy_server.launch",
+            "lightning.policy_server.packed_logprobs",
             "lightning.policy_server.model_folder",
             "lightning.policy_server.auto_settings",
             "lightning.policy_server.parsers",

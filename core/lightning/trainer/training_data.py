@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import state_rows, with_values
+from lightning.batch.masks import mask_of
 from lightning.batch.sample import FloatArray, Sample, transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.losses.correction import Correction
@@ -173,7 +174,8 @@ def _scored(rollout: Rollout, policy_fault: PolicyFault) -> Rollout | None:
 
 
 def rollout_digest(trajectory: Trajectory) -> str:
-    """SHA-256 (hex) of everything recorded about a rollout that training reads: ids, logprobs, reward, versions, order."""
+    """SHA-256 (hex) of everything recorded about a rollout that training reads: ids, logprobs, masks, reward, versions,
+    order."""
     rollout = trajectory.rollout
     digest = hashlib.sha256()
     digest_text(digest, rollout.id, rollout.group, rollout.task.id)
@@ -189,6 +191,8 @@ def rollout_digest(trajectory: Trajectory) -> str:
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
             digest.update(np.asarray(values, dtype=kind).data)
+        if (mask := mask_of(call)) is not None:
+            mask.update(digest)
     for event in trajectory.tool_events:
         digest_text(digest, event.name, event.status, event.call_id, event.response_id)
     for step_reward in trajectory.step_rewards:
@@ -213,6 +217,8 @@ def batch_digest(batch: Batch) -> str:
             (sample.versions, "<i4"),
         ):
             digest.update(np.ascontiguousarray(values, dtype=kind).tobytes())
+        if sample.mask is not None:
+            sample.mask.update(digest)
         for span in sample.spans:
             digest_text(digest, span.rollout)
             digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))

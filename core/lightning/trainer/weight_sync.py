@@ -222,8 +222,10 @@ def _of_row(row: Sample) -> _Tokens:
     sampled = np.zeros(len(row), dtype=bool)
     for span in row.spans:
         sampled[span.start : span.stop] = True
-    # The server is asked for logprobs at temperature 1; weights are 0 where there is no logprob.
+    # The server is asked for logprobs at temperature 1, among all ids; weights are 0 where there is no logprob.
     known = sampled & (row.weights != 0) if row.temperature == 1.0 else np.zeros(len(row), dtype=bool)
+    if row.mask is not None:
+        known &= ~row.mask.is_set
     old = np.where(known, row.logprobs, np.nan).astype(np.float32)
     return _Tokens(row.ids[:stop].tolist(), _compared(sampled[:stop]), old[:stop])
 

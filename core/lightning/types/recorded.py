@@ -202,11 +202,12 @@ class Transition:
     `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order in which they began.
     With `n > 1` each choice is a transition of its own (same `id`, different `choice`). `versions` starts at token 0
     and has one more entry for each weight update during the call. `constrained` marks calls sampled under a grammar or another
-    logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids under which the
-    response called tools, in order, as the agent got them; by these a tool run finds its call. `error` is the message that the
-    agent got for a refused call, whose `finish_reason` is the error's code. `max_tokens_asked` is the limit that the agent
-    asked for if the context had less room, so that the answer was limited to the room that was left; else 0. `requested_model`
-    is the model that the agent asked for. `extras` are bytes of plugins, by the plugin's name.
+    logit mask: their logprobs are comparable only with a forward pass under the same mask (`lightning.batch.mask_of`).
+    `tool_calls` are the ids under which the response called tools, in order, as the agent got them; by these a tool run finds
+    its call. `error` is the message that the agent got for a refused call, whose `finish_reason` is the error's code.
+    `max_tokens_asked` is the limit that the agent asked for if the context had less room, so that the answer was limited to the
+    room that was left; else 0. `requested_model` is the model that the agent asked for. `extras` are bytes of plugins, by the
+    plugin's name.
 
     `untrained` is the reason why the call is not trained, although its agent may be; empty for any other call. `rejects` are
     earlier calls of the attempt that the agent rejected when it sent this one: the reason by the id of the call.

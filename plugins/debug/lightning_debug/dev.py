@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import lightning
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.asyncio_utils import in_thread
-from lightning.batch import Group
+from lightning.batch import Group, mask_of
 from lightning.errors import ConfigError
 from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference
 from lightning.plugins.attached_adapters import failed_adapter
@@ -66,11 +66,12 @@ class DevRow:
     """One dry rollout. `agents` counts the answered calls of each agent, `tools` the tool runs by `name:status`.
 
     `callers` are the callers of the answered calls, each once. `failed_adapters` are the adapters whose errors left calls
-    without an agent's name. Of the trained calls, `constrained_calls` counts those sampled under a mask (a grammar for strict
-    tools or a format, top_p, ...), `greedy_calls` those at temperature 0 (never among the former), and `truncated_calls` those
-    cut off. `media_calls` are not trained only because of images, audio, video or files in their prompts. `too_long_calls` were
-    refused because prompt and answer did not fit. `rewards` are the named parts of the reward, and `call_rewards` says what
-    each call was given (`call 2 (solver): helpful 0.5`). `recorded` is the input of the rules.
+    without an agent's name. Of the trained calls, `constrained_calls` counts those sampled with penalties or under a mask (a
+    grammar for strict tools or a format, top_p, ...) that is not known, `greedy_calls` those at temperature 0 (never among the
+    former), and `truncated_calls` those cut off. `media_calls` are not trained only because of images, audio, video or files in
+    their prompts. `too_long_calls` were refused because prompt and answer did not fit. `rewards` are the named parts of the
+    reward, and `call_rewards` says what each call was given (`call 2 (solver): helpful 0.5`). `recorded` is the input of the
+    rules.
     """
 
     task: str
@@ -166,7 +167,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         response_tokens=sum(len(call.response_ids) for call in calls),
         calls_without_logprobs=sum(not call.logprobs for call in calls),
         failed_adapters=tuple(sorted({name for call in calls if (name := failed_adapter(call.caller))})),
-        constrained_calls=sum(call.constrained and not is_greedy(call) for call in trained),
+        constrained_calls=sum(call.constrained and not is_greedy(call) and mask_of(call) is None for call in trained),
         greedy_calls=count_greedy(trained),
         truncated_calls=count_truncated(trained),
         media_calls=len(wanted) - len(trained),
@@ -255,10 +256,9 @@ def _hints(
         hints.append(are_media(media, media + trained))
     if masked:
         hints.append(
-            f"{masked} of {trained} trained calls were sampled under a mask: strict tools (the OpenAI Agents SDK's default; "
-            "@function_tool(strict_mode=False) leaves them free), a response format, top_p, top_k or penalties. They are "
-            "trained, but without a correction between sampler and trainer, and the model is not taught what the mask kept "
-            "it from"
+            f"{masked} of {trained} trained calls were sampled with penalties, or under a mask (strict tools, a response "
+            "format, top_p, ...) that the policy server did not send. They are trained, but without a correction between "
+            "sampler and trainer: leave penalties out, and let a vLLM of your own send masks (docs/gateway.md, Sampling masks)"
         )
     if (truncated := sum(row.truncated_calls for row in rows)) > MANY_CUT_OFF * trained:
         hints.append(f"{truncated} of {trained} trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}")

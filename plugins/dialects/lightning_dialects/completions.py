@@ -17,6 +17,7 @@ from lightning.gateway.dialects import (
     packed_ids,
     refuse_ignored,
     refuse_parameter,
+    strip_logprobs,
     take_out,
 )
 from lightning.gateway.http import Body
@@ -84,7 +85,7 @@ class Completions(Dialect):
                 if not (plan.echo and plan.stream):  # in a stream with an echo vLLM always sends them
                     changed |= take_out(choice, "prompt_token_ids")
                 changed |= take_out(choice, "token_ids")
-            changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
+            changed |= strip_logprobs(choice, plan)
             # With an echo, vLLM adds the prompt's logprobs whenever logprobs are asked for.
             if not plan.keep_logprobs and plan.body.get("prompt_logprobs") is None:
                 changed |= take_out(choice, "prompt_logprobs")

@@ -117,6 +117,8 @@ def row_digests(sample: Sample) -> tuple[str, str]:
         (how, sample.advantages, "<f4"),
     ):
         digest.update(np.ascontiguousarray(values, dtype=kind).tobytes())
+    if sample.mask is not None:
+        sample.mask.update(what)
     return what.hexdigest(), how.hexdigest()
 
 

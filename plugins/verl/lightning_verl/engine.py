@@ -34,8 +34,9 @@ from lightning.engines.step import (
     prepared,
     refuse_targets,
 )
-from lightning.errors import ConfigError, EngineError, WorkersLostError
+from lightning.errors import ConfigError, DataError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
+from lightning.plugins import DISABLE
 from lightning.types import Json
 
 from lightning_verl.config import VerlConfig
@@ -301,6 +302,12 @@ class VerlEngine:
         opened = self._ready()
         for sample in samples:
             rows.check(sample, opened.vocab_size)
+            if sample.mask is not None:
+                raise DataError(
+                    f"the training row of {rows.name(sample)} has sampling masks (top_p, a grammar, ...), which the engine "
+                    "'verl' does not train with: take the engine 'torch', or train such calls with the ratio 1, by "
+                    f"{DISABLE}=masks in the environment"
+                )
 
     def _dtype(self) -> str:
         from lightning_verl.settings import compute_dtype

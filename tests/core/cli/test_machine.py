@@ -94,7 +94,7 @@ def test_doctor_says_which_stage_of_calls_cannot_stand(lightning, install, monke
     report = json.loads(lightning("doctor", "--json").out)
     assert (
         check(report, "stages of calls")["detail"]
-        == "branches, conversations, policies, harnesses, history, traces, advice, replicas, texts"
+        == "branches, conversations, policies, harnesses, history, traces, advice, masks, replicas, texts"
     )
     install("strange", {"stranger": "strange_stage"}, {"strange_stage": source})
     monkeypatch.setattr(named, "plugins", Plugins)

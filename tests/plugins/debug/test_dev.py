@@ -52,7 +52,7 @@ def test_what_was_refused_is_a_problem_also_where_the_agent_went_on() -> None:
 def test_calls_under_a_mask_are_hinted_at_and_stop_nothing() -> None:
     assert _hints([row()]) == []
     (hint,) = _hints([row(constrained_calls=2), row()])
-    assert hint.startswith("2 of 4 trained calls were sampled under a mask")
+    assert hint.startswith("2 of 4 trained calls were sampled with penalties, or under a mask")
     assert _problems([row(constrained_calls=2)], ["*"]) == []
 
 

@@ -413,7 +413,7 @@ def _predicted(
     targets = torch.from_numpy(tokens.targets).to(lm.device)
     heat = None if tokens.temperatures is None else torch.from_numpy(tokens.temperatures).to(lm.device)
     with failing("output layer", what), lm.computing():
-        logprobs, entropy = token_logprobs(hidden, targets, heat, lm.logits)
+        logprobs, entropy = token_logprobs(hidden, targets, heat, lm.logits, tokens.mask)
     return logprobs, entropy, targets
 
 

@@ -1,0 +1,108 @@
+"""What a worker notes of a token is what training reads, whatever was kept."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.batch import mask_of, transition_digest
+from lightning.errors import DataError
+from lightning.testing.trajectories import make_call
+from lightning.types import Transition
+from lightning_masks.codes import code_of, joined, packed, text_of, unpacked
+from lightning_masks.extra import HEAD, read, written
+
+Kept = Sequence[Sequence[int]]
+
+
+def call_of(kept: Kept, vocab: int, bias: dict[int, float] | None = None) -> Transition:
+    """A call whose tokens are the first of the ids that each mask keeps."""
+    table = np.zeros((len(kept), vocab), np.bool_)
+    for row, ids in zip(table, kept, strict=True):
+        row[list(ids)] = True
+    texts = [text_of(vocab, [code_of(row)]) for row in table]
+    extra = written(*joined(texts), bias or {})
+    call = make_call((1,), [min(ids) for ids in kept])
+    return replace(call, constrained=True, extras={"masks": extra})
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> tuple[Kept, int]:
+    vocab = draw(st.sampled_from([5, 300, 40_000]))
+    every = st.sets(st.integers(0, vocab - 1), min_size=1, max_size=min(vocab, 200))
+    whole = set(range(vocab))
+    one = every | every.map(lambda ids: (whole - ids) or whole) | st.just(whole)
+    return [sorted(ids) for ids in draw(st.lists(one, min_size=1, max_size=5))], vocab
+
+
+@given(masks(), st.dictionaries(st.integers(0, 4), st.floats(-100, 100, width=32)))
+def test_a_mask_is_read_as_it_was_noted(given_masks: tuple[Kept, int], bias: dict[int, float]) -> None:
+    kept, vocab = given_masks
+    mask = mask_of(call := call_of(kept, vocab, bias))
+    assert mask is not None
+    assert mask.vocab_size == vocab
+    for place, ids in enumerate(kept):
+        one = mask[place : place + 1]
+        held = set(one.ids.ids.tolist())
+        assert (set(range(vocab)) - held if one.is_left_out[0] else held) == set(ids)
+        assert 2 * len(held) <= vocab
+        assert bias == dict(zip(one.bias.ids.tolist(), one.bias.values.tolist(), strict=True))
+    assert mask.is_set.tolist() == [len(ids) < vocab or bool(bias) for ids in kept]
+    backwards = mask[np.arange(len(mask))[::-1]]
+    assert backwards[::-1].ids.ids.tolist() == mask.ids.ids.tolist()
+    assert pickle.loads(pickle.dumps(mask)).bias.ids.tolist() == mask.bias.ids.tolist()
+    assert read(call).ids.offsets.tolist() == mask.ids.offsets.tolist()
+
+
+@given(st.lists(st.integers(0, 2**35 - 1)))
+def test_numbers_are_read_as_they_were_packed(numbers: list[int]) -> None:
+    assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers
+
+
+def test_a_digest_tells_masks_apart() -> None:
+    call, other = call_of([[1, 2], [3]], 9), call_of([[1, 2], [3, 4]], 9)
+    biased = call_of([[1, 2], [3]], 9, {1: 0.5})
+    free = replace(call, extras={})
+    assert len({transition_digest(each) for each in (call, other, biased, free)}) == 4
+    plain = replace(free, constrained=False)
+    assert transition_digest(call_of([range(9)] * 2, 9)) != transition_digest(plain), "another response"
+    assert transition_digest(replace(plain, extras={"other": b""})) == transition_digest(plain)
+
+
+GOOD = call_of([[1, 2], [3]], 9).extras["masks"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (b"\x07" + GOOD[1:], r"are of version 7, and this release of lightning reads 1"),
+        (b"", "are of version none"),
+        (GOOD[:-3], r"are damaged \(their codes do not end\): leave the rollout out"),
+        (GOOD[:5], "are damaged"),
+        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x04\x01\x00\x02\x83"), "end within a number"),
+        (HEAD.pack(1, 9, 3, 0) + zlib.compress(b"\x04\x01\x00\x02\x03"), "are of 2 tokens, not 3"),
+        (HEAD.pack(1, 9, 1, 0) + zlib.compress(b"\x04\x01\x00\x02\x03"), "do not end with the codes"),
+        (HEAD.pack(1, 3, 2, 0) + zlib.compress(b"\x04\x01\x00\x02\x03"), "outside of their vocabulary of 3"),
+        (HEAD.pack(1, 9, 1, 0) + zlib.compress(b"\x02\x01"), "masks of 1 tokens and 2 tokens"),
+        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x02\x05\x02\x03"), "leaves out a token that was drawn"),
+    ],
+)
+def test_a_damaged_mask_is_refused_by_its_call(extra: bytes, said: str) -> None:
+    call = replace(call_of([[1, 2], [3]], 9), extras={"masks": extra})
+    with pytest.raises(DataError, match=rf"rollout .* attempt \d+ call \d+ cannot be trained on: .*{said}"):
+        mask_of(call)
+
+
+@pytest.mark.parametrize(
+    "texts", [["9:1"], ["9:1:!"], ["9:1:AgE=", "8:1:AgE="], ["x:1:AgE="]], ids=["short", "text", "two", "size"]
+)
+def test_texts_of_another_shape_are_refused(texts: Any) -> None:
+    with pytest.raises(ValueError):
+        joined(texts)
