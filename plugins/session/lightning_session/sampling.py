@@ -157,7 +157,7 @@ class Queue(Sampler):
             if (stream := each()) is not None:
                 await stream.aclose()
         self.give_up([*self._open, *self._waiting])
-        if self.stack.runner.concurrency:
+        if self.stack.agents.runner.concurrency:
             await self.until(lambda: self.idle)
 
     async def until(self, ready: Callable[[], bool]) -> None:
@@ -332,7 +332,7 @@ class Queue(Sampler):
     def places(self) -> int:
         """How many agents may run at once."""
         asked = self.stack.config.runner.concurrency
-        return min(self.stack.runner.concurrency or asked, asked)
+        return min(self.stack.agents.runner.concurrency or asked, asked)
 
 
 @asynccontextmanager
