@@ -29,6 +29,7 @@ from lightning.types import Fault, Json, Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
 
+OVER = "the session is over, and its agents were ended"
 GIVEN_UP = "the rollout() or stream() that wanted it was given up, and it is in no step"
 
 
@@ -151,6 +152,11 @@ class Queue(Sampler):
                 group.give_up(GIVEN_UP)
         self._settle()
 
+    def check_wanted(self, groups: Iterable[Wanted]) -> None:
+        """Raise `RunnerError` for groups that were given up by the end of the session."""
+        if any(group.over == GIVEN_UP for group in groups):
+            raise RunnerError(OVER)
+
     async def give_up_all(self) -> None:
         """End all that is under way, before the session ends. Where clients run the agents, they end what they run."""
         for each in self._streams:
@@ -166,7 +172,7 @@ class Queue(Sampler):
             if self._worker is None or self._worker.done():
                 if self._worker is not None and not self._worker.cancelled():
                     self._worker.result()
-                raise RunnerError("the session is over, and no agent runs any more")
+                raise RunnerError(OVER)
             await self._news.wait()
 
     @property

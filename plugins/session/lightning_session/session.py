@@ -224,6 +224,7 @@ class Session:
         except BaseException:
             queue.give_up(groups)
             raise
+        queue.check_wanted(groups)
         ended = [rollout for group in groups for rollout in group.rollouts]
         queue.check(what, ended)
         return await self._took(ended)
@@ -286,6 +287,7 @@ class Session:
         every = [rollout for found in members.values() for rollout in found]
         fault = loop.stack.config.trainer.policy_fault
         read = await load_groups(self.store, every, loop.agents_at(self.step + 1), fault) if every else []
+        self._trained.update(rollout.id for rollout in every if rollout.trained_at_step is not None)
         self._groups |= {group.id: group for group in read if group.id not in self._groups}
         return [self._groups[name] for name in ids]
 
@@ -301,7 +303,6 @@ class Session:
         after = max(0, loop.done - loop.stack.config.trainer.max_staleness)
         for record in await self.store.steps(run, after=after):
             self._taken.update(record.groups)
-            self._trained.update(rollout for rollout, _ in record.rollouts)
 
     def _is_late(self, group: Group) -> bool:
         """Whether a group is too old for the next step."""

@@ -260,6 +260,22 @@ async def test_a_cancelled_call_leaves_nothing_half_made(bench: Open, gates: Gat
         assert (await audit(made.store, "run")).ok
 
 
+async def test_a_call_that_is_under_way_when_the_session_ends_is_an_error(
+    bench: Open, gates: Gates, tmp_path: Path
+) -> None:
+    gates.gates = {"slow": asyncio.Event()}
+    async with bench(tmp_path / "run", gates, **OLDER) as made, asyncio.timeout(60):
+        async with Session(made.loop) as session:
+            calls = [asyncio.create_task(session.rollout([Task("slow")], n=6)) for _ in range(2)]
+            stream = session.stream([Task("slow")])
+            await gates.arrived.wait()
+        for call in (*calls, asyncio.create_task(session.rollout([Task("one")]))):
+            with pytest.raises(RunnerError, match="the session is over"):
+                await call
+        assert [group async for group in stream] == []
+        assert {rollout.fault for rollout in await of_step(made, 1)} == {Fault.CANCELLED}
+
+
 async def test_a_worker_that_dies_is_an_error_of_every_call(bench: Open, gates: Gates, tmp_path: Path) -> None:
     gates.gates = {"slow": asyncio.Event()}
 
