@@ -39,11 +39,16 @@ class Gates:
         self.answering = answering
         self.gates: dict[Any, asyncio.Event] = {}
         self.arrived = asyncio.Event()
-        self.begun = 0
+        self.begun = self.ended = 0
 
     async def __call__(self, task: Task, llm: Any) -> float:
         self.begun += 1
-        number = self.begun
+        try:
+            return await self.solved(task, llm, self.begun)
+        finally:
+            self.ended += 1
+
+    async def solved(self, task: Task, llm: Any, number: int) -> float:
         reward: float = await self.answering(task, llm)
         gate = self.gates.get(task.input) or self.gates.get(number)
         if gate is not None:
@@ -137,6 +142,35 @@ async def test_a_publish_during_a_rollout_is_refused_where_no_token_may_be_older
         await slow
         await session.publish()
         assert session.step == 1
+
+
+async def test_agents_and_engine_take_turns_on_one_gpu(
+    bench: Open, gates: Gates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM sleeps while the engine computes. Neither waits for ever for the other."""
+    monkeypatch.setattr("lightning_session.sampling.shares_gpu", lambda config: True)
+    gates.gates = {"slow": asyncio.Event()}
+    async with bench(tmp_path / "run", gates, own_loop=True) as made, Session(made.loop) as session, asyncio.timeout(60):
+        running: list[int] = []
+        plain = made.engine.forward_backward
+
+        def looks(*given: Any) -> Any:
+            running.append(gates.begun - gates.ended)
+            return plain(*given)
+
+        made.engine.forward_backward = looks
+        batch = await session.batch(await session.rollout([Task("one")]))
+        slow = asyncio.create_task(session.rollout([Task("slow")]))
+        await gates.arrived.wait()
+        training = asyncio.create_task(session.forward_backward(batch))
+        later = asyncio.create_task(session.rollout([Task("later")]))
+        await asyncio.sleep(0)
+        assert running == []
+        gates.gates["slow"].set()
+        await asyncio.gather(slow, training, later)
+        assert (running, gates.begun) == ([0], 12)
+        await session.optim_step(lr=0.5)
+        assert (await session.publish())["overlap_seconds"] == 0.0
 
 
 async def test_the_first_rollouts_that_end_are_a_group_and_the_others_are_cancelled(
