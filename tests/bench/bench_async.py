@@ -144,8 +144,8 @@ def slow_agent(seed: int) -> object:
     return agent
 
 
-async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
-    """Train for some steps and read from the store what came of it."""
+async def open_loop(resources: AsyncExitStack, folder: Path, model: Path, bound: int, seed: int) -> Loop:
+    """Open a run of slow agents with a scripted policy server and a real engine; `resources` closes it."""
     settings = {
         "trainer.steps": STEPS,
         "trainer.tasks_per_step": TASKS_PER_STEP,
@@ -156,37 +156,47 @@ async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
     }
     config = with_settings(Config(), settings)
     algorithm = LightningRL("grpo", group_size=GROUP)
+    fake = FakeVLLM(script=lambda body: Reply("so " * int(body["max_tokens"])))
+    await resources.enter_async_context(fake)
+    store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
+    await store.open()
+    resources.push_async_callback(store.close)
+    described = {"algorithm": describe_algorithm(algorithm), "config": config.model_dump(mode="json")}
+    run = await store.put_run(Run("run", "run", described))
+    runner = InlineRunner(slow_agent(seed), config.runner)
+    await runner.start()
+    resources.push_async_callback(runner.close)
+    gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
+    await gateway.start()
+    resources.push_async_callback(gateway.close)
+    engine = TorchEngine(device="cpu")
+    resources.callback(engine.close)
+    engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
+    weights_folder = WeightsFolder(config.policy_server, [model], folder)
+    resources.callback(weights_folder.close)
+    stack = Stack(run, config, folder, store, [ScriptedPolicy(fake)], gateway, runner, weights_folder)
+    await stack.owner.open(stack.upstreams(), 0)
+    tasks = [Task(f"question {number}") for number in range(64)]
+    trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
+    return Loop(stack, engine, AlgorithmSchedule.of(algorithm), tasks, [], (), Reporter(enabled=False), trackers)
+
+
+async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
+    """Train for some steps and read from the store what came of it."""
     async with AsyncExitStack() as resources:
-        fake = FakeVLLM(script=lambda body: Reply("so " * int(body["max_tokens"])))
-        await resources.enter_async_context(fake)
-        store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
-        await store.open()
-        resources.push_async_callback(store.close)
-        described = {"algorithm": describe_algorithm(algorithm), "config": config.model_dump(mode="json")}
-        run = await store.put_run(Run("run", "run", described))
-        runner = InlineRunner(slow_agent(seed), config.runner)
-        await runner.start()
-        resources.push_async_callback(runner.close)
-        gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
-        await gateway.start()
-        resources.push_async_callback(gateway.close)
-        engine = TorchEngine(device="cpu")
-        resources.callback(engine.close)
-        engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
-        weights_folder = WeightsFolder(config.policy_server, [model], folder)
-        resources.callback(weights_folder.close)
-        stack = Stack(run, config, folder, store, [ScriptedPolicy(fake)], gateway, runner, weights_folder)
-        await stack.owner.open(stack.upstreams(), 0)
-        tasks = [Task(f"question {number}") for number in range(64)]
-        trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
-        loop = Loop(stack, engine, AlgorithmSchedule.of(algorithm), tasks, [], (), Reporter(enabled=False), trackers)
+        loop = await open_loop(resources, folder, model, bound, seed)
         began = time.perf_counter()
         await loop.run({})
         seconds = time.perf_counter() - began
-        report = await audit(store, "run")
-        if not report.ok:
-            raise RuntimeError(f"the audit found {report.findings[0]}")
+        await prove(loop)
         return await read(loop, seconds)
+
+
+async def prove(loop: Loop) -> None:
+    """Audit the run."""
+    report = await audit(loop.stack.store, "run")
+    if not report.ok:
+        raise RuntimeError(f"the audit found {report.findings[0]}")
 
 
 async def read(loop: Loop, seconds: float) -> Measured:

@@ -172,6 +172,11 @@ def real(module: ModuleType) -> None:
     module.model_folder = lambda: folder if folder.is_dir() else make_tiny_model(folder)
 
 
+def session(module: ModuleType) -> None:
+    """Agents that are quick."""
+    module.bench_async.MEDIAN, module.bench_async.LONGEST = 0.01, 0.05
+
+
 def plan(module: ModuleType) -> None:
     """Two short runs, one after the other."""
     module.SETTINGS = {name: replace(one, steps=5, tasks_per_step=2) for name, one in list(module.SETTINGS.items())[:2]}
@@ -243,6 +248,7 @@ PREPARED: dict[str, tuple[Size, Callable[[ModuleType], None]]] = {
         Size(["--seeds", "1"], {"UPDATES": 3, "ROLLOUTS": 8, "TURNS": 2, "CALLS": 16, "ROUNDS": 1}),
         policies,
     ),
+    "session": (Size((), {"STEPS": 2}), session),
     "vllm_start": (Size(["--rounds", "1"], json=False), started),
 }
 ELSEWHERE = {

@@ -9,4 +9,9 @@ from __future__ import annotations
 from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, State
 from lightning.plugins.manager import Plugins, plugins
 
-__all__ = ["DISABLE", "GROUP", "PluginInfo", "Plugins", "State", "plugins"]
+__all__ = ["DISABLE", "GROUP", "PluginInfo", "Plugins", "State", "plugins", "register"]
+
+
+def register(plugin: object) -> PluginInfo:
+    """Register an object of this script as a plugin (`Plugins.register`), before a `Trainer` is made."""
+    return plugins().register(plugin)

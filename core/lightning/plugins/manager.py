@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import logging
 import threading
@@ -40,6 +41,18 @@ ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
 
 
+OF_TRAINER = (
+    "register_orders",
+    "register_run_stages",
+    "register_samplers",
+    "register_step_stages",
+    "register_trackers",
+    "rollout_finished",
+    "step_finished",
+)
+"""The hooks that an object of a script may have (`Plugins.register`): those that only the trainer's process calls."""
+
+
 def check(manager: pluggy.PluginManager, plugin: Any) -> None:
     """Raise `PluginError` for the first thing in a plugin that cannot work."""
     specs = hook_names(manager)
@@ -72,6 +85,14 @@ def _check_arguments(manager: pluggy.PluginManager, spec: str, function: Callabl
     extra = [item.name for item in given if item.name not in wanted and item.default is item.empty]
     if extra:
         raise PluginError(f"its {spec} takes {', '.join(extra)!r}; the hook is {spec}({', '.join(wanted)})")
+
+
+def _source_digest(kind: object) -> str:
+    """Return the beginning of the SHA-256 (hex) of the source of a class or module; "" if there is no source."""
+    try:
+        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:12]  # type: ignore[arg-type]
+    except (OSError, TypeError):  # typed in
+        return ""
 
 
 def _is_its_own(plugin: object, name: str) -> bool:
@@ -357,6 +378,37 @@ class Plugins:
     def _uninstall(self, installation: Installation) -> None:
         with self._locked():
             self._adapters.end(installation)
+
+    def register(self, plugin: object) -> PluginInfo:
+        """Register an object of a script, whose methods are hooks of `OF_TRAINER`, in this process alone. Its name is that of
+        its class, `MODULE:CLASS`, and its version a digest of the class's source. An object of the same name is replaced, as
+        when a cell of a notebook runs again.
+
+        Raises `PluginError` for an object without hooks, with a hook that other processes call, or that cannot work.
+        """
+        kind = plugin if isinstance(plugin, ModuleType) else type(plugin)
+        name = kind.__name__ if isinstance(kind, ModuleType) else f"{kind.__module__}:{kind.__qualname__}"
+        if isinstance(plugin, type):
+            raise PluginError(f"{plugin.__qualname__} is a class: register an object of it, {plugin.__qualname__}()")
+        with self._locked():
+            check(self._manager, plugin)
+            options = {each: self._manager.parse_hookimpl_opts(plugin, each) for each in dir(plugin)}
+            found = sorted(str(given.get("specname") or each) for each, given in options.items() if given)
+            if elsewhere := [hook for hook in found if hook not in OF_TRAINER]:
+                raise PluginError(
+                    f"the hook {elsewhere[0]} of {name} is also called in processes that this script does not run in (agents, "
+                    "gateways, commands): name the plugin in an entry point of the group `lightning`, as a distribution. From "
+                    f"a script there are {', '.join(OF_TRAINER)}"
+                )
+            if not found:
+                raise PluginError(f"{name} has no hook: put @lightning.hookimpl above its methods")
+            if self._manager.has_plugin(name):
+                self._names.drop(name)
+                self._manager.unregister(name=name)
+                self._asked = {asked for asked in self._asked if asked[1] != name}
+            self._manager.register(plugin, name)
+            self._infos[name] = PluginInfo(name, name, "a script", _source_digest(kind), "loaded", hooks=tuple(found))
+        return self._infos[name]
 
     # loading ----------------------------------------------------------------------------------------------------
     def _load(self) -> None:

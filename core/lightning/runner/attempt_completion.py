@@ -66,7 +66,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
         kept = replace(kept, attempt=attempt)
         outcome = with_rejections(outcome, calls)
         _check_labels(kept, outcome, calls)
-        if outcome.fault is not Fault.INFRASTRUCTURE:
+        if outcome.fault is None or not outcome.fault.is_loss:
             outcome = judge(outcome, calls, branch=kept.parent is not None)
             if kept.parent is not None and outcome.reward is not None and (why := line.why_not("branch")):
                 why = f"the rollout {rollout} is a branch, and {why}"  # then no stage checks that it branched at all

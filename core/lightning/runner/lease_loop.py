@@ -42,6 +42,10 @@ class Source(Protocol):
         """Create some rollouts if the source may begin more now, and return whether it created any. The worker calls `refill`
         when it has free capacity and no rollout is pending."""
 
+    def unwanted(self, rollout: Rollout) -> str:
+        """Return why nobody wants this rollout any more, so that it is ended without a reward; "" while it is wanted. Asked
+        before an attempt, and during it whenever `changed` was set."""
+
 
 class Delivery(Protocol):
     """Hands out attempts to one worker and takes their outcomes."""
@@ -93,7 +97,12 @@ async def work(
     `source` propagate; `RunnerError` means that no agent can be run.
     """
     delivery = _FromStore(store, run, llm_for, worker, config.lease_ttl, source, line)
-    await deliver(delivery, runner, config, on_finished=on_finished, news=source.changed if source else None)
+    news, unwanted = (source.changed, source.unwanted) if source else (None, _wanted)
+    await deliver(delivery, runner, config, on_finished=on_finished, news=news, unwanted=unwanted)
+
+
+def _wanted(rollout: Rollout) -> str:
+    return ""
 
 
 async def deliver(
@@ -103,13 +112,14 @@ async def deliver(
     *,
     on_finished: Callable[[Rollout], None] | None = None,
     news: asyncio.Event | None = None,
+    unwanted: Callable[[Rollout], str] = _wanted,
 ) -> None:
     """Run the attempts that `delivery` hands out until it has no more.
 
-    When `news` is set, the loop clears it and asks for attempts again at once. Cancelling, `on_finished` and errors are as in
-    `work`.
+    When `news` is set, the loop clears it, asks for attempts again at once, and ends the attempts of rollouts that are
+    `unwanted` (`Source.unwanted`). Cancelling, `on_finished` and errors are as in `work`.
     """
-    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event()).execute()
+    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event(), unwanted).execute()
 
 
 class _FromStore:
@@ -175,10 +185,12 @@ class _Worker:
         config: RunnerConfig,
         on_finished: Callable[[Rollout], None] | None,
         news: asyncio.Event,
+        unwanted: Callable[[Rollout], str],
     ) -> None:
         self._delivery, self._runner, self._config, self._on_finished = delivery, runner, config, on_finished
-        self._news = news
+        self._news, self._unwanted = news, unwanted
         self._concurrency = min(runner.concurrency, config.concurrency)
+        self._running: dict[asyncio.Task[Outcome], Rollout] = {}
         self._held: dict[asyncio.Task[None], Lease] = {}  # leases to renew: until their outcomes are taken
         self._reporting: set[asyncio.Task[None]] = set()
         self._stale = 0
@@ -227,12 +239,12 @@ class _Worker:
             self._reporting.discard(task)
             if not task.cancelling():  # else its lease was taken over
                 task.result()
+        for running, rollout in self._running.items():
+            if self._unwanted(rollout):
+                running.cancel()
 
     async def _attempt(self, lease: Lease, llm: LLM | StageError) -> None:
-        if isinstance(llm, StageError):  # it fails this attempt alone
-            outcome = Outcome(fault=Fault.INFRASTRUCTURE, error=str(llm))
-        else:
-            outcome = await self._runner.run(lease, llm)
+        outcome = await self._outcome(lease, llm)
         self._reporting.add(cast("asyncio.Task[None]", asyncio.current_task()))
         try:
             rollout = await self._delivery.report(lease, outcome)
@@ -247,6 +259,24 @@ class _Worker:
             )
         elif self._on_finished is not None:
             self._on_finished(rollout)
+
+    async def _outcome(self, lease: Lease, llm: LLM | StageError) -> Outcome:
+        """Run the agent of a lease, unless its rollout is unwanted, and until it is."""
+        if why := self._unwanted(lease.rollout):
+            return Outcome(fault=Fault.CANCELLED, error=why)
+        if isinstance(llm, StageError):  # it fails this attempt alone
+            return Outcome(fault=Fault.INFRASTRUCTURE, error=str(llm))
+        running = asyncio.ensure_future(self._runner.run(lease, llm))
+        self._running[running] = lease.rollout
+        try:
+            return await running
+        except asyncio.CancelledError:
+            why, me = self._unwanted(lease.rollout), asyncio.current_task()
+            if not why or (me is not None and me.cancelling()):
+                raise
+            return Outcome(fault=Fault.CANCELLED, error=why)
+        finally:
+            del self._running[running]
 
     async def _heartbeat(self) -> None:
         """Renew all leases at intervals, until cancelled. End the agent of a lease that another worker has taken over."""

@@ -236,10 +236,11 @@ class Loop:
         result: StepResult,
         said: Mapping[str, Json] | None = None,
         digest: str = "",
+        extras: Mapping[str, bytes] | None = None,
     ) -> dict[str, float]:
         """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `sampled`
         is what is new. A loop that takes steps otherwise than this one says how in `said`, for the step's context, and by a
-        `digest` of what it did, for the record in place of the batch's."""
+        `digest` of what it did, for the record in place of the batch's; `extras` are what it keeps with the step."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step - 1, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
         metrics["drift_tokens"] = self.drift(groups, batch, result)
@@ -259,7 +260,7 @@ class Loop:
             context = await self.context(step, result)
             context |= {ADDED: added.context} if added.context else {}
             context |= said or {}
-            await self.commit(step, groups, batch, metrics, context, digest, taught=taught)
+            await self.commit(step, groups, batch, metrics, context, digest, extras or {}, taught=taught)
         with self.timed("update"):
             self.publisher.prober.remember(batch, {} if sampled.elsewhere else metrics)
             metrics |= await self.publish(taught=taught)
@@ -323,6 +324,7 @@ class Loop:
         metrics: dict[str, float],
         context: dict[str, Json],
         digest: str,
+        extras: Mapping[str, bytes],
         *,
         taught: bool,
     ) -> None:
@@ -333,7 +335,15 @@ class Loop:
             await self.writer.write(step)
         checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
         record = record_step(
-            self.stack.run.id, step, groups, batch, digest, checkpoint=checkpoint, metrics=metrics, context=context
+            self.stack.run.id,
+            step,
+            groups,
+            batch,
+            digest,
+            checkpoint=checkpoint,
+            metrics=metrics,
+            context=context,
+            extras=extras,
         )
         await self.stack.store.commit_step(record)
         self.done = step

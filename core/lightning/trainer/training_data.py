@@ -258,6 +258,7 @@ def record_step(
     checkpoint: str,
     metrics: Mapping[str, float],
     context: Mapping[str, Json],
+    extras: Mapping[str, bytes] | None = None,
 ) -> StepRecord:
     """The proof of a step: what was trained, in which order, and the digests an audit compares with. Its `digest` is the
     batch's, unless the loop that trained the step gives another one."""
@@ -273,6 +274,7 @@ def record_step(
         metrics=metrics,
         groups=tuple(group.id for group in groups),
         context=context,
+        extras=extras or {},
     )
 
 

@@ -130,12 +130,19 @@ class Status(StrEnum):
 
 class Fault(StrEnum):
     """The cause of an unsuccessful attempt; only `INFRASTRUCTURE` is retried. `POLICY` means the model's own fault, such as an
-    endless answer; `trainer.policy_fault` decides how training treats it."""
+    endless answer; `trainer.policy_fault` decides how training treats it. `CANCELLED` means that nobody wanted the rollout any
+    more."""
 
     AGENT = "agent"
     POLICY = "policy"
     TIMEOUT = "timeout"
     INFRASTRUCTURE = "infrastructure"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it says nothing about the agent and the policy."""
+        return self in (Fault.INFRASTRUCTURE, Fault.CANCELLED)
 
 
 class Scope(StrEnum):

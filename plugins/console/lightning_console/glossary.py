@@ -49,7 +49,7 @@ failed rollout = failed rollouts; in rollouts that failed
     grader looked at it.
 fault
     Whose error ended a rollout: agent (your program), policy (the model, for example an answer that never ends) or
-    infrastructure (a machine or the network).
+    infrastructure (a machine or the network). A rollout that the training loop wanted no more is cancelled.
 gap = mean |Δ logprob|; trainer to sampler
     How far two programs disagree about the probability of the same sampled tokens: the server that sampled them and
     the trainer that learns from them. It should be close to 0; a large gap means that training corrects the wrong

@@ -209,11 +209,11 @@ class Ended(Protocol):
 
 
 def earned(rollout: Ended, lowest: float = 0.0) -> float | None:
-    """Return the reward that counts for a rollout in comparisons: `lowest` if it failed. None if it has not ended, or was lost
-    to the infrastructure, which says nothing of the policy: then it is left out."""
+    """Return the reward that counts for a rollout in comparisons: `lowest` if it failed. None if it has not ended, was
+    cancelled, or was lost to the infrastructure, which says nothing of the policy: then it is left out."""
     if rollout.reward is not None:
         return rollout.reward
-    return lowest if rollout.status is Status.FAILED and rollout.fault is not Fault.INFRASTRUCTURE else None
+    return None if rollout.status is not Status.FAILED or (rollout.fault and rollout.fault.is_loss) else lowest
 
 
 def paired_tasks(

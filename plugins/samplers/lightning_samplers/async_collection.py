@@ -143,6 +143,10 @@ class Pipeline(Sampler):
         await self.stack.create(planned)
         return True
 
+    def unwanted(self, rollout: Rollout) -> str:
+        """Return "": no group is thrown away."""
+        return ""
+
     # inside -----------------------------------------------------------------------------------------------------
     def _next(self, size: int) -> list[Task]:
         """Return a list with the task of the next group."""

@@ -185,7 +185,7 @@ class TaskChoice(TaskOrder):
             place = self._places.get(_key(one.task), -1)
             if one.id in inside:
                 found.append((place, (one.reward or 0.0) + inside[one.id]))
-            elif one.status is Status.FAILED and one.fault is not Fault.INFRASTRUCTURE:
+            elif one.status is Status.FAILED and not (one.fault and one.fault.is_loss):
                 counts = one.fault is Fault.POLICY and self._policy_fault != "exclude"
                 found.append((place, Lost.BY_POLICY if counts else Lost.OTHERWISE))
             else:

@@ -10,12 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning.asyncio_utils import unless
+from lightning.errors import StaleAttemptError
 from lightning.runner.lease_loop import Source
 from lightning.safe_text import counted
 from lightning.trainer.agents import LOOK_SECONDS, Agents
-from lightning.types import Rollout, Status
+from lightning.types import Fault, Outcome, Rollout, Status
 
 from lightning_server.protocol import ClientRunner, Site
 
@@ -52,6 +54,8 @@ class ClientAgents(Agents):
         async with self.store.watch(self.run) as watch:
             while True:
                 await self.store.lease(self.run, f"{self.run}/trainer", limit=0)  # ends what no attempt is left for
+                if source is not None:
+                    await self._end_unwanted(source)
                 await self.look()
                 if source is None and not self.expected:
                     return
@@ -73,6 +77,15 @@ class ClientAgents(Agents):
         """Tell of the end of a rollout, once, if it is waited for: somebody works."""
         self._silent_since = time.monotonic()
         super().tell(rollout)
+
+    async def _end_unwanted(self, source: Source) -> None:
+        """End the attempts that the source wants no more. Their calls are refused from then on, and their clients notice when
+        they renew the leases. A rollout that waits for a client is ended once one has taken it."""
+        for rollout in [each for each in self.expected.values() if source.unwanted(each)]:
+            now, why = await self.store.get_rollout(rollout.id), source.unwanted(rollout)
+            if now is not None and now.status is Status.RUNNING:
+                with suppress(StaleAttemptError):  # it has ended meanwhile, or a later attempt has begun
+                    await self.store.complete(now.id, now.attempt, Outcome(fault=Fault.CANCELLED, error=why))
 
     async def _refill(self, source: Source) -> bool:
         """Let a group begin when no rollout waits to be leased. Return whether another group may begin soon.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +24,22 @@ SHOWN = ("loss", "grad_norm", "tokens", "entropy", "clip_fraction", "lr", "updat
 """The metrics of an engine's step that are those of the one policy of a run."""
 
 
+Computing = Callable[[], AbstractAsyncContextManager[None]]
+"""What holds the engine for the length of a block."""
+
+
 class SessionPolicy:
     """One policy of a session. `agents` are the globs of the calls that it answers, as in `train_agents`; `trained` is False
     for a policy that stays the model that it begins as. `metrics` are those of its part in the last committed step, such as
     `loss`, `grad_norm`, `gradient_share` (of the squared norm of all policies' gradients) and `tokens`; empty if the step did
     not train it."""
 
-    def __init__(self, name: str, agents: Sequence[str], loop: Loop, turn: asyncio.Lock, *, trained: bool) -> None:
+    def __init__(self, name: str, agents: Sequence[str], loop: Loop, computing: Computing, *, trained: bool) -> None:
         self.name, self.agents, self.trained = name, tuple(agents), trained
         self.metrics: Mapping[str, float] = {}
         self.fixed: float | None = None
         """The learning rate that was set; None follows the schedule."""
-        self._loop, self._turn = loop, turn
+        self._loop, self._computing = loop, computing
 
     @property
     def lr(self) -> float | None:
@@ -49,7 +54,7 @@ class SessionPolicy:
 
     @lr.setter
     def lr(self, rate: float | None) -> None:
-        """Set the rate of all further updates of this session, also of those that name a rate for all policies
+        """Set the rate of all further updates of this loop, also after a resume, and of those that name a rate for all policies
         (`optim_step(lr=...)`); None follows the schedule again. Raises `DataError` for a rate that is none."""
         self._check_trained("has no learning rate")
         if rate is not None and not (math.isfinite(rate) and rate > 0):
@@ -66,7 +71,7 @@ class SessionPolicy:
         nats; index 0 is NaN. Raises `DataError` for a policy that is not trained."""
         self._check_trained("has no weights in the engine")
         rows = [replace(row, policy=self.name) for row in samples]
-        async with self._turn, self._loop.stack.resting():
+        async with self._computing():
             return await asyncio.to_thread(self._loop.engine.logprobs, rows)
 
     async def export(self, folder: Path | str) -> Path:
@@ -75,7 +80,7 @@ class SessionPolicy:
         self._check_trained("has no model of its own")
         engine = self._loop.engine
         write = partial(engine.export_policy, self.name) if isinstance(engine, TrainsPolicies) else engine.export
-        async with self._turn, self._loop.stack.resting():
+        async with self._computing():
             return await asyncio.to_thread(write, Path(folder))
 
     def _check_trained(self, why: str) -> None:
@@ -92,13 +97,13 @@ class SessionPolicy:
         self.metrics = found
 
 
-def policies_of(loop: Loop, turn: asyncio.Lock) -> dict[str, SessionPolicy]:
+def policies_of(loop: Loop, computing: Computing) -> dict[str, SessionPolicy]:
     """Return the policies of a run by name, in the order of its settings."""
     several = plugins().policy_set(loop.stack.config)
     if several is None:
-        return {POLICY: SessionPolicy(POLICY, loop.train_agents, loop, turn, trained=True)}
+        return {POLICY: SessionPolicy(POLICY, loop.train_agents, loop, computing, trained=True)}
     return {
-        name: SessionPolicy(name, globs, loop, turn, trained=name in several.adapters)
+        name: SessionPolicy(name, globs, loop, computing, trained=name in several.adapters)
         for name, globs in several.globs.items()
     }
 

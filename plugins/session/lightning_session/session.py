@@ -11,7 +11,10 @@
 
 The invariant: such a loop leaves a run like any other. A step has one batch and may take several updates on it. Its rollouts
 are in no other step, except those that its record declares as reused (`trainer.max_reuse`). A step is on disk before it is
-committed, and `lightning audit` derives its batch again.
+committed, with the loop's state, and `lightning audit` derives its batch again.
+
+Agents run while the engine works (`lightning_session.sampling`). Calls that use the engine wait for one another, and a call
+that is cancelled while the engine computes is finished first, so that no step is left half made.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lightning.algorithms.protocol import Batch
-from lightning.asyncio_utils import in_thread
+from lightning.algorithms.protocol import Algorithm, Batch
+from lightning.asyncio_utils import in_thread, to_its_end
 from lightning.batch import Group, Sample
 from lightning.config import Config
 from lightning.engines.protocol import Engine, StepResult
@@ -39,15 +42,17 @@ from lightning.store.rollout_state import REUSE
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.context import RESTING
 from lightning.trainer.loop import Loop
-from lightning.trainer.plan import TRAIN, as_tasks, fixed_order, newest_generation, train_rollouts
+from lightning.trainer.plan import TRAIN, as_tasks, fixed_order
 from lightning.trainer.samplers import Sampled
 from lightning.trainer.summary import Evaluation, check_held_out
 from lightning.trainer.training_data import all_rollouts, load_groups, of_interest, without
-from lightning.types import POLICY, Json, Rollout, Task, Transition
+from lightning.types import POLICY, Json, Rollout, Task, Transition, as_texts
 from lightning_branching.planned import branch_rollouts, warn_of_credit
 from lightning_proof.recorded_step import OWN_LOOP, OwnStep, row_digests, rows_digest
 
+from lightning_session.kept import own_metrics, packed, state_bytes, unpacked
 from lightning_session.policies import SessionPolicy, others, policies_of
+from lightning_session.sampling import Queue, Stream, Wanted
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -57,16 +62,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Step:
-    """The state of the step that is being made. `first` is the number of its next group, `generation` counts the tries of this
-    step. `result` is the engine's result for its rows up to the first update, `pending` says whether there is a gradient,
-    `rows` are the rows that updates have used."""
+    """The state of the step that is being made. `rollouts` were sampled for it. `result` is the engine's result for its rows up
+    to the first update, `pending` says whether there is a gradient, `rows` are the rows that updates have used, `metrics` the
+    loop's own."""
 
-    generation: int
-    first: int = 0
     rollouts: list[Rollout] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
     next_index: dict[str, int] = field(default_factory=dict)
     """The number of the next branch of a group, for groups with branches."""
-    seconds: float = 0.0
     batch: Batch | None = None
     result: StepResult | None = None
     pending: bool = False
@@ -80,9 +83,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Made:
-    """A batch that `Session.batch` made, its groups, and the digests of its rows when it was made."""
+    """A batch that `Session.batch` made by an algorithm, its groups, and the digests of its rows when it was made."""
 
     batch: Batch
+    algorithm: Algorithm
     groups: Sequence[Group]
     rows: Sequence[tuple[str, str]]
     resting: Sequence[str] | None
@@ -90,12 +94,13 @@ class _Made:
 
 
 class Session:
-    """An open run; `Trainer.session` makes it. `step` counts the committed steps, which is the policy's version, too. Its calls
-    wait for one another."""
+    """An open run; `Trainer.session` makes it. `step` counts the committed steps, which is the policy's version, too. Agents
+    run while other calls are under way; calls that use the engine wait for one another."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._now: _Step | None = None
+        self._now = _Step()
+        self._queue = Queue()
         self._groups: dict[str, Group] = {}
         """The groups that `rollout` has returned, until they were in as many steps as they may be, or are too old."""
         self._taken = Counter[str]()
@@ -103,18 +108,25 @@ class Session:
         self._trained: set[str] = set()
         """The rollouts of `_groups` that were trained in a step."""
         self._batches: dict[int, _Made] = {}
-        """The batches of this step, by their identity."""
+        """The batches that a step may train on, by their identity."""
         self._branched = False
         """Whether `branch` was called."""
-        self._turn = asyncio.Lock()
-        self._policies = policies_of(loop, self._turn)
+        self._engine, self._making = asyncio.Lock(), asyncio.Lock()
+        self._policies = policies_of(loop, self._computing)
+        self._state: Json | bytes = None
+        self._since = time.monotonic()
+        self._last: Mapping[str, float] = {}
+        """The metrics of the last step, without the loop's own."""
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         loop = self._loop
         async with AsyncExitStack() as opened:
+            loop.sampler = self._queue
             sampler = loop.sampling()
             await loop.restore()
+            self._queue.next = loop.done + 1
+            await self._recall()
             await opened.enter_async_context(loop.writer)
             await opened.enter_async_context(loop.stages)
             await opened.enter_async_context(sampler)
@@ -128,8 +140,9 @@ class Session:
         async with self._resources:
             if error is not None:
                 raise error  # so that everything that was opened is told of it
-            if self._now is not None and self._now.updates:
+            if self._now.updates:
                 raise DataError("the last updates are in no step: publish() before the session ends")
+            await self._queue.give_up_all()
             await self._loop.writer.finish()
             await self._loop.export()
 
@@ -158,33 +171,149 @@ class Session:
         """The store that records everything."""
         return self._loop.stack.store
 
-    async def rollout(self, tasks: Sequence[Task | Json], n: int | None = None) -> list[Group]:
-        """Run the agent `n` times (default: the algorithm's group size) on each task, by the present policy. May be called
-        several times in a step. Raises `RunnerError` when all fail; otherwise rollouts that fail are in the record and in no
-        group."""
-        given, loop = as_tasks(tasks, "tasks"), self._loop
+    @property
+    def state(self) -> Json | bytes:
+        """A value of the loop's own, None at first: `publish()` keeps it with its step, and a run that goes on begins with that
+        of its last step. It may be changed in place. Raises `DataError` if it is set to what is neither JSON nor bytes, or is
+        larger than 1 MiB."""
+        return self._state
+
+    @state.setter
+    def state(self, value: Json | bytes) -> None:
+        state_bytes(value)
+        self._state = value
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the step that is being made, named `PREFIX/NAME` with a prefix of your own. Of several values of one
+        name the last one before `publish()` counts. Raises `DataError` for names that lightning or a plugin has, and for values
+        that are no finite numbers."""
+        self._now.metrics |= self._own(metrics)
+
+    def _own(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        result = self._now.result
+        taken = (*self._last, *self._loop.stages.versions, *(result.metrics if result else ()))
+        return own_metrics(metrics, taken)
+
+    def _sizes(self, n: int | None, keep: int | None) -> tuple[int, int]:
+        """Return how many rollouts a group begins with, and how many of them are to end."""
+        size = self._loop.schedule.at(self.step + 1).group_size if n is None else n
+        if size < 1:
+            raise DataError(f"n = {n}: a group has at least one rollout")
+        if keep is not None and not 1 <= keep <= size:
+            raise DataError(f"keep = {keep}: of the n = {size} rollouts of a group 1 to {size} can be kept")
+        return size, keep or size
+
+    async def rollout(
+        self, tasks: Sequence[Task | Json], n: int | None = None, *, keep: int | None = None
+    ) -> list[Group]:
+        """Run the agent `n` times (default: the algorithm's group size) on each task. A group is complete when `keep` of its
+        rollouts have ended (default: all); those that still run then are cancelled.
+
+        May be called several times in a step, and several times at once. Raises `RunnerError` when all fail; otherwise rollouts
+        that fail are in the record and in no group. If it is cancelled, what it began is ended and is in no step.
+        """
+        given, queue, step = as_tasks(tasks, "tasks"), self._queue, self.step + 1
         if not given:
             raise DataError("the list of tasks is empty: give rollout() at least one")
-        if n is not None and n < 1:
-            raise DataError(f"n = {n}: a group has at least one rollout")
-        async with self._turn:
-            now, began = await self._present(), time.monotonic()
-            size = loop.schedule.at(self.step + 1).group_size if n is None else n
-            attempts = loop.stack.config.runner.max_attempts
-            planned = train_rollouts(
-                loop.stack.run.id, self.step + 1, given, size, attempts, generation=now.generation, first=now.first
-            )
-            now.first += len(given)
-            what = f"rollouts of step {self.step + 1}"
-            with loop.timed("rollout"):
-                ended = await loop.sampler.ended(planned, what)
-            loop.sampler.check(what, ended)
-            now.rollouts += ended
-            now.seconds += time.monotonic() - began
-            fault = loop.stack.config.trainer.policy_fault
-            found = await load_groups(self.store, ended, loop.agents_at(self.step + 1), fault)
-            self._groups |= {group.id: group for group in found}
+        size, keep = self._sizes(n, keep)
+        what = f"rollouts of step {step}"
+        self._loop.reporter.phase(what, len(given) * keep)
+        groups = [queue.want(task, size, keep) for task in given]
+        try:
+            await queue.until(lambda: all(group.done for group in groups))
+        except BaseException:
+            queue.give_up(groups)
+            raise
+        queue.check_wanted(groups)
+        ended = [rollout for group in groups for rollout in group.rollouts]
+        queue.check(what, ended)
+        return await self._took(ended)
+
+    def stream(
+        self,
+        tasks: Iterable[Task | Json],
+        n: int | None = None,
+        *,
+        keep: int | None = None,
+        ahead: int | None = None,
+    ) -> Stream:
+        """Run the agent on tasks one after another, and return their groups as they complete: `async for group in
+        session.stream(tasks)`. `n` and `keep` are those of `rollout`. A task is taken from `tasks`, which may be endless, when
+        there is a place for an agent, and while fewer than `ahead` groups are under way or complete and not taken yet (default:
+        as many as have all places, and one more).
+
+        When the loop is left, what is under way is ended. Groups that have become too old for the next step
+        (`trainer.max_staleness`) are left out. Rollouts that fail are in no group, and groups without any are left out.
+        """
+        if isinstance(tasks, Sequence):
+            tasks = as_tasks(tasks, "tasks")
+        size, keep = self._sizes(n, keep)
+        if ahead is not None and ahead < 1:
+            raise DataError(f"ahead = {ahead}: give how many groups may be under way, 1 or more")
+
+        async def took(group: Wanted) -> Group:
+            (found,) = await self._took(group.rollouts)
             return found
+
+        usual = -(-self._queue.places // keep) + 1
+        return Stream(self._queue, iter(tasks), size, keep, ahead or usual, took)
+
+    async def _took(self, ended: Sequence[Rollout]) -> list[Group]:
+        """Read groups that have ended; steps may be made of them from now on."""
+        loop = self._loop
+        self._now.rollouts += ended
+        fault = loop.stack.config.trainer.policy_fault
+        found = await load_groups(self.store, ended, loop.agents_at(self.step + 1), fault)
+        self._groups |= {group.id: group for group in found if not self._is_late(group)}
+        return found
+
+    async def groups(self, ids: Sequence[str]) -> list[Group]:
+        """Read groups that this run has sampled again, in this order, as for a replay buffer after a resume. Raises `DataError`
+        for a group that is older than `trainer.max_staleness` steps, was never sampled, or has not ended."""
+        loop, oldest = self._loop, self.step + 1 - self._loop.stack.config.trainer.max_staleness
+        members: dict[str, list[Rollout]] = {name: [] for name in as_texts(ids, "ids") if name not in self._groups}
+        for step in range(max(1, oldest), self.step + 2) if members else ():
+            for rollout in await all_rollouts(self.store, loop.stack.run.id, split=TRAIN, step=step):
+                if rollout.group in members:
+                    members[rollout.group].append(rollout)
+        for name, found in members.items():
+            if not found or not all(rollout.status.ended for rollout in found):
+                raise DataError(
+                    f"{name} has rollouts that have not ended"
+                    if found
+                    else f"{name} is no group that this run sampled for steps {max(1, oldest)} to {self.step + 1}, which are "
+                    f"those that trainer.max_staleness = {loop.stack.config.trainer.max_staleness} lets the next step train"
+                )
+        every = [rollout for found in members.values() for rollout in found]
+        fault = loop.stack.config.trainer.policy_fault
+        read = await load_groups(self.store, every, loop.agents_at(self.step + 1), fault) if every else []
+        self._trained.update(rollout.id for rollout in every if rollout.trained_at_step is not None)
+        self._groups |= {group.id: group for group in read if group.id not in self._groups}
+        return [self._groups[name] for name in ids]
+
+    async def _recall(self) -> None:
+        """Read what the loop kept with its last step, and which groups the steps before have trained."""
+        loop, run = self._loop, self._loop.stack.run.id
+        last = await self.store.last_step(run)
+        self._state, rates = unpacked(last)
+        for name, rate in rates.items():
+            if (policy := self._policies.get(name)) is not None and policy.trained:
+                policy.lr = rate
+                loop.reporter.say(f"the learning rate of the policy {name} is {rate:g}, as the loop had set it")
+        after = max(0, loop.done - loop.stack.config.trainer.max_staleness)
+        for record in await self.store.steps(run, after=after):
+            self._taken.update(record.groups)
+
+    def _is_late(self, group: Group) -> bool:
+        """Whether a group is too old for the next step."""
+        oldest = self.step + 1 - self._loop.stack.config.trainer.max_staleness
+        return any(member.rollout.step < oldest for member in group.trajectories)
+
+    @asynccontextmanager
+    async def _computing(self) -> AsyncIterator[None]:
+        """The engine computes in the block, and nothing else does on it."""
+        async with self._engine, self._queue.training(), self._loop.stack.resting():
+            yield
 
     async def branch(self, group: Group, at: Transition, n: int = 8) -> Group:
         """Run the agent `n` more times from a call of one of the group's rollouts on: earlier calls are answered from the
@@ -192,34 +321,38 @@ class Session:
         warning tells of the others. Raises `DataError` for a group of another step, or a call from which none can start."""
         if n < 1:
             raise DataError(f"n = {n}: give the number of branches, 1 or more")
-        async with self._turn:
-            now, loop = await self._present(), self._loop
-            trunk = next((member for member in group.trajectories if member.rollout.id == at.rollout), None)
-            if trunk is None or self._groups.get(group.id) is not group or trunk.rollout.step != self.step + 1:
-                raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
-            (one,) = branch_rollouts([(trunk, at)], 0)
+        now, loop = self._now, self._loop
+        trunk = next((member for member in group.trajectories if member.rollout.id == at.rollout), None)
+        if trunk is None or self._groups.get(group.id) is not group or trunk.rollout.step != self.step + 1:
+            raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
+        self._forget_batches_of(group, now)
+        del self._groups[
+            group.id
+        ]  # interrupted, its branches stand in the store, and it is trained with them or not at all
+        (one,) = branch_rollouts([(trunk, at)], 0)
+        try:
             await loop.stack.gateway.parts.line.planned(one)
-            self._forget_batches_of(group, now)
-            highest = max(member.index for member in now.rollouts if member.group == group.id)
-            first = max(highest + 1, now.next_index.get(group.id, 0))
-            now.next_index[group.id] = first + n  # also if this is interrupted: an id never belongs to two calls
-            planned = branch_rollouts([(trunk, at)] * n, first)
-            del self._groups[
-                group.id
-            ]  # interrupted, its branches stand in the store, and it is trained with them or not at all
-            what, began = f"branches of step {self.step + 1}", time.monotonic()
-            with loop.timed("rollout"):
-                ended = await loop.sampler.ended(planned, what)
-            known = {rollout.id for rollout in now.rollouts}
-            branches = [rollout for rollout in ended if rollout.id not in known]
-            loop.sampler.tell_failed(what, branches)
-            now.rollouts += branches
-            now.seconds += time.monotonic() - began
-            fault, agents = loop.stack.config.trainer.policy_fault, loop.agents_at(self.step + 1)
-            (found,) = await load_groups(self.store, ended, agents, fault)
+        except BaseException:
+            self._groups[group.id] = group  # there are no branches of it
+            raise
+        highest = max(member.index for member in now.rollouts if member.group == group.id)
+        first = max(highest + 1, now.next_index.get(group.id, 0))
+        now.next_index[group.id] = first + n  # also if this is interrupted: an id never belongs to two calls
+        ended = await self._queue.ended(
+            branch_rollouts([(trunk, at)] * n, first), f"branches of step {trunk.rollout.step}"
+        )
+        known = {rollout.id for rollout in now.rollouts}
+        branches = [rollout for rollout in ended if rollout.id not in known]
+        self._queue.tell_failed(f"branches of step {trunk.rollout.step}", branches)
+        self._now.rollouts += branches
+        fault, agents = loop.stack.config.trainer.policy_fault, loop.agents_at(self.step + 1)
+        (found,) = await load_groups(self.store, ended, agents, fault)
+        if not self._is_late(found):
             self._groups[group.id] = found
-            self._warn_of_credit()
-            return found
+        if not self._branched:
+            self._branched = True
+            warn_of_credit((loop.schedule.at(self.step + 1),))
+        return found
 
     def _forget_batches_of(self, group: Group, now: _Step) -> None:
         """Drop the batches of a group that is about to change. Raises `DataError` if one of them is being trained on."""
@@ -229,22 +362,30 @@ class Session:
                     raise DataError(f"{group.id} is in the batch that this step trains on: branch before that")
                 del self._batches[name]
 
-    def _warn_of_credit(self) -> None:
-        if not self._branched:
-            self._branched = True
-            warn_of_credit((self._loop.schedule.at(self.step + 1),))
-
     async def batch(self, groups: Sequence[Group], policies: Sequence[str] | None = None) -> Batch:
         """Make the rows of groups, as the run's algorithm makes them: credit, filtering, weights. With `policies` the step
         trains these of the run's policies alone: the batch has the rows of their calls, and the others rest.
 
-        Raises `DataError` for groups that `rollout` has not returned like this, that were in more steps than
+        Raises `DataError` for groups that the session has not returned like this, that were in more steps than
         `trainer.max_reuse` allows, or that are older than `trainer.max_staleness` steps, and for names that are not those of
         trained policies."""
         resting = None if policies is None else others(self.policies, policies)
-        trainer = self._loop.stack.config.trainer
         if len({group.id for group in groups}) < len(groups):
             raise DataError("a group is there twice: give each once")
+        self._check(groups)
+        async with self._making:
+            given, algorithm = groups, self._loop.schedule.at(self.step + 1)
+            if resting is not None:
+                given = of_interest(groups, (*self._loop.train_agents, *without(resting)))
+            batch = await in_thread(algorithm.batch, given)
+            rows = await asyncio.to_thread(lambda: [row_digests(row) for row in batch.samples])
+            self._check(groups)  # a step may have been published meanwhile
+            self._batches[id(batch)] = _Made(batch, algorithm, [*given], rows, resting)
+            return batch
+
+    def _check(self, groups: Sequence[Group]) -> None:
+        """Raise `DataError` for groups of which the next step cannot be made."""
+        trainer = self._loop.stack.config.trainer
         for group in groups:
             if (taken := self._taken[group.id]) > trainer.max_reuse:
                 raise DataError(
@@ -253,74 +394,67 @@ class Session:
                 )
             if self._groups.get(group.id) is not group:
                 raise DataError(
-                    f"{group.id} is no group of rollout() that can be trained: it is older than "
+                    f"{group.id} is no group of this session that can be trained: it is older than "
                     f"trainer.max_staleness = {trainer.max_staleness} steps, was changed, or branch() was interrupted on it"
                 )
-        async with self._turn:
-            if resting is not None:
-                groups = of_interest(groups, (*self._loop.train_agents, *without(resting)))
-            batch = await in_thread(self._loop.schedule.at(self.step + 1).batch, groups)
-            rows = await asyncio.to_thread(lambda: [row_digests(row) for row in batch.samples])
-            self._batches[id(batch)] = _Made(batch, [*groups], rows, resting)
-            return batch
 
     async def forward_backward(self, batch: Batch, samples: Sequence[Sample] | None = None) -> Mapping[str, float]:
         """Add the gradient of a batch of this session, or of some of its rows. Return the metrics of all rows since the last
         update. You may change weights and advantages: the step's record then says that its rows were changed. Raises
         `DataError` for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError` for a
         loss that several updates, or parts of a batch, would change."""
-        async with self._turn:
-            loop, now = self._loop, await self._present()
-            if id(batch) not in self._batches:
-                raise DataError("this batch was not made by session.batch() in this step: make one of the groups")
-            if now.batch is not batch and now.batch is not None and (now.updates or now.pending):
-                raise DataError(
-                    "a step has one batch, on which it may take several updates: publish() before another one"
-                )
-            rows = batch.samples if samples is None else tuple(samples)
-            if not rows:
-                left_out = ", ".join(f"{count} x {why}" for why, count in batch.skipped.items()) or "no group was given"
-                raise DataError(
-                    f"the batch has no row to train on ({left_out}): sample other tasks, make another batch"
-                )
-            loss = batch.loss_for(loop.schedule.at(self.step + 1))
-            check_updates(loss, several=bool(now.updates), parts=samples is not None)
-            given = await asyncio.to_thread(_given, rows, self._batches[id(batch)])
-            await loop.writer.training()
-            if now.batch is not batch:
-                now.batch, now.rows = batch, set()
-            before, now.given, now.pending = now.given if now.pending else [], [], False
-            with loop.timed("train"):
-                async with loop.stack.resting():
-                    result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
-            now.pending, now.given = True, before + given
-            if not now.updates:
-                now.result = result
-            return result.metrics
+        async with self._computing():
+            return await to_its_end(self._forward_backward(batch, samples))
+
+    async def _forward_backward(self, batch: Batch, samples: Sequence[Sample] | None) -> Mapping[str, float]:
+        loop, now = self._loop, self._now
+        if id(batch) not in self._batches:
+            raise DataError("this batch was not made by session.batch() for this step: make one of the groups")
+        if now.batch is not batch and now.batch is not None and (now.updates or now.pending):
+            raise DataError("a step has one batch, on which it may take several updates: publish() before another one")
+        rows = batch.samples if samples is None else tuple(samples)
+        if not rows:
+            left_out = ", ".join(f"{count} x {why}" for why, count in batch.skipped.items()) or "no group was given"
+            raise DataError(f"the batch has no row to train on ({left_out}): sample other tasks, make another batch")
+        loss = batch.loss_for(loop.schedule.at(self.step + 1))
+        check_updates(loss, several=bool(now.updates), parts=samples is not None)
+        given = await asyncio.to_thread(_given, rows, self._batches[id(batch)])
+        await loop.writer.training()
+        if now.batch is not batch:
+            now.batch, now.rows = batch, set()
+        before, now.given, now.pending = now.given if now.pending else [], [], False
+        with loop.timed("train"):
+            result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
+        now.pending, now.given = True, before + given
+        if not now.updates:
+            now.result = result
+        return result.metrics
 
     async def optim_step(self, lr: float | None = None) -> Mapping[str, float]:
         """Clip the gradient and update the weights, at the rate `lr` or at the schedule's. The schedule counts steps, so all
         updates of a step have the same rate. A rate that was set for a policy (`policies[NAME].lr`) holds for it instead.
 
         Raises `DataError` without a gradient, and after `trainer.steps` if the schedule has fallen to 0."""
-        async with self._turn:
-            loop, now = self._loop, await self._present()
-            if not now.pending:
-                raise DataError("there is no gradient: call forward_backward() with a batch before optim_step()")
-            alone = self.policies.get(POLICY)
-            if alone is not None and alone.fixed is not None:
-                lr = alone.fixed
-            lr = self._scheduled() if lr is None else lr
-            now.pending = False
-            with loop.timed("train"):
-                async with loop.stack.resting():
-                    result = await asyncio.to_thread(loop.engine.optim_step, lr)
-            now.updates.append(result)
-            now.rows |= {place for place, _ in now.given}  # not before: a gradient may be lost
-            assert now.batch is not None, "the gradient is of a batch"
-            rows = rows_digest((row for _, row in sorted(now.given)), now.batch)
-            now.computed.append((float(result.metrics["lr"]), rows))
-            return result.metrics
+        async with self._computing():
+            return await to_its_end(self._optim_step(lr))
+
+    async def _optim_step(self, lr: float | None) -> Mapping[str, float]:
+        loop, now = self._loop, self._now
+        if not now.pending:
+            raise DataError("there is no gradient: call forward_backward() with a batch before optim_step()")
+        alone = self.policies.get(POLICY)
+        if alone is not None and alone.fixed is not None:
+            lr = alone.fixed
+        lr = self._scheduled() if lr is None else lr
+        now.pending = False
+        with loop.timed("train"):
+            result = await asyncio.to_thread(loop.engine.optim_step, lr)
+        now.updates.append(result)
+        now.rows |= {place for place, _ in now.given}  # not before: a gradient may be lost
+        assert now.batch is not None, "the gradient is of a batch"
+        rows = rows_digest((row for _, row in sorted(now.given)), now.batch)
+        now.computed.append((float(result.metrics["lr"]), rows))
+        return result.metrics
 
     def _scheduled(self) -> float:
         """Return the scheduled rate of the present step. Raises `DataError` if it is 0, at which a step would teach nothing."""
@@ -335,72 +469,105 @@ class Session:
         return rate
 
     async def publish(self) -> Mapping[str, float]:
-        """Commit the step and make the policy server serve its weights. Return the step's metrics. Raises `DataError` when
-        nothing was updated since the last call, or when rows of the batch were in no gradient."""
-        async with self._turn:
-            loop, now, began = self._loop, await self._present(), time.monotonic()
-            if now.batch is None or not now.updates or now.result is None:
-                raise DataError(
-                    "nothing was updated since the last publish(): call forward_backward() and optim_step() before"
-                )
-            if now.pending:
-                raise DataError("there is a gradient that no update has used: call optim_step() before publish()")
-            if missed := len(now.batch.samples) - len(now.rows):
-                raise DataError(
-                    f"{counted(missed, 'row of the batch was', 'rows of the batch were')} in no gradient, and the record "
-                    "would say the opposite: call "
-                    "forward_backward() with all of them, or make a batch of fewer groups"
-                )
-            made, batch, step = self._batches[id(now.batch)], now.batch, self.step + 1
-            groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
-            fresh = [group for group in groups if not self._taken[group.id]]
-            said: dict[str, Json] = {OWN_LOOP: own.to_json()}
-            if made.resting is not None:
-                said[RESTING] = [*made.resting]
-            reused: list[Json] = [rollout.id for rollout in batch.used if rollout.id in self._trained]
-            if reused:
-                said[REUSE] = {"limit": loop.stack.config.trainer.max_reuse, "rollouts": reused}
-            sampled = Sampled(now.rollouts, fresh, now.seconds, {"reused": float(len(reused))} if reused else {})
-            result = _summed(now.result, now.updates)
-            try:
-                metrics = await loop.take(step, sampled, groups, batch, result, said, own.digest)
-            finally:
-                if loop.done == step:  # committed, whatever failed then
-                    self._committed(groups, batch)
-                    for policy in self.policies.values():
-                        policy.took(result)
-            loop.reporter.step(step, metrics, time.monotonic() - began)
-            return metrics
+        """Commit the step, with `state`, and make the policy server serve its weights. Return the step's metrics. Agents that
+        run go on: their further tokens are the new weights', and the record says which weights sampled which tokens.
+
+        Raises `DataError` when nothing was updated since the last call, when rows of the batch were in no gradient, and while
+        rollouts are under way if `trainer.max_staleness` is 0."""
+        async with self._engine:
+            self._check_publish()
+            config = self._loop.stack.config.trainer
+            async with AsyncExitStack() as held:
+                if not config.max_staleness:
+                    await held.enter_async_context(self._queue.alone())  # what was given up comes to its end
+                return await to_its_end(self._publish())
+
+    def _check_publish(self) -> None:
+        """Raise `DataError` unless the step can be committed now."""
+        now = self._now
+        if now.batch is None or not now.updates or now.result is None:
+            raise DataError(
+                "nothing was updated since the last publish(): call forward_backward() and optim_step() before"
+            )
+        if now.pending:
+            raise DataError("there is a gradient that no update has used: call optim_step() before publish()")
+        if missed := len(now.batch.samples) - len(now.rows):
+            raise DataError(
+                f"{counted(missed, 'row of the batch was', 'rows of the batch were')} in no gradient, and the record would say "
+                "the opposite: call forward_backward() with all of them, or make a batch of fewer groups"
+            )
+        if not self._loop.stack.config.trainer.max_staleness and self._queue.busy:
+            raise DataError(
+                "rollouts are under way, and trainer.max_staleness = 0 lets no step train on tokens of older weights, which "
+                "theirs would be: end rollout(), branch() and stream() before publish(), or set trainer.max_staleness to the "
+                "age in steps that a rollout may have"
+            )
+        self._own(now.metrics)
+
+    async def _publish(self) -> Mapping[str, float]:
+        loop, now, step = self._loop, self._now, self.step + 1
+        batch, first, began, self._since = now.batch, now.result, self._since, time.monotonic()
+        rollouts, logged = [*now.rollouts], {**now.metrics}  # more may come meanwhile
+        assert batch is not None and first is not None, "publish() has looked"  # noqa: PT018 — for mypy
+        made = self._batches[id(batch)]
+        groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
+        fresh = [group for group in groups if not self._taken[group.id]]
+        said: dict[str, Json] = {OWN_LOOP: own.to_json()}
+        if made.resting is not None:
+            said[RESTING] = [*made.resting]
+        reused: list[Json] = [rollout.id for rollout in batch.used if rollout.id in self._trained]
+        if reused:
+            said[REUSE] = {"limit": loop.stack.config.trainer.max_reuse, "rollouts": reused}
+        rates = {name: policy.fixed for name, policy in self.policies.items() if policy.fixed is not None}
+        extras = packed(self._state, rates)
+        sampled, overlap = self._queue.clock.take()
+        metrics = {"reused": float(len(reused))} if reused else {}
+        metrics |= {"groups_too_old": float(self._queue.late)} if self._queue.late else {}
+        metrics |= {"seconds/rollout": sampled - overlap, "overlap_seconds": overlap} | logged
+        new = Sampled(rollouts, fresh, sampled, metrics)
+        self._queue.late = 0
+        result = _summed(first, now.updates)
+        try:
+            found = await loop.take(step, new, groups, batch, result, said, own.digest, extras)
+        finally:
+            if loop.done == step:  # committed, whatever failed then
+                self._committed(groups, batch)
+                later = {name: value for name, value in now.metrics.items() if logged.get(name) != value}
+                self._now = _Step(now.rollouts[len(rollouts) :], later)
+                for policy in self.policies.values():
+                    policy.took(result)
+        self._last = {name: value for name, value in found.items() if name not in logged}
+        loop.reporter.step(step, found, time.monotonic() - began)
+        return found
 
     async def evaluate(self) -> Evaluation | None:
         """Run the agent on the held-out tasks of `Trainer.session`, between two steps; return None without such tasks. Raises
         `DataError` during a step, whose weights are not served yet."""
-        async with self._turn:
-            if self._now is not None and (self._now.updates or self._now.pending):
+        async with self._engine:
+            if self._now.updates or self._now.pending:
                 raise DataError("the policy server has not the weights of this step yet: publish() before evaluate()")
-            return await self._loop.evaluate()
-
-    async def _present(self) -> _Step:
-        """Return the step that is being made. A step that was interrupted is begun anew: its rollouts stay in the record."""
-        if self._now is None:
-            known = await all_rollouts(self.store, self._loop.stack.run.id, split=TRAIN, step=self.step + 1)
-            self._now = _Step(newest_generation(known) + 1 if known else 0)
+            found = await self._loop.evaluate()
             self._loop.begin_step()
-        return self._now
+            return found
 
     def _committed(self, groups: Sequence[Group], batch: Batch) -> None:
-        trainer = self._loop.stack.config.trainer
-        self._now, self._batches = None, {}
+        max_reuse = self._loop.stack.config.trainer.max_reuse
         self._taken.update(group.id for group in groups)
         trained = self._trained.union(rollout.id for rollout in batch.used)
         self._groups = {
             name: group
             for name, group in self._groups.items()
-            if self._taken[name] <= trainer.max_reuse
-            and all(self.step + 1 - member.rollout.step <= trainer.max_staleness for member in group.trajectories)
+            if self._taken[name] <= max_reuse and not self._is_late(group)
         }
         kept = (member.rollout.id for group in self._groups.values() for member in group.trajectories)
         self._trained = trained.intersection(kept)
+        following = self._loop.schedule.at(self.step + 1)
+        self._batches = {
+            name: made
+            for name, made in self._batches.items()
+            if made.algorithm is following and all(group.id in self._groups for group in made.groups)
+        }
+        self._loop.begin_step()
 
 
 def _given(rows: Sequence[Sample], made: _Made) -> list[tuple[int, tuple[str, str]]]:

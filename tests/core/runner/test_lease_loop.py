@@ -641,6 +641,10 @@ class Endless:
     limit: int = 4
     asked: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ends: str = ""
+
+    def unwanted(self, rollout: Rollout) -> str:
+        return "enough of its group had ended" if rollout.id == self.ends else ""
 
     async def refill(self) -> bool:
         self.asked += 1
@@ -688,6 +692,42 @@ async def test_a_source_is_asked_when_there_is_room_and_wakes_the_worker(store: 
         assert {await ended.get() for _ in range(2)} == {"r4", "r5"}
     assert not working.done()
     assert not source.changed.is_set()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    await runner.close()
+
+
+async def test_an_unwanted_rollout_is_ended_before_and_during_its_attempt(store: MemoryStore) -> None:
+    """It fails as cancelled, whatever was recorded of it, and is not retried; the others are untouched."""
+    going, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        try:
+            await going.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 1.0
+
+    config = RunnerConfig(concurrency=2)
+    runner = WithCalls(InlineRunner(agent, config), store)
+    await runner.start()
+    source, ended = Endless(store, limit=4, ends="r1"), asyncio.Queue[Rollout]()
+    working = asyncio.create_task(
+        work(store, runner, RUN, llm_for, worker="w", config=config, on_finished=ended.put_nowait, source=source)
+    )
+    async with asyncio.timeout(30):
+        before = await ended.get()
+        assert (before.id, before.fault, before.attempt) == ("r1", Fault.CANCELLED, 1)
+        assert before.error == "enough of its group had ended"
+        source.ends = "r0"
+        source.changed.set()
+        during = await ended.get()
+        assert (during.id, during.fault, during.status) == ("r0", Fault.CANCELLED, Status.FAILED)
+        assert cancelled.is_set()
+        going.set()
+        assert {(await ended.get()).reward for _ in range(2)} == {1.0}
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working

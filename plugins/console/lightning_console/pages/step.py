@@ -71,6 +71,7 @@ FAULTS: Final = {
     "policy": "the policy itself is at fault",
     "timeout": "it ran out of time",
     "infrastructure": "the infrastructure is at fault",
+    "cancelled": "the training loop wanted it no more",
 }
 EXAMPLES: Final = 5
 """Rollouts that are linked for each reason why rollouts failed."""

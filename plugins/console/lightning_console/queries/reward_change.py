@@ -17,7 +17,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.context import read_epochs
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Fault, Rollout, Run, Status, Task, by_key
+from lightning.types import Rollout, Run, Status, Task, by_key
 from lightning_debug.ab import earned
 from lightning_debug.statistics import p_flipped, p_regrouped
 
@@ -175,7 +175,7 @@ async def _explained(
         beside=beside,
         unread=unread,
         open=going,
-        lost=sum(each.fault is Fault.INFRASTRUCTURE for proof in (before, now) for each in proof.rollouts),
+        lost=sum(bool(each.fault and each.fault.is_loss) for proof in (before, now) for each in proof.rollouts),
         equal=_equal(now),
         equal_before=_equal(before),
         tool_error=next(iter(errors.most_common(1)), ("", 0)),

@@ -23,6 +23,7 @@ from lightning_server.client_agents import ClientAgents
 from lightning_server.control import Control
 from lightning_server.remote_runner import RemoteRunner
 from lightning_server.tokens import put_token
+from lightning_session.session import Session
 
 
 @pytest.fixture
@@ -110,6 +111,36 @@ async def test_what_was_lost_on_its_last_attempt_ends_although_nobody_leases(
     await agents.work(told.append)
     assert [(one.status, one.fault) for one in told] == [(Status.FAILED, Fault.INFRASTRUCTURE)]
     assert finished == ["r"]
+
+
+async def test_what_a_loop_wants_no_more_is_ended_at_the_clients(
+    tmp_path: Path, bench: Any, answering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that never comes to an end holds up no group."""
+    monkeypatch.setattr(client_agents, "SETTLE_SECONDS", 0.01)
+    never = asyncio.Event()
+    begun = 0
+
+    async def agent(task: Task, llm: LLM) -> float:
+        nonlocal begun
+        begun += 1
+        reward: float = await answering(task, llm)
+        if begun <= 2:
+            await never.wait()
+        return reward
+
+    async with bench(tmp_path / "run", own_loop=True) as made, asyncio.timeout(60):
+        stack = made.loop.stack
+        stack.agents = ClientAgents(
+            stack.store, stack.run.id, RemoteRunner(), stack.config.runner, stack.llm, stack.gateway.parts.line
+        )
+        async with clients(made, agent):
+            async with Session(made.loop) as session:
+                (group,) = await session.rollout([Task("one")], n=6, keep=3)
+                assert 3 <= len(group.trajectories) <= 4
+            found = (await made.store.list_rollouts("run")).items
+            assert {one.fault for one in found if one.reward is None} == {Fault.CANCELLED}
+            never.set()
 
 
 async def test_what_ends_while_other_rollouts_are_created_is_told(store: MemoryStore, finished: list[str]) -> None:
