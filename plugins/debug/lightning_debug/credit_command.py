@@ -26,7 +26,6 @@ from lightning.cli.output import (
     next_steps,
     print_json,
     print_table,
-    run_words,
     say,
 )
 from lightning.config import Config, load_config
@@ -105,25 +104,26 @@ def audit(
     answer is the difference of the mean returns.
     """
     url, run_id = locate(run, runs)
+    place = run if Path(run).is_dir() else str(runs / run)
     asked = _Asked(
-        url,
-        run_id,
-        folder_of_run(run_id, run if Path(run).is_dir() else str(runs / run), url),
-        agent,
-        load_agent(agent),
-        step,
-        held_out,
-        rollouts,
-        calls,
-        n,
-        tuple(credit or ()),
-        _judge(judge),
-        read_bounds(bounds) if bounds else None,
-        seed,
-        yes,
-        runner,
-        out,
-        lambda base: load_config(config, set_ or [], base=base),
+        url=url,
+        run=run_id,
+        folder=folder_of_run(run_id, place, url),
+        agent_name=agent,
+        agent=load_agent(agent),
+        step=step,
+        held_out=held_out,
+        rollouts=rollouts,
+        calls=calls,
+        n=n,
+        credits=tuple(credit or ()),
+        judge=_judge(judge),
+        bounds=read_bounds(bounds) if bounds else None,
+        seed=seed,
+        run_tools=yes,
+        runner=runner,
+        out=out,
+        configure=lambda base: load_config(config, set_ or [], base=base),
     )
     try:
         with Reporter() as reporter:
@@ -136,8 +136,8 @@ def audit(
     else:
         show(report, limit)
         next_steps(
-            ("see each decision in its rollout", ["console", str(runs)]),
-            ("see each branch", ["runs", "show", report.branches, *run_words(run, runs)[1:]]),
+            ("see each decision in its rollout", ["console", place]),
+            ("see each branch", ["runs", "show", report.branches, "--runs", place]),
         )
 
 

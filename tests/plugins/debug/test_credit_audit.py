@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 from lightning.cli.output import with_store
 from lightning.store.url import sqlite_url
+from lightning.testing.chat_server import ChatServer
 from lightning_console.places import Places
 from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
 
 from tests.plugins.console.reading import shown, texts, to
 from tests.plugins.debug.evaluating import FIXED, ScriptedVLLM, asked, said, write_tasks
 from tests.plugins.debug.evaluating import vllm as vllm
+from tests.plugins.debug.test_judge import scores
 
 AGENT = """
+import os
 import time
 import httpx
 import lightning
@@ -33,6 +36,9 @@ def ask(llm, content):
     if reply.is_error:
         raise RuntimeError(reply.json()["error"]["message"])
     return reply.json()["choices"][0]["message"]["content"]
+
+judge = lightning.Judge("Go left.", model="judge-1", base_url=os.environ.get("JUDGE_URL", "http://127.0.0.1:1/v1"),
+                        api_key_env="JUDGE_KEY", cache="judged.db")
 
 def agent(task, llm):
     way = ask(llm, f"{task.input}: which way?")
@@ -51,7 +57,7 @@ INLINE = ["--runner", "inline"]
 
 
 def answer() -> Any:
-    """A policy that goes left each second time. There is gold on the left alone; how fast the agent goes makes no difference."""
+    """A policy that goes left each second time. There is gold on the left alone, however fast the agent goes."""
     ways, speeds = itertools.cycle(["left", "right"]), itertools.cycle(["slowly", "quickly"])
 
     def say(body: Mapping[str, Any], model: Path) -> str:
@@ -119,17 +125,25 @@ def test_decisions_are_executed_and_credit_is_compared_with_them(runs: ScriptedV
     assert kept_audit({"run": "first"}) is None, "of another release"
 
 
-def test_the_command_tells_it_and_the_console_shows_it(runs: ScriptedVLLM, capsys: Any) -> None:
-    recorded()
-    capsys.readouterr()
-    assert audit("--rollouts", "2", "--calls", "1", "-n", "4", "--credit", "identical", "--limit", "1") == 0
+def test_the_command_tells_it_and_the_console_shows_it(
+    runs: ScriptedVLLM, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    with ChatServer(lambda call: scores(call, lambda number, answer: float(answer == "left"))) as server:
+        monkeypatch.setenv("JUDGE_URL", server.llm().base_url)
+        recorded()
+        capsys.readouterr()
+        options = ["--rollouts", "2", "--calls", "1", "-n", "4", "--credit", "identical", "--judge", "deciding:judge"]
+        assert audit(*options, "--limit", "1") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "first, the evaluation after 0: 2 decisions of 2 rollouts, executed with first@0" in told
     assert "1 more, with smaller advantages (--limit)" in told
     assert "cost: " in told
     found = kept_audit(in_store(lambda store: store.get_state("first-credit0", KEPT)))
     assert found is not None
-    assert set(found.agreements) == {"identical", "logprob"}
+    assert set(found.agreements) == {"identical", "judge", "logprob"}
+    for call in found.calls:
+        assert call.credits["judge"] == pytest.approx(call.credits["identical"]), "it sees what the reward says, once"
     asyncio.run(_shown(found))
 
 
@@ -138,8 +152,8 @@ async def _shown(audit: CreditAudit) -> None:
     try:
         key = "first"
         page = await shown(places, to("run", key))
-        (row, _) = sorted(texts(page["How each credit agrees with what was executed"]), key=lambda each: each["credit"])
-        assert row["credit"] == "identical"
+        table = texts(page["How each credit agrees with what was executed"])
+        assert {row["credit"] for row in table} == {"identical", "judge", "logprob"}
         call = audit.calls[0]
         page = await shown(places, to("rollout", key, call.rollout))
         (row,) = texts(page["Decisions, executed"])

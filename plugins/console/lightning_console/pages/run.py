@@ -235,9 +235,9 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
         notices.append(Notice(f"it began with the weights of {line.about.forked_from}"))
     if (parent := await parent_of(found)) is not None:
         key, rollout = parent
-        notices.append(
-            Notice(f"it has branches of {rollout}", links=[Link("their parent", to("rollout", key, rollout))])
-        )
+        of = Link("their parent", to("rollout", key, rollout)) if rollout else Link("the run", to("run", key))
+        what = f"it has branches of {rollout}" if rollout else "it has the branches of a credit audit"
+        notices.append(Notice(what, links=[of]))
     return Notices(notices)
 
 

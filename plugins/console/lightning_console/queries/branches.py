@@ -229,8 +229,11 @@ async def runs_with_branches(located: Located) -> list[str]:
 
 
 async def parent_of(located: Located) -> tuple[str, str] | None:
-    """Return the parent of a run's branches: the key of its run, and its id. None for a run that was not made for branches."""
+    """Return the parent of a run's branches: the key of its run, and its id, which is empty if the branches audit the credit of
+    that run. None for a run that was not made for branches."""
     changes = await _changes(located.store, located.run)
+    if changes is not None and changes.audits:
+        return key_beside(located, changes.audits), ""
     parent = await located.store.get_rollout(changes.parent) if changes is not None else None
     return (key_beside(located, parent.run), parent.id) if parent is not None else None
 
