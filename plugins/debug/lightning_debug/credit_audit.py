@@ -273,7 +273,7 @@ def _given(plan: Plan) -> dict[str, dict[Key, float]]:
     not give a finite number for each call."""
     wanted = {decision.group for decision in plan.choice.decisions}
     groups = [group for group in plan.recorded.groups if group.id in wanted]
-    found: dict[str, dict[Key, float]] = {LOGPROB: {}}
+    found: dict[str, dict[Key, float]] = {}
     for name, credit in plan.credits.items():
         if (prefetch := getattr(credit, "prefetch", None)) is not None:
             prefetch(groups)
@@ -289,9 +289,9 @@ def _given(plan: Plan) -> dict[str, dict[Key, float]]:
                 )
             for member, part in zip(group.trajectories, given, strict=True):
                 found[name] |= {call.key: float(value) for call, value in zip(member.transitions, part, strict=True)}
-    for call in (call for group in groups for member in group.trajectories for call in member.transitions):
-        if len(call.logprobs):
-            found[LOGPROB][call.key] = float(np.mean(np.asarray(call.logprobs, dtype=np.float64)))
+    calls = [call for group in groups for member in group.trajectories for call in member.transitions]
+    answers = {call.key: np.asarray(call.logprobs, dtype=np.float64) for call in calls if len(call.logprobs)}
+    found[LOGPROB] = {key: float(values.mean()) for key, values in answers.items()}
     return found
 
 
@@ -334,13 +334,14 @@ def report(
     )
     recorded = plan.recorded
     own = getattr(recorded.algorithm, "credit", "")
+    credit_name = own if isinstance(own, str) else type(own).__name__
     return CreditAudit(
         recorded.run.id,
         recorded.step,
         plan.held_out,
         run,
         plan.how.model.name,
-        own if isinstance(own, str) else type(own).__name__,
+        credit_name,
         plan.n,
         len(plan.states),
         len({call.rollout for call in calls}),
@@ -349,7 +350,7 @@ def report(
         sum(each.interval is not None and not each.interval[0] <= 0.0 <= each.interval[1] for each in calls),
         ceiling(results),
         bounds,
-        {name: _agreement(name, calls) for name in given if any(name in call.credits for call in calls)},
+        {name: _agreement(name, calls, credit_name) for name in given if any(name in call.credits for call in calls)},
         len(ended),
         len(void),
         len(failed),
@@ -406,8 +407,9 @@ def _audited(
     )
 
 
-def _agreement(name: str, calls: Sequence[AuditedCall]) -> Agreement:
-    """Return the agreement of a credit with the executed advantages, over the calls to which it gives a number."""
+def _agreement(name: str, calls: Sequence[AuditedCall], own: str) -> Agreement:
+    """Return the agreement of a credit with the executed advantages, over the calls to which it gives a number. `own` is the
+    run's credit."""
     having = [call for call in calls if name in call.credits]
     return agreement(
         [call.credits[name] for call in having],
@@ -415,6 +417,9 @@ def _agreement(name: str, calls: Sequence[AuditedCall]) -> Agreement:
         mattered=[call.mattered for call in having],
         last=[call.last for call in having],
         tasks=[call.task for call in having],
+        own=[call.credits[own] for call in having]
+        if name != own and all(own in call.credits for call in having)
+        else (),
     )
 
 

@@ -280,7 +280,17 @@ def _show_agreements(report: CreditAudit) -> None:
     if not rows:
         return
     print_table(
-        ["credit", "correlation", "95 % interval", "ranks", "same sign", "95 % interval", "size", "inner calls"],
+        [
+            "credit",
+            "correlation",
+            "95 % interval",
+            "ranks",
+            "same sign",
+            "95 % interval",
+            "size",
+            "inner calls",
+            "less the run's",
+        ],
         [_agreement_row(name, found, report.own) for name, found in rows],
         title="How each credit agrees with what was executed",
     )
@@ -293,9 +303,10 @@ def _show_agreements(report: CreditAudit) -> None:
 def _agreement_row(name: str, found: Agreement, own: str) -> list[str]:
     figures = (found.rank, found.sign, found.size, found.inner)
     rank, sign, size, inner = ("-" if each.value is None else f"{each.value:.2f}" for each in figures)
+    better = "-" if found.better.value is None else f"{found.better.value:+.2f} ({_range(found.better)})"
     return [
         escape(f"{name} (the run's)" if name == own else name), *_cells(found.correlation), rank, sign, _range(found.sign),
-        size, inner,
+        size, inner, better,
     ]  # fmt: skip
 
 

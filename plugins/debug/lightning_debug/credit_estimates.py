@@ -11,13 +11,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from lightning.trainer.gains import LEVEL, student
+from numpy.typing import NDArray
 
 from lightning_debug.statistics import Estimate, Floats, interval
 
+Places: TypeAlias = NDArray[np.intp]
+"""The indices of some decisions."""
 DRAWS: Final = 1_000
 """Bootstrap samples of tasks."""
 FALSE_SHARE: Final = 1.0 - LEVEL
@@ -120,7 +123,7 @@ class Agreement:
     """How well a credit's advantages agree with the executed ones over `calls` decisions: Pearson's `correlation`, Spearman's
     `rank` correlation, the share `sign` of decisions that mattered to which both give the same sign, and the rank correlation
     `size` of the two sizes: whether credit is large where decisions mattered. `inner` is the correlation without the rollouts'
-    last calls."""
+    last calls, `better` the correlation less that of the run's own credit."""
 
     calls: int
     correlation: Measured
@@ -128,6 +131,7 @@ class Agreement:
     sign: Measured
     size: Measured
     inner: Measured
+    better: Measured
 
 
 def agreement(
@@ -137,10 +141,11 @@ def agreement(
     mattered: Sequence[bool],
     last: Sequence[bool],
     tasks: Sequence[str],
+    own: Sequence[float] = (),
     seed: int = 0,
 ) -> Agreement:
-    """Compare a credit's advantages with the executed ones. Intervals are percentiles of a bootstrap over `tasks` (the task of
-    each decision); they are unknown for a single task."""
+    """Compare a credit's advantages with the executed ones. `own` are those of the run's credit, none if it is not known.
+    Intervals are percentiles of a bootstrap over `tasks` (the task of each decision); they are unknown for a single task."""
     credit, true = np.array(given, dtype=np.float64), np.array(advantages, dtype=np.float64)
     judged, inner = np.array(mattered, dtype=bool), ~np.array(last, dtype=bool)
     by_task = list(_places(tasks).values())
@@ -148,16 +153,19 @@ def agreement(
     def same_sign(chosen: Floats, other: Floats) -> float | None:
         return float(np.mean(np.sign(chosen) == np.sign(other))) if len(chosen) else None
 
-    def measured(
-        of: Callable[[Floats, Floats], float | None], kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    ) -> Measured:
-        def figure(places: np.ndarray[tuple[int], np.dtype[np.intp]]) -> float | None:
+    def measured(of: Callable[[Floats, Floats], float | None], kept: NDArray[np.bool_]) -> Measured:
+        def figure(places: Places) -> float | None:
             chosen = places[kept[places]]
             return of(credit[chosen], true[chosen])
 
         return Measured(figure(np.arange(len(true))), _bootstrap(figure, by_task, seed))
 
+    def better(places: Places) -> float | None:
+        mine, theirs = pearson(credit[places], true[places]), pearson(np.array(own)[places], true[places])
+        return None if mine is None or theirs is None else mine - theirs
+
     everything = np.ones(len(true), dtype=bool)
+    beside = Measured(better(np.arange(len(true))), _bootstrap(better, by_task, seed)) if len(own) else Measured()
     return Agreement(
         len(true),
         measured(pearson, everything),
@@ -165,6 +173,7 @@ def agreement(
         measured(same_sign, judged),
         measured(lambda one, other: spearman(np.abs(one), np.abs(other)), everything),
         measured(pearson, inner),
+        beside,
     )
 
 
@@ -198,14 +207,14 @@ def _ranks(values: Floats) -> Floats:
     return found
 
 
-def _places(tasks: Sequence[str]) -> Mapping[str, np.ndarray[tuple[int], np.dtype[np.intp]]]:
+def _places(tasks: Sequence[str]) -> Mapping[str, Places]:
     names = np.array(tasks)
     return {name: np.flatnonzero(names == name) for name in dict.fromkeys(tasks)}
 
 
 def _bootstrap(
-    figure: Callable[[np.ndarray[tuple[int], np.dtype[np.intp]]], float | None],
-    by_task: Sequence[np.ndarray[tuple[int], np.dtype[np.intp]]],
+    figure: Callable[[Places], float | None],
+    by_task: Sequence[Places],
     seed: int,
 ) -> tuple[float, float] | None:
     """Return the percentiles of a figure over samples of tasks. None for one task, and if the figure is known in fewer than

@@ -132,6 +132,9 @@ def test_agreement_is_measured_over_tasks() -> None:
     assert (upside_down.correlation.value, upside_down.sign.value) == (pytest.approx(-1.0), 0.0)
     assert upside_down.size.value == pytest.approx(1.0)
     assert upside_down.inner.value is None, "all calls were last ones"
+    assert (same.better.value, same.better.interval) == (None, None)
+    beside = agreement(true, true, mattered=mattered, last=[False] * 6, tasks=tasks, own=[-value for value in true])
+    assert (beside.better.value, beside.better.interval) == (pytest.approx(2.0), pytest.approx((2.0, 2.0)))
     constant = agreement([1.0] * 6, true, mattered=[False] * 6, last=[False] * 6, tasks=["a"] * 6)
     assert (constant.correlation.value, constant.correlation.interval, constant.sign.value) == (None, None, None)
     assert spearman(np.array([1.0, 2.0, 2.0, 9.0]), np.array([1.0, 5.0, 5.0, 6.0])) == pytest.approx(1.0)

@@ -41,6 +41,7 @@ def audit_blocks(found: Located, audits: Sequence[CreditAudit]) -> list[Notices 
         Column("same sign", "number", "share of the decisions that mattered"),
         Column("size", "number", "rank correlation of the sizes of both: whether it is large where decisions mattered"),
         Column("inner calls", "number", "the correlation without the calls that ended a rollout"),
+        Column("less the run's", "number", "the correlation less that of the run's own credit"),
     ]
     ordered = sorted(audit.agreements.items(), key=lambda each: -(each[1].correlation.value or -2.0))
     rows = [
@@ -52,6 +53,7 @@ def audit_blocks(found: Located, audits: Sequence[CreditAudit]) -> list[Notices 
             Cell(number(each.sign.value, 2), hint=_interval(each.sign)),
             Cell(number(each.size.value, 2)),
             Cell(number(each.inner.value, 2), hint=_interval(each.inner)),
+            Cell(number(each.better.value, 2), hint=_interval(each.better)),
         ]
         for name, each in ordered
     ]

@@ -219,11 +219,12 @@ async def audits_of(located: Located, *, patience: float | None = None) -> tuple
 
 
 async def runs_with_branches(located: Located) -> list[str]:
-    """Return the keys of the other runs that have branches of this run's rollouts."""
+    """Return the keys of the other runs that have branches of this run's rollouts, but for credit audits, which have
+    hundreds."""
     keys = []
     for run, changes in (await _runs(located, None))[0]:
         parent = await located.store.get_rollout(changes.parent)
-        if parent is not None and parent.run == located.run.id:
+        if not changes.audits and parent is not None and parent.run == located.run.id:
             keys.append(key_beside(located, run))
     return keys
 
