@@ -414,7 +414,7 @@ def _agreement(name: str, calls: Sequence[AuditedCall], own: str) -> Agreement:
     return agreement(
         [call.credits[name] for call in having],
         [call.advantage for call in having],
-        mattered=[call.mattered for call in having],
+        mattered=[call.mattered and name != LOGPROB for call in having],  # a logprob has no sign to compare
         last=[call.last for call in having],
         tasks=[call.task for call in having],
         own=[call.credits[own] for call in having]

@@ -243,7 +243,7 @@ def show(report: CreditAudit, limit: int) -> None:
     )
     say(f"[bold]{counted(count, 'decision')} of {len(report.calls)} mattered[/bold]{share}")
     say(
-        f"(5 % of these are expected to be chance; {report.alone} have an interval without 0, before the correction for "
+        f"(at most 5 % of these are expected to be chance; {report.alone} have an interval without 0, before the correction for "
         f"{len(report.calls)} comparisons)"
     )
     shown = sorted(report.calls, key=lambda call: -abs(call.advantage))[:limit]

@@ -53,11 +53,12 @@ def executed(state: Sequence[float], answer: Sequence[float] | float, bounds: tu
     """Estimate an advantage from the returns of continuations from the `state` and of others after the recorded `answer`. A
     number in place of these says what the answer is worth: the return of a rollout that it ended.
 
-    `bounds` are the lowest and the highest return that can be. Each sample of returns is extended by values at both bounds, one
-    each (Agresti and Caffo 2000, for two shares), or two each if there is one sample (Agresti and Coull 1998); the interval is
-    Welch's over these. So it has a width even where all returns are equal. Of rewards of 0 and 1 it covers 94 % at worst, over
-    all pairs of shares, and more than 95 % in the mean. It is not known for fewer than two continuations, and for bounds that
-    leave no room.
+    `bounds` are the lowest and the highest return that can be. Each sample of returns is extended by the least and the greatest
+    of all returns here, one each (Agresti and Caffo 2000, for two shares), or two each if there is one sample (Agresti and
+    Coull 1998); the interval is Welch's over these. If all returns here are equal, they are extended by the bounds, so that the
+    interval has a width. Of rewards of 0 and 1 it covers 94 % at worst, over all pairs of shares, and more than 95 % in the
+    mean; a rare reward that no continuation got is not in it. It is not known for fewer than two continuations, and for bounds
+    that leave no room.
     """
     samples = [list(state)] if isinstance(answer, float) else [list(state), list(answer)]
     value = fmean(state)
@@ -65,7 +66,9 @@ def executed(state: Sequence[float], answer: Sequence[float] | float, bounds: tu
     if min(map(len, samples)) < 2 or not bounds[0] < bounds[1]:
         return Executed(value, worth, None, None, 0.0)
     noise = math.fsum(variance(sample) / len(sample) for sample in samples)
-    extended = [[*sample, *(bounds * (3 - len(samples)))] for sample in samples]
+    seen = [*state, *([answer] if isinstance(answer, float) else answer)]
+    ends = (min(seen), max(seen)) if min(seen) < max(seen) else bounds
+    extended = [[*sample, *(ends * (3 - len(samples)))] for sample in samples]
     parts = [variance(sample) / len(sample) for sample in extended]
     error = math.sqrt(math.fsum(parts))
     freedom = math.fsum(parts) ** 2 / math.fsum(

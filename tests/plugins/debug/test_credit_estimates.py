@@ -55,7 +55,10 @@ def sure() -> DecisionTask:
 
 @pytest.mark.parametrize("n", [4, 12])
 def test_executed_advantages_are_unbiased_and_their_intervals_cover(n: int) -> None:
-    tasks = [sure(), *(bifurcation_tasks()[name] for name in ("early", "late", "long-chain", "consult"))]
+    tasks = [
+        sure(),
+        *(bifurcation_tasks()[name] for name in ("early", "late", "long-chain", "consult", "wasteful-tool")),
+    ]
     for number, task in enumerate(tasks):
         found = audited(task, n, np.random.default_rng(number), 80)
         errors = np.array([made.advantage - true for made, true, _ in found])
