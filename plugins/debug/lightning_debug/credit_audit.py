@@ -11,6 +11,7 @@ of its state, and the worth of the answer before it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -226,9 +227,14 @@ async def execute(store: Store, plan: Plan, reporter: Reporter) -> CreditAudit:
 def kept_audit(value: Json) -> CreditAudit | None:
     """Read a kept result from the state of an audit's run; None for one of another release, and if there is none."""
     try:
-        return None if value is None else TypeAdapter(CreditAudit).validate_python(value)
+        return None if value is None else _reader().validate_python(value)
     except ValidationError:
         return None
+
+
+@functools.cache
+def _reader() -> TypeAdapter[CreditAudit]:
+    return TypeAdapter(CreditAudit)
 
 
 async def _new_run(store: Store, plan: Plan) -> Run:

@@ -56,44 +56,47 @@ def credit() -> None:
     """Measure credit by execution."""
 
 
+Step = Annotated[int | None, typer.Option(help="The step whose rollouts are audited; default: the last one.")]
+HeldOut = Annotated[
+    bool, typer.Option("--held-out", help="Audit the evaluation after --step steps instead of the step.")
+]
+Rollouts = Annotated[int, typer.Option(min=1, help="Number of rollouts, of different tasks as far as possible.")]
+Calls = Annotated[
+    int | None, typer.Option(min=1, help="Most decisions of each rollout, chosen at random; default: all.")
+]
+Credits = Annotated[
+    list[str] | None, typer.Option(help="A credit function to compare; may be repeated. Default: all that can be.")
+]
+JudgeName = Annotated[
+    str, typer.Option(metavar="MODULE:JUDGE", help="A lightning.Judge, whose scores are compared as well.")
+]
+Bounds = Annotated[
+    str,
+    typer.Option(metavar="LOW,HIGH", help="The lowest and the highest possible return; default: those that are seen."),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for vLLM's log and weights made again; default: branches, in the run's.")
+]
+
+
 @app.command("audit")
 def audit(
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
     agent: Annotated[str, typer.Argument(help="The run's agent as MODULE:FUNCTION, called with (task, llm).")],
-    step: Annotated[
-        int | None, typer.Option(help="The step whose rollouts are audited; default: the last one.")
-    ] = None,
-    held_out: Annotated[
-        bool, typer.Option("--held-out", help="Audit the evaluation after --step steps instead of the step.")
-    ] = False,
-    rollouts: Annotated[
-        int, typer.Option(min=1, help="Number of rollouts, of different tasks as far as possible.")
-    ] = 8,
-    calls: Annotated[
-        int | None, typer.Option(min=1, help="Most decisions of each rollout, chosen at random; default: all.")
-    ] = None,
+    step: Step = None,
+    held_out: HeldOut = False,
+    rollouts: Rollouts = 8,
+    calls: Calls = None,
     n: Annotated[int, typer.Option("-n", min=2, help="Branches at each state.")] = 16,
-    credit: Annotated[
-        list[str] | None, typer.Option(help="A credit function to compare; may be repeated. Default: all that can be.")
-    ] = None,
-    judge: Annotated[
-        str, typer.Option(metavar="MODULE:JUDGE", help="A lightning.Judge, whose scores are compared as well.")
-    ] = "",
-    bounds: Annotated[
-        str,
-        typer.Option(
-            metavar="LOW,HIGH", help="The lowest and the highest possible return; default: those that are seen."
-        ),
-    ] = "",
+    credit: Credits = None,
+    judge: JudgeName = "",
+    bounds: Bounds = "",
     seed: Annotated[int, typer.Option(help="Seed of the choice of rollouts and decisions.")] = 0,
     limit: Annotated[int, typer.Option(min=0, help="Most decisions to list.")] = SHOWN,
     runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     yes: Annotated[bool, typer.Option("--yes", help="Let tools run again if the record does not answer them.")] = False,
     runner: LocalRunner = "process",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for vLLM's log and weights made again; default: branches, in the run's."),
-    ] = None,
+    out: Out = None,
     as_json: AsJson = False,
     config: SettingsFile = None,
     set_: Overrides = None,
@@ -243,8 +246,8 @@ def show(report: CreditAudit, limit: int) -> None:
     )
     say(f"[bold]{counted(count, 'decision')} of {len(report.calls)} mattered[/bold]{share}")
     say(
-        f"(at most 5 % of these are expected to be chance; {report.alone} have an interval without 0, before the correction for "
-        f"{len(report.calls)} comparisons)"
+        f"(at most 5 % of these are expected to be chance; {report.alone} have an interval without 0, before the correction "
+        f"for {len(report.calls)} comparisons)"
     )
     shown = sorted(report.calls, key=lambda call: -abs(call.advantage))[:limit]
     if shown:
