@@ -135,10 +135,10 @@ def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Paren
     prefix = prefix_of(recorded, call.transition.seq)
     if found.run is None:
         raise DataError(f"the store does not have the run {recorded.rollout.run} of the rollout {name}")
-    return Parent(url, _folder_of(found.run.id, where, url), found, found.run, call, prefix)
+    return Parent(url, folder_of_run(found.run.id, where, url), found, found.run, call, prefix)
 
 
-def _folder_of(run: str, where: str, url: str) -> Path | None:
+def folder_of_run(run: str, where: str, url: str) -> Path | None:
     """Return the folder of a run whose store has the URL `url`, looked for at and in the place `where`; None if it is not
     there."""
     place = Path("runs" if "://" in where else where)

@@ -316,26 +316,42 @@ def _folder_of_runs(place: str) -> Path:
     return path.resolve().parent if store_in(path) else path
 
 
-async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
-    parent, config = plan.parent, plan.config
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """What answers the agents of branches, and how they are run. `url` is the URL of the store. `model` has the weights of
+    `version`, which answered the parents. `folder` gets vLLM's log and is held while the branches run. With `live_of` no vLLM
+    is started: the policy of that run answers."""
+
+    url: str
+    config: Config
+    model: EvaluatedModel
+    version: int
+    agent: Agent
+    runner: str
+    prompts: Mapping[str, str]
+    folder: Path
+    live_of: Run | None = None
+
+
+async def run_branches(store: Store, run: Run, rollouts: Sequence[Rollout], how: Answering, reporter: Reporter) -> None:
+    """Create a run and its rollouts, which are branches, and run each to its end. The run is marked as ended afterwards.
+
+    Raises `ConfigError` if another process has begun the same run, or if no server answers."""
     async with AsyncExitStack() as resources:
-        store = await resources.enter_async_context(plugins().opened_store(parent.url, make=False))
-        run, number = await _new_run(store, plan)
-        folder = plan.out / run.id
-        resources.enter_context(claim_folder(folder))
-        runner = runner_here(plan.runner, plan.agent, config, folder, parent.url)
-        prompts = Prompts({**parent.found.prompts, **plan.prompts})
+        resources.enter_context(claim_folder(how.folder))
+        runner = runner_here(how.runner, how.agent, how.config, how.folder, how.url)
+        prompts = Prompts(dict(how.prompts))
         agents: Stack | LiveAgents
-        if plan.live:
-            agents = await open_live(resources, store, run, parent.run, config, runner, prompts)
+        if how.live_of is not None:
+            agents = await open_live(resources, store, run, how.live_of, how.config, runner, prompts)
         else:
-            reporter.phase(f"starting the policy server with {plan.model.name}")
+            reporter.phase(f"starting the policy server with {how.model.name}")
             agents = await open_stack(
                 resources,
                 run=run,
-                config=with_dtypes(config, plan.model.folder, "torch"),
-                folder=folder,
-                model=plan.model.folder,
+                config=with_dtypes(how.config, how.model.folder, "torch"),
+                folder=how.folder,
+                model=how.model.folder,
                 store=store,
                 runner=runner,
                 prompts=prompts,
@@ -345,13 +361,31 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
             raise ConfigError(f"another process has begun {stored.id} in this moment: run the command again")
         try:
             if isinstance(agents, Stack):
-                if plan.model.adapters is not None:
-                    await agents.update(plan.model.adapters, parent.version)
+                if how.model.adapters is not None:
+                    await agents.update(how.model.adapters, how.version)
                 await agents.tell_how_to_call()
-            reporter.phase(run.id, plan.n)
-            await agents.execute(_rollouts(plan, run.id, number), reporter.rollout)
+            reporter.phase(run.id, len(rollouts))
+            await agents.execute(list(rollouts), reporter.rollout)
         finally:
             await mark_over(store, run.id, True)
+
+
+async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
+    parent = plan.parent
+    async with plugins().opened_store(parent.url, make=False) as store:
+        run, number = await _new_run(store, plan)
+        how = Answering(
+            parent.url,
+            plan.config,
+            plan.model,
+            parent.version,
+            plan.agent,
+            plan.runner,
+            {**parent.found.prompts, **plan.prompts},
+            plan.out / run.id,
+            parent.run if plan.live else None,
+        )
+        await run_branches(store, run, _rollouts(plan, run.id, number), how, reporter)
         return await _report(store, plan, run)
 
 

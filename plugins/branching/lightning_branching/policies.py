@@ -109,20 +109,31 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
     return EvaluatedModel(name, checked_weights(resource), redacted(url), resource.name)
 
 
-async def model_of_run(
+async def model_at(
     store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
-) -> tuple[EvaluatedModel, str]:
-    """Return a run's model after `step` steps, all its policies together if it has several, and an empty text; or, if that
-    model is lost, the model of the nearest step, and a warning about it.
+) -> EvaluatedModel:
+    """Return a run's model after `step` steps, all its policies together if it has several.
 
-    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if no model of the run is left.
+    `folder` is the run's folder; None if it is not on this machine. Raises `ConfigError` if this model is not there and cannot
+    be made again.
     """
     if folder is None:
         if step:
             raise ConfigError(
                 f"the folder of the run {run.id} is not here, and with it its weights after {step} steps: name them (--weights)"
             )
-        return EvaluatedModel(f"{run.id}@0", _base(run, None)), ""
+        return EvaluatedModel(f"{run.id}@0", _base(run, None))
+    return await _of_run(store, run.id, folder, None, step, into, config)
+
+
+async def model_of_run(
+    store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
+) -> tuple[EvaluatedModel, str]:
+    """Return a run's model as `model_at` does, and an empty text; or, if that model is lost, the model of the nearest step, and
+    a warning about it. Raises `ConfigError` if no model of the run is left.
+    """
+    if folder is None:
+        return await model_at(store, run, None, step, into, config), ""
     last = len(await store.steps(run.id))
     if step > last:
         raise ConfigError(
@@ -130,13 +141,13 @@ async def model_of_run(
             "committed steps: name the weights for the branches (--weights)"
         )
     try:
-        return await _of_run(store, run.id, folder, None, step, into, config), ""
+        return await model_at(store, run, folder, step, into, config), ""
     except ConfigError as error:
         lost = error
     saved = Checkpoints(folder / "checkpoints", keep=1).steps()
     for other in sorted({0, last, *saved} - {step}, key=lambda each: (abs(each - step), each)):
         try:
-            found = await _of_run(store, run.id, folder, None, other, into, config)
+            found = await model_at(store, run, folder, other, into, config)
         except ConfigError:
             continue
         return found, f"{run.id}@{step} is not there any more ({lost}); the nearest that is there is {found.name}"

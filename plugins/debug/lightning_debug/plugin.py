@@ -20,6 +20,7 @@ COMMANDS = {
     "advise": ("run_commands:advise", "Name what is wrong in a run, and what past runs did better."),
     "profile": ("run_commands:profile", "Show where a run's time and tokens went, and what would help."),
     "eval": ("eval_commands:evaluate", "Measure how good a model is at tasks: avg@k and pass@k."),
+    "credit": ("credit_command:app", "Measure credit by execution: which decisions mattered, and which credit saw it."),
     "ab": ("eval_commands:ab", "Compare two prompts, models or temperatures until one is better beyond doubt."),
 }
 """For each command, its function in this package and its line in `lightning --help`."""

@@ -36,6 +36,7 @@ from lightning_console.blocks import (
     Tone,
 )
 from lightning_console.glossary import explained
+from lightning_console.pages.audits import audited_calls
 from lightning_console.pages.policies import versions_of
 from lightning_console.pages.rewards import Trial, trials_of
 from lightning_console.pages.tools import more_links
@@ -115,6 +116,7 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(_timeline(address, view))
     numbers = {line.at: _call(address, line.at) for line in view.branches}
     blocks += [*_messages(address, view), _rewards(view, trials_of(found)), *_calls(address, view)]
+    blocks += audited_calls(view, {each.number: _call(address, each.number) for each in view.calls})
     blocks += [*branches_table(view, numbers), *_tokens(address, view), more_links(found, rollout=view.rollout.id)]
     blocks += [*_commands(found, view), *branch_it(found, view)]
     group = Link(f"group {inside(found, view.rollout.group)}", to("group", found.key, view.rollout.group))

@@ -37,6 +37,7 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
+from lightning_console.pages.audits import audit_blocks
 from lightning_console.pages.metrics import charts_of, picker
 from lightning_console.pages.policies import policies_table
 from lightning_console.pages.tools import more_links
@@ -59,7 +60,7 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places, folder_of
 from lightning_console.queries.advice import advice_of
-from lightning_console.queries.branches import parent_of
+from lightning_console.queries.branches import audits_of, parent_of
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, read_curves, total
 from lightning_console.queries.memo import Memo, apart, stamp_of
 from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, points_of, said_of
@@ -181,6 +182,9 @@ async def page(places: Places, address: Address) -> Page:
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
         waiting = waiting or profiled is None
+    audits, more = await audits_of(found, patience=places.patience)
+    blocks += audit_blocks(found, audits)
+    waiting = waiting or more
     blocks.append(_settings(curves))
     blocks.append(_commands(found, line))
     return Page(
@@ -231,9 +235,9 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
         notices.append(Notice(f"it began with the weights of {line.about.forked_from}"))
     if (parent := await parent_of(found)) is not None:
         key, rollout = parent
-        notices.append(
-            Notice(f"it has branches of {rollout}", links=[Link("their parent", to("rollout", key, rollout))])
-        )
+        of = Link("their parent", to("rollout", key, rollout)) if rollout else Link("the run", to("run", key))
+        what = f"it has branches of {rollout}" if rollout else "it has the branches of a credit audit"
+        notices.append(Notice(what, links=[of]))
     return Notices(notices)
 
 

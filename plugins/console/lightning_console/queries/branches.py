@@ -23,6 +23,7 @@ from lightning.trainer.plan import TRAIN
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
 from lightning_branching.branching import why_not_served
 from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout, version_of
+from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
 from lightning_record.exchanges import packed_in
 
 from lightning_console.places import Located, key_of
@@ -34,7 +35,7 @@ MOST: Final = 512
 """Most branches that are returned."""
 LONGEST_CHANGE: Final = 60
 """Most characters of one change."""
-WORDS: Final = ("rollout", "attempt", "at", "edit", "prompts", "components", "weights", "live")
+WORDS: Final = ("rollout", "attempt", "at", "edit", "prompts", "components", "weights", "live", "audit", "rollouts")
 """The known keys in a run's configuration about its branches; any other key is shown as a change."""
 
 
@@ -78,11 +79,12 @@ NOWHERE: Final = Fork()
 @dataclass(frozen=True, slots=True)
 class _Changes:
     """The change that the branches of a run make to the rollout `parent`: in words, empty for none, and the text of an edited
-    answer (None if none was edited)."""
+    answer (None if none was edited). `audits` is the run whose credit the branches audit; they are of many rollouts."""
 
     parent: str
     changed: str
     edit: str | None
+    audits: str = ""
 
 
 _known: WeakKeyDictionary[Store, dict[tuple[str, float], _Changes | None]] = WeakKeyDictionary()
@@ -146,7 +148,8 @@ async def _read(store: Store, config: Mapping[str, Json]) -> _Changes | None:
     before = _sampling(run.config, held_out=parent.split != TRAIN) if run is not None and parent is not None else {}
     parts += [f"{name} {value}" for name, value in sampling.items() if before.get(name) != value]
     parts += [f"{name}: {one_line(value, LONGEST_CHANGE)}" for name, value in said.items() if name not in WORDS]
-    return _Changes(str(said.get("rollout", "")), ", ".join(parts), None if edit is None else str(edit))
+    audits = str(said.get("audit", "")).rpartition("@")[0]
+    return _Changes(str(said.get("rollout", "")), ", ".join(parts), None if edit is None else str(edit), audits)
 
 
 async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -> str:
@@ -190,13 +193,13 @@ async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[st
 async def branches_of(
     located: Located, parents: Sequence[str], *, patience: float | None = None
 ) -> tuple[list[Branch], bool]:
-    """Return the branches of these rollouts that are in other runs, and whether the result may still change. Runs that were not
-    read within `patience` seconds (None: no limit) are left for the next call."""
+    """Return the branches of these rollouts that are in other runs, but for those of credit audits, and whether the result may
+    still change. Runs that were not read within `patience` seconds (None: no limit) are left for the next call."""
     wanted, store = set(parents), located.store
     found: list[Branch] = []
     runs, live = await _runs(located, patience)
     for run, changes in runs:
-        if changes.parent not in wanted:
+        if changes.parent not in wanted or changes.audits:
             continue
         own = [each async for each in each_rollout(store, run) if each.parent and each.parent[0] in wanted]
         found += [Branch(each, key_beside(located, run), changes.changed, changes.edit) for each in own]
@@ -206,19 +209,32 @@ async def branches_of(
     return found[:MOST], live
 
 
+async def audits_of(located: Located, *, patience: float | None = None) -> tuple[list[CreditAudit], bool]:
+    """Return the credit audits of a run, the newest first, and whether there may be more. Runs that were not read within
+    `patience` seconds (None: no limit) are left for the next call."""
+    runs, more = await _runs(located, patience)
+    names = [run for run, changes in runs if changes.audits == located.run.id]
+    kept = [kept_audit(await located.store.get_state(name, KEPT)) for name in names]
+    return [audit for audit in kept if audit is not None], more
+
+
 async def runs_with_branches(located: Located) -> list[str]:
-    """Return the keys of the other runs that have branches of this run's rollouts."""
+    """Return the keys of the other runs that have branches of this run's rollouts, but for credit audits, which have
+    hundreds."""
     keys = []
     for run, changes in (await _runs(located, None))[0]:
         parent = await located.store.get_rollout(changes.parent)
-        if parent is not None and parent.run == located.run.id:
+        if not changes.audits and parent is not None and parent.run == located.run.id:
             keys.append(key_beside(located, run))
     return keys
 
 
 async def parent_of(located: Located) -> tuple[str, str] | None:
-    """Return the parent of a run's branches: the key of its run, and its id. None for a run that was not made for branches."""
+    """Return the parent of a run's branches: the key of its run, and its id, which is empty if the branches audit the credit of
+    that run. None for a run that was not made for branches."""
     changes = await _changes(located.store, located.run)
+    if changes is not None and changes.audits:
+        return key_beside(located, changes.audits), ""
     parent = await located.store.get_rollout(changes.parent) if changes is not None else None
     return (key_beside(located, parent.run), parent.id) if parent is not None else None
 

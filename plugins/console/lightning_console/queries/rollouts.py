@@ -19,6 +19,7 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.trainer.training_data import load_groups
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
+from lightning_debug.credit_audit import AuditedCall, CreditAudit
 from lightning_debug.judge import Judge, Judgements, Opinion
 from lightning_record.exchanges import parents_of
 
@@ -27,6 +28,7 @@ from lightning_console.queries.branches import (
     NOWHERE,
     Branch,
     Fork,
+    audits_of,
     branches_of,
     changes_of,
     fork_of,
@@ -114,7 +116,7 @@ class RolloutView:
     `empty` says why. `texts` says why messages are not as recorded. `siblings` are the group's rollouts that are not branches.
     `beginning` is where a branch starts (None for any other rollout), `branches` are the branches of this rollout,
     and `fork` says whether one can begin at the chosen call. `agent` is the run's agent as MODULE:FUNCTION; empty if not
-    known."""
+    known. `audit` is the newest credit audit that executed decisions of the attempt."""
 
     rollout: Rollout
     attempts: int
@@ -135,6 +137,7 @@ class RolloutView:
     fork: Fork = NOWHERE
     agent: str = ""
     judged: Judged = NOT_JUDGED
+    audit: CreditAudit | None = None
 
     @property
     def before(self) -> int:
@@ -182,6 +185,8 @@ async def rollout_view(
     reward = found.reward if own.attempt == newest else None
     group = await group_of(located, found.group, found)
     branches, grows = await _branches(located, own, transitions, group, patience)
+    audits, more = await audits_of(located, patience=patience)
+    audit = next((each for each in audits if any(_is_of(call, own) for call in each.calls)), None)
     return RolloutView(
         own,
         newest,
@@ -194,7 +199,7 @@ async def rollout_view(
         ended,
         proof,
         tuple(each for each in group if each.parent is None),
-        grows or await may_change(store, [found]),
+        grows or more or await may_change(store, [found]),
         "" if calls else await why_no_calls(store, own),
         next((each.missing for each in said if each.missing and not each.reply), ""),
         await _beginning(located, found),
@@ -202,7 +207,12 @@ async def rollout_view(
         await _fork(located, own, newest, transitions, ended, chosen),
         await agent_of(store, located.run),
         await _judged(located, proof, own) if own.attempt == newest else NOT_JUDGED,
+        audit,
     )
+
+
+def _is_of(call: AuditedCall, rollout: Rollout) -> bool:
+    return (call.rollout, call.attempt) == (rollout.id, rollout.attempt)
 
 
 async def _judged(located: Located, proof: StepProof, rollout: Rollout) -> Judged:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
-from lightning.algorithms.intake import Overlong, with_rules
 from lightning.algorithms.protocol import Algorithm, Batch, head_of
 from lightning.batch import FloatArray, Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
@@ -25,6 +24,7 @@ from lightning.trainer.context import Epoch, epoch_at, read_epochs
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import agents_of_step, load_groups, rollout_digest
 from lightning.types import Rollout, Run, StepRecord
+from lightning_debug.credit_choice import rewarded
 from lightning_debug.rules import last_line
 from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values, rollouts_of
 
@@ -183,10 +183,10 @@ def _derived(
             proved = not why
         except Exception as error:  # noqa: BLE001 — isolates algorithms and credit functions of others
             why = f"its batch cannot be derived again: {type(error).__name__}: {error}"
-    rewarded = [_rewarded(group, algorithm) for group in groups]
+    with_rules = [rewarded(group, algorithm) for group in groups]
     given = _credits(batch.samples if batch else ())
     members, spreads = {}, {}
-    for group, counted in zip(groups, rewarded, strict=True):
+    for group, counted in zip(groups, with_rules, strict=True):
         returns = [rollout_return(member) for member in counted.trajectories]
         if returns:
             spreads[group.id] = (float(np.mean(returns)), float(np.std(returns)), len(returns))
@@ -216,17 +216,6 @@ def _doubt(record: StepRecord, batch: Batch) -> str:
     except DataError as error:
         return str(error)
     return "the rows that are derived now are not those that the step recorded: run `lightning audit`"
-
-
-def _rewarded(group: Group, algorithm: Algorithm | None) -> Group:
-    """Return the group with the rewards that its algorithm's rules add: for tools, and for answers that are too long."""
-    tokens = getattr(algorithm, "overlong_tokens", None)
-    overlong = None
-    if tokens is not None:
-        overlong = Overlong(
-            tokens, getattr(algorithm, "overlong_buffer", 0), getattr(algorithm, "overlong_penalty", 1.0)
-        )
-    return with_rules(group, getattr(algorithm, "tool_reward", None), overlong)
 
 
 def _credits(samples: Sequence[Sample]) -> dict[str, dict[int, tuple[Sample, TokenSpan]]]:
