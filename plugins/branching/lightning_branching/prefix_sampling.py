@@ -223,8 +223,8 @@ def _begun_at(planned: Rollout, beginning: Beginning) -> Rollout:
 
 
 def prefix_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of a step's prefixes: the share of groups that began at one (`prefix_groups`), the mean reward of these
-    rollouts (`prefix_reward`; `reward` is that of the others), the share of groups of each kind whose rewards differ
+    """Return the metrics of a step's prefixes: the share of groups that began at one (`prefix_groups`), the mean reward of
+    their rollouts (`prefix_reward`; `reward` is that of the others), the share of groups of each kind whose rewards differ
     (`differing/prefix`, `differing/task`), the void rollouts (`prefix_void`, and by reason `prefix_void/...`), the tokens that
     were sampled (`sampled_tokens`), and those that prefixes took from the record instead (`prefix_tokens`)."""
     behind = {rollout.group for rollout in rollouts if rollout.parent is not None}

@@ -8,7 +8,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -23,7 +24,7 @@ from lightning.testing.fake_vllm import Reply
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.types import Rollout, Status, Task
+from lightning.types import Rollout, Run, Status, Task
 from lightning_branching.config import BranchingConfig
 from lightning_branching.prefix_choice import HALF, Begun, Chooser, Parent, Place
 from lightning_branching.prefix_sampling import prefix_sampler
@@ -32,7 +33,13 @@ from lightning_proof.audit import audit
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 GRPO = LightningRL("grpo", group_size=8)
 CALLS = 4
-PREFIX = {"trainer__sampling": "prefix", "trainer__task_share": 0.3, "trainer__steps": 4, "trainer__tasks_per_step": 3}
+PREFIX = {
+    "trainer__sampling": "prefix",
+    "trainer__task_share": 0.3,
+    "trainer__steps": 3,
+    "trainer__tasks_per_step": 3,
+    "trainer__eval_every": 0,
+}
 TASKS = [Task(f"question {number}") for number in range(4)]
 
 
@@ -62,7 +69,7 @@ async def test_groups_begin_behind_prefixes_and_are_trained_audited_and_counted(
     async with bench(tmp_path / "run", lucky, algorithm=GRPO, script=answers(), train=TASKS, **PREFIX) as made:
         await made.loop.run({})
         report = await audit(made.store, "run")
-        assert (report.steps, report.ok) == (4, True), report.findings
+        assert (report.steps, report.ok) == (3, True), report.findings
         records = await made.store.steps("run")
         assert records[0].metrics["prefix_groups"] == 0.0  # nothing is known yet
         every = await all_rollouts(made.store, "run", split="train")
@@ -71,6 +78,7 @@ async def test_groups_begin_behind_prefixes_and_are_trained_audited_and_counted(
         begun = [each for each in every if each.parent is not None]
         assert begun
         for each in begun:
+            assert each.parent is not None
             parent = by_id[each.parent[0]]
             assert parent.step < each.step
             assert parent.parent is None
@@ -134,11 +142,11 @@ async def test_void_prefixes_are_counted_said_and_not_begun_behind_again(
                 said += await ask(session, llm, f"{task.input} at {next(clock)}")
         return float(said == "y" * CALLS)
 
-    settings = PREFIX | {"trainer__steps": 8}
+    settings = PREFIX | {"trainer__steps": 4}
     async with bench(tmp_path / "run", agent, algorithm=GRPO, script=answers(), train=TASKS, **settings) as made:
         await made.loop.run({})
         records = await made.store.steps("run")
-        assert len(records) == 8
+        assert len(records) == 4
         void = sum(record.metrics["prefix_void"] for record in records)
         assert void == sum(record.metrics.get("prefix_void/other_request", 0.0) for record in records) > 0
         every = await all_rollouts(made.store, "run", split="train")
@@ -170,7 +178,9 @@ async def test_agents_of_one_call_are_said_to_have_no_prefixes(
 
 async def test_groups_begin_behind_rollouts_of_another_run(bench: Open, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    async with bench(folder, lucky, algorithm=GRPO, script=answers(), train=TASKS, trainer__tasks_per_step=4) as made:
+    async with bench(
+        folder, lucky, algorithm=GRPO, script=answers(), train=TASKS, trainer__steps=2, trainer__eval_every=0
+    ) as made:
         await made.loop.run({})
         store = made.store
         run = await store.get_run("run")
@@ -178,10 +188,7 @@ async def test_groups_begin_behind_rollouts_of_another_run(bench: Open, tmp_path
         sampler = prefix_sampler(asked({"trainer.sampling": "prefix", "trainer.prefix_run": "run"}))
         assert sampler is not None
 
-        class Ground:
-            """What `start` looks at, of a run beside the first."""
-
-        sampler.stack = type("Stack", (), {"store": store, "run": Rollout("other", "other", TASKS[0], "g")})()  # type: ignore[assignment]
+        sampler.stack = cast("Any", SimpleNamespace(store=store, run=Run("other", "other")))
         sampler.config = asked({"trainer.prefix_run": "run", "trainer.sampling": "prefix"}).config.trainer
         sampler.tasks, sampler.agents = TASKS, ()
         await sampler.start()
