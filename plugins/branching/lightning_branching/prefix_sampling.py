@@ -106,8 +106,8 @@ class PrefixSampler(TurnSampler):
 
     async def _beginnings(self, step: int, count: int) -> AsyncIterator[Beginning]:
         """Yield the beginnings for at most `count` groups, each of another task."""
-        found, chooser = 0, self._chooser
-        for task in islice(chooser.skewed(), TRIED * count):
+        found, chooser, able = 0, self._chooser, {task.id for task in self.tasks}
+        for task in islice((name for name in chooser.skewed() if name in able), TRIED * count):
             for begun in islice(chooser.parents(task), TRIED):
                 parent = await self._parent(begun.rollout, begun.attempt)
                 if parent is not None and parent.places:
@@ -148,6 +148,8 @@ class PrefixSampler(TurnSampler):
             return None
         (group,) = await self.groups_of([rollout])
         (member,) = group.trajectories
+        if not member.transitions:  # `lightning db prune` removed them
+            return None
         if why := why_not_replayable((*member.transitions, *member.refused, *member.lost), member.tool_events):
             self._tell(why)
             return None
@@ -165,8 +167,8 @@ class PrefixSampler(TurnSampler):
     async def _borrow(self, name: str) -> None:
         if await self.stack.store.get_run(name) is None or name == self.stack.run.id:
             raise ConfigError(
-                f"trainer.prefix_run = {name!r}: the store of this run has no other run of that name. Name one of "
-                "`lightning runs` in this store, or leave the setting out"
+                f"trainer.prefix_run = {name!r}: the store of this run has no other run of that name. Keep both runs "
+                "in one store (--store), or leave the setting out"
             )
         wanted = {task.id for task in self.tasks}
         lent: dict[str, list[Begun]] = {}
