@@ -131,8 +131,8 @@ class PrefixSampler(TurnSampler):
             name, attempt, seq = first.parent
             if all(map(is_void, group)):
                 self._chooser.add_void(name)
-            parent = await self._parent(name, attempt)
-            self._chooser.add_behind(first.task.id, step, parent, seq, [float(one.reward or 0.0) for one in known])
+            rewards = [one.reward for one in known if one.reward is not None]
+            self._chooser.add_behind(first.task.id, step, await self._parent(name, attempt), seq, rewards)
         self._learned = step
 
     async def _parent(self, name: str, attempt: int) -> Parent | None:
@@ -213,7 +213,8 @@ class PrefixSampler(TurnSampler):
 
 
 def _begun(rollout: Rollout) -> Begun:
-    return Begun(rollout.id, rollout.attempt, float(rollout.reward or 0.0), rollout.status is Status.SUCCEEDED)
+    assert rollout.reward is not None, "asked of rollouts with a reward"
+    return Begun(rollout.id, rollout.attempt, rollout.reward, rollout.status is Status.SUCCEEDED)
 
 
 def _begun_at(planned: Rollout, beginning: Beginning) -> Rollout:
