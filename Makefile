@@ -14,13 +14,13 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-long gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs dist golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-long gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-prefix compare-quest ablate docs dist golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
 
 # One thread is fastest with the tiny models; what a real one needs is chosen when it is started.
-test-fast test-frameworks test-slow test-long test-official bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate: export OMP_NUM_THREADS ?= 1
+test-fast test-frameworks test-slow test-long test-official bench chaos compare compare-engines compare-correction compare-order compare-distill compare-prefix compare-quest ablate: export OMP_NUM_THREADS ?= 1
 
 test: test-fast test-frameworks test-slow
 
@@ -102,6 +102,10 @@ compare-order: $(READY)
 # A student with the trained demonstration as its teacher, and with rewards alone.
 compare-distill: $(READY)
 	$(BIN)/python tests/bench/bench_distill.py $(ARGS)
+
+# Groups behind prefixes beside groups from the task.
+compare-prefix: $(READY)
+	$(BIN)/python tests/bench/compare/prefix.py $(or $(ARGS),--publish)
 
 # Credits on the quest of SmolLM2: one for the whole rollout, and those that compare calls in the same state.
 compare-quest: $(READY)

@@ -129,6 +129,7 @@ SMALLEST: dict[str, Size] = {
     "long_rollouts": Size(["--rollouts", "4", "--calls", "2", "--tokens", "2048", "--repeats", "1"]),
     "logprobs": Size(["--tokens", "64"], {"TURNS": 1}),
     "order": Size(["--seeds", "1", "--steps", "2"]),
+    "prefix": Size(["--seeds", "1"], {"CALLS": (3,), "FIRST": (0.05,), "MOST": 500}),
     "postgres_notify": Size(["--seconds", "0.2", "--writers", "1", "--rounds", "1"]),
     "record_whole": Size(["--conversations", "1"], {"KINDS": {"1 call": (1, 100)}}),
     "search": Size(["--rollouts", "8", "--calls", "2"], {"POLL": 0.05}),

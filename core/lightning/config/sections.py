@@ -81,7 +81,7 @@ class TrainerConfig(Section):
     sampling: str = "independent"
     """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or in a way that a plugin adds.
     `tree` samples some from the beginning (`trunks`), and spends the rest of the group's tokens on branches of these, for the
-    credit `branch`."""
+    credit `branch`. `prefix` lets groups of tasks that nearly always fail or succeed begin inside earlier rollouts."""
     policy_fault: float | Literal["mask", "exclude"] = 0.0
     """How training treats a rollout that failed by the model's own fault (an invented tool, an endless answer, ...). A number
     is its reward. `mask` compares the other rollouts with it as with a reward of 0, but does not train its calls. `exclude`

@@ -227,16 +227,15 @@ def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: S
     rollouts that may follow in it.
 
     A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again, under
-    new ids. A resume also plans the step again if it plans other tasks or another number of rollouts for each task, or if
-    branches have the places of rollouts that begin at their task.
+    new ids. A resume also plans the step again if it plans other tasks, another number of rollouts for each task, or rollouts
+    that begin elsewhere.
     """
     newest = newest_generation(rollouts)
     every = of_generation(rollouts, newest)
-    mine = [rollout for rollout in every if rollout.parent is None]  # branches follow from these
-    meant = {(_place_of(rollout), rollout.task.id) for rollout in (*planned, *later)}
-    other = any((_place_of(rollout), rollout.task.id) not in meant for rollout in mine)
-    places = {place for place, _ in meant}
-    other = other or any(rollout.parent is not None and _place_of(rollout) in places for rollout in every)
+    meant = {_place_of(rollout): (rollout.task.id, rollout.parent) for rollout in (*planned, *later)}
+    # Branches at other places follow from the planned rollouts.
+    mine = [rollout for rollout in every if rollout.parent is None or _place_of(rollout) in meant]
+    other = any(meant.get(_place_of(rollout)) != (rollout.task.id, rollout.parent) for rollout in mine)
     return newest + (other or (len(mine) == len(planned) and is_lost(mine)))
 
 

@@ -301,6 +301,11 @@ class TurnSampler(Sampler):
         """Return how many rollouts of a group begin at its task; a subclass may add the others in `grow`."""
         return group_size
 
+    def beginnings(self, planned: list[Rollout]) -> list[Rollout]:
+        """Return the planned rollouts of a wave as they are to begin: here all at their task. A subclass may make them branches
+        of ended rollouts. It must return the same after the same committed steps."""
+        return planned
+
     async def grow(self, ended: list[Rollout], group_size: int, what: str) -> list[Rollout]:
         """Add rollouts to groups that have ended, and return all rollouts of the groups. This sampler adds none."""
         return ended
@@ -343,7 +348,8 @@ class TurnSampler(Sampler):
             begin = place_after(until, taken, self.tasks)
             tasks = tasks_of_wave(self.tasks, step - now.first, wave, count, config.seed, order, begin)
         begun = self.begun(size)
-        return train_rollouts(self.stack.run.id, step, tasks, begun, attempts, generation=number, first=first)
+        planned = train_rollouts(self.stack.run.id, step, tasks, begun, attempts, generation=number, first=first)
+        return self.beginnings(planned)
 
 
 def _per_step(epoch: Epoch, otherwise: int) -> int:

@@ -124,7 +124,7 @@ async def load_groups(
 ) -> list[Group]:
     """The groups of succeeded rollouts, in the order their first rollout was created. Failed rollouts are absent, but for those
     that the policy failed, which are what `policy_fault` makes of them."""
-    done = [scored for rollout in rollouts if (scored := _scored(rollout, policy_fault)) is not None]
+    done = [known for rollout in rollouts if (known := scored(rollout, policy_fault)) is not None]
     attempts = [(rollout.id, rollout.attempt) for rollout in done]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of(attempts)
     of_parents = await _calls_of_parents(store, done, dict(zip(attempts, calls, strict=True)))
@@ -164,7 +164,7 @@ async def _calls_of_parents(
     return {**known, **dict(zip(there, await store.transitions_of(there) if there else (), strict=True))}
 
 
-def _scored(rollout: Rollout, policy_fault: PolicyFault) -> Rollout | None:
+def scored(rollout: Rollout, policy_fault: PolicyFault) -> Rollout | None:
     """The rollout with the reward that training gives it; None where it is in no group."""
     if rollout.status is Status.SUCCEEDED:
         return rollout

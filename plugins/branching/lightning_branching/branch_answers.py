@@ -23,6 +23,8 @@ from lightning_record import exchanges
 
 from lightning_branching.divergence import diverged
 from lightning_branching.recorded import (
+    NOT_ASKED,
+    OTHER_TOKENS,
     VOID,
     MeantChanges,
     Prefix,
@@ -134,7 +136,7 @@ class BranchedAttempt:
             pairs = zip(prompt_ids, recorded, strict=False)
             place = next((n for n, (now, then) in enumerate(pairs) if now != then), min(len(prompt_ids), len(recorded)))
             self.refuse(
-                f"the prompt of call {at.number} has other tokens than were recorded, from token {place} on: the chat template "
+                f"the prompt of call {at.number} {OTHER_TOKENS}, from token {place} on: the chat template "
                 "or the tokenizer has changed. Branch with the model that the rollout ran with"
             )
 
@@ -180,7 +182,7 @@ class BranchedAttempt:
                     left = self._calls.left
                     first = left[0] if left else self.prefix.at
                     self.refuse(
-                        f"call {first.number} of {first.caller} was not asked for again within {PATIENCE:g} s: the agent's "
+                        f"call {first.number} of {first.caller} {NOT_ASKED} within {PATIENCE:g} s: the agent's "
                         "code has changed, or runs otherwise each time; or its calls came to several servers, and a branch's "
                         "have to come to one"
                     )

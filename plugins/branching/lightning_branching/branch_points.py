@@ -98,14 +98,19 @@ def _order(trunk: Trajectory) -> tuple[int, str]:
     return trunk.rollout.index, trunk.rollout.id
 
 
-def _places(trunk: Trajectory) -> list[_Place]:
-    """Return the calls of a trunk that can be branched at. The expected cost of a branch is the number of tokens that the trunk
-    sampled from the call on."""
-    able = [
+def places_of(trunk: Trajectory) -> list[Transition]:
+    """Return the calls of a trunk that can be branched at."""
+    return [
         call
         for call, trainable in zip(trunk.transitions, trunk.trainable, strict=True)
         if call.choice == 0 and is_trained(call, trainable) and _can_branch(trunk, call)
     ]
+
+
+def _places(trunk: Trajectory) -> list[_Place]:
+    """Return the calls of a trunk that can be branched at. The expected cost of a branch is the number of tokens that the trunk
+    sampled from the call on."""
+    able = places_of(trunk)
     costs = [sum(len(other.response_ids) for other in trunk.transitions if not is_prefix(other, call)) for call in able]
     return [
         _Place(trunk, call, cost, rank, len(able)) for rank, (call, cost) in enumerate(zip(able, costs, strict=True))

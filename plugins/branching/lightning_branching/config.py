@@ -1,4 +1,4 @@
-"""The settings of trees of rollouts, in the section `trainer`."""
+"""The settings of trees of rollouts and of rollouts that begin at prefixes, in the section `trainer`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pydantic import Field
 
 BranchBy = Literal["random", "entropy", "variance"]
 TREE: Final = "tree"
-"""The value of `trainer.sampling`."""
+PREFIX: Final = "prefix"
+"""The values of `trainer.sampling`."""
 
 
-class TreeConfig(PluginSettings):
-    """Trees of rollouts (`trainer.sampling = tree`)."""
+class BranchingConfig(PluginSettings):
+    """Trees of rollouts (`trainer.sampling = tree`), and groups that begin at prefixes (`trainer.sampling = prefix`)."""
 
     place: ClassVar[str] = "trainer"
     trunks: int | None = Field(default=None, ge=1)
@@ -23,8 +24,16 @@ class TreeConfig(PluginSettings):
     branch_by: BranchBy = "random"
     """With `sampling = tree`: the calls at which to branch: `random`; `entropy`, first where the answer to a tool's result was
     most uncertain; `variance`, where the returns of the first branches differ most."""
+    task_share: float = Field(default=0.5, gt=0.0, le=1.0)
+    """With `sampling = prefix`: share of the groups that always begin at their task. The others begin at a prefix where one is
+    known."""
+    prefix_run: str | None = None
+    """With `sampling = prefix`: another run in the same store, whose training rollouts groups may begin behind, too."""
 
     def check(self) -> None:
-        """Raise `ConfigError` for settings of trees in a run that samples none."""
-        if getattr(self, "sampling", "") != TREE and (self.trunks is not None or self.branch_by != "random"):
-            raise ConfigError("trainer.trunks and trainer.branch_by are for trainer.sampling = tree: set that, too")
+        """Raise `ConfigError` for settings of trees or prefixes in a run that samples none."""
+        sampling, plain = getattr(self, "sampling", ""), type(self).model_fields
+        for kind, names in ((TREE, ("trunks", "branch_by")), (PREFIX, ("task_share", "prefix_run"))):
+            if sampling != kind and any(getattr(self, name) != plain[name].default for name in names):
+                both = " and ".join(f"trainer.{name}" for name in names)
+                raise ConfigError(f"{both} are for trainer.sampling = {kind}: set that, too")

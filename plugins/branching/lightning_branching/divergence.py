@@ -15,7 +15,7 @@ from typing import Any, Final
 from lightning.types import shared_prefix
 from lightning_record.exchanges import written
 
-from lightning_branching.recorded import RecordedCall
+from lightning_branching.recorded import NOT_RECORDED, RecordedCall
 
 MOST_VALUES: Final = 20_000
 """Most values of a request that are compared with those of another, to find the most similar one."""
@@ -56,7 +56,7 @@ class Divergence:
     suspect: str = ""
 
     def __str__(self) -> str:
-        asked = f"{self.caller} asked {self.path} for something that is not in the record"
+        asked = f"{self.caller} asked {self.path} {NOT_RECORDED}"
         if self.nearest is None:
             return f"{asked}: {self.suspect}"
         return (

@@ -1,4 +1,4 @@
-"""Plan branches of rollouts that a training has sampled, and warn of algorithms that do not credit branches as such.
+"""Check the settings of runs that sample branches, plan branches, and warn of algorithms that do not credit them as such.
 
 The invariant: the ids of branches follow from their group and their numbers alone, so that planning them twice is harmless.
 """
@@ -10,10 +10,39 @@ from collections.abc import Iterable, Sequence
 
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch import Trajectory
+from lightning.errors import ConfigError
+from lightning.gateway.stages import CONTRACT
 from lightning.plugins import plugins
+from lightning.trainer.samplers import Asked
+from lightning.trainer.stack import check_gateway
 from lightning.types import Rollout, Transition
+from lightning_record.config import RecordConfig
 
 logger = logging.getLogger(__name__)
+
+
+def check_branching(asked: Asked, sampling: str, why_in_turns: str) -> bool:
+    """Return whether a run asks for this value of `trainer.sampling`, under which rollouts are branches. `why_in_turns` is why
+    no rollout may be sampled while the engine trains. Raises `ConfigError` for settings under which there can be none."""
+    config, trainer = asked.config, asked.config.trainer
+    if trainer.sampling != sampling:
+        return False
+    setting = f"trainer.sampling = {sampling}"
+    if asked.recorded is not None:
+        raise ConfigError(f"{setting} samples rollouts for weights to learn from: a record and a search do not")
+    if trainer.max_staleness:
+        raise ConfigError(
+            f"{setting} with trainer.max_staleness = {trainer.max_staleness}: {why_in_turns}. Set max_staleness to 0"
+        )
+    if not RecordConfig.of(config).record_requests:
+        raise ConfigError(f"{setting} needs gateway.record_requests: branches begin with what is recorded")
+    if (line := check_gateway(config.gateway)).named("texts") is None:
+        raise ConfigError(
+            CONTRACT.not_carried_out(
+                f"{setting}: branches begin with what is recorded", "texts", line.versions, "leave trainer.sampling out"
+            )
+        )
+    return True
 
 
 def branch_rollouts(points: Sequence[tuple[Trajectory, Transition]], first: int) -> list[Rollout]:

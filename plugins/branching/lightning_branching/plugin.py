@@ -1,5 +1,5 @@
 """The plugin `branching`, for branches and replays of recorded rollouts: a call stage, an attempt stage, the route for a
-branch's tools, the sampler of trees, and two commands."""
+branch's tools, the samplers of trees and of prefixes, and two commands."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_settings(register: Callable[[str, Callable[[], type[PluginSettings]]], None]) -> None:
-    """Register the settings of trees of rollouts."""
-    register("tree", later("lightning_branching.config:TreeConfig"))
+    """Register the settings of trees of rollouts and of prefixes."""
+    register("branching", later("lightning_branching.config:BranchingConfig"))
 
 
 @hookimpl
@@ -45,8 +45,9 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
 
 @hookimpl
 def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
-    """Register the sampler `tree`."""
+    """Register the samplers `tree` and `prefix`."""
     register("tree", made_later("lightning_branching.tree_sampling:tree_sampler"))
+    register("prefix", made_later("lightning_branching.prefix_sampling:prefix_sampler"))
 
 
 @hookimpl

@@ -25,6 +25,17 @@ NEVER_BRANCHED: Final = (
     f"{VOID} the agent ended without an answer to the call at which it branches. It has to run as it did: give it the time and "
     "random numbers with its task"
 )
+NOT_RECORDED: Final = "for something that is not in the record"
+OTHER_TOKENS: Final = "has other tokens than were recorded"
+NOT_ASKED: Final = "was not asked for again"
+"""Parts of the errors of void branches, one for each reason."""
+VOID_REASONS: Final = (
+    (NEVER_BRANCHED, "never_branched"),
+    (OTHER_TOKENS, "other_tokens"),
+    (NOT_ASKED, "not_asked_again"),
+    (NOT_RECORDED, "other_request"),
+)
+"""What is in the error of a void branch, and the name under which its reason is counted."""
 CHANGES: Final = "branch"
 """The key of a run's configuration for the changes of its branches: `{"edit": text, "prompts": true}`. `{"live": version}`
 there says that the policy of the parent's run answers, as long as it has that version."""
@@ -214,6 +225,11 @@ async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transiti
 def is_void(rollout: Rollout) -> bool:
     """Whether an ended rollout is a void branch: one that did not begin as its parent did."""
     return rollout.parent is not None and rollout.error.startswith(VOID)
+
+
+def void_reason(rollout: Rollout) -> str:
+    """Return the name of the reason why a rollout is a void branch, for counting."""
+    return next((name for said, name in VOID_REASONS if said in rollout.error), "no_record")
 
 
 def edit_key(rollout: str, attempt: int) -> str:

@@ -14,18 +14,15 @@ from lightning.batch import Group, Trajectory
 from lightning.bounded import Once
 from lightning.config import TrainerConfig
 from lightning.errors import ConfigError
-from lightning.gateway.stages import CONTRACT
 from lightning.safe_text import counted
 from lightning.trainer.samplers import Asked, Sampled, TurnSampler
-from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
 from lightning.types import Rollout, Transition
-from lightning_record.config import RecordConfig
 from lightning_record.exchanges import why_not_replayable
 
 from lightning_branching.branch_points import branch_points
-from lightning_branching.config import TREE, TreeConfig
-from lightning_branching.planned import branch_rollouts, warn_of_credit
+from lightning_branching.config import TREE, BranchingConfig
+from lightning_branching.planned import branch_rollouts, check_branching, warn_of_credit
 from lightning_branching.recorded import is_void
 
 logger = logging.getLogger(__name__)
@@ -34,29 +31,9 @@ logger = logging.getLogger(__name__)
 def check_tree(asked: Asked) -> bool:
     """Return whether a run asks for trees. Raises `ConfigError` for settings under which groups cannot be sampled as trees, and
     for settings of trees without trees."""
-    config, trainer = asked.config, asked.config.trainer
-    if trainer.sampling != TREE:
+    if not check_branching(asked, TREE, "branches are of the policy that sampled their trunk"):
         return False
-    if asked.recorded is not None:
-        raise ConfigError(
-            "trainer.sampling = tree samples rollouts for weights to learn from: a record and a search do not"
-        )
-    if trainer.max_staleness:
-        raise ConfigError(
-            f"trainer.sampling = tree with trainer.max_staleness = {trainer.max_staleness}: branches are of the policy that "
-            "sampled their trunk. Set max_staleness to 0"
-        )
-    if not RecordConfig.of(config).record_requests:
-        raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
-    if (line := check_gateway(config.gateway)).named("texts") is None:
-        raise ConfigError(
-            CONTRACT.not_carried_out(
-                "trainer.sampling = tree: branches begin with what is recorded",
-                "texts",
-                line.versions,
-                "leave trainer.sampling out",
-            )
-        )
+    trainer = asked.config.trainer
     for size in (algorithm.group_size for _, algorithm in asked.schedule.phases):
         if (trunks := trunks_of(trainer, size)) >= size:
             raise ConfigError(
@@ -69,7 +46,7 @@ def check_tree(asked: Asked) -> bool:
 
 def trunks_of(config: TrainerConfig, group_size: int) -> int:
     """Return the number of trunks in a group: rollouts that begin at its task."""
-    return TreeConfig.of(config).trunks or max(1, group_size // 2)
+    return BranchingConfig.of(config).trunks or max(1, group_size // 2)
 
 
 def tree_sampler(asked: Asked) -> TreeSampler | None:
@@ -103,7 +80,7 @@ class TreeSampler(TurnSampler):
         differ."""
         count = self.begun(group_size)
         shares = [(group_size - count) / count]
-        shares = [shares[0] / 2] * 2 if TreeConfig.of(self.config).branch_by == "variance" else shares
+        shares = [shares[0] / 2] * 2 if BranchingConfig.of(self.config).branch_by == "variance" else shares
         numbered: dict[str, int] = {}
         order = list(dict.fromkeys(rollout.group for rollout in ended))
         for number, share in enumerate(shares):
@@ -133,7 +110,7 @@ class TreeSampler(TurnSampler):
         points = branch_points(
             able,
             tokens,
-            TreeConfig.of(self.config).branch_by,
+            BranchingConfig.of(self.config).branch_by,
             f"{self.config.seed}/{group.id.partition('/')[2]}/{number}",
             [member for member in known if member.rollout.parent is not None],
         )

@@ -153,7 +153,8 @@ class Branched:
     its independent rollouts. Without `shared`, states after a branch weigh more than their frequency under the policy.
 
     Calls without a comparison get 0: those of a single independent rollout up to its first node, and those of a branch whose
-    parent is not in the group. Several such branches at one call are compared with each other.
+    parent is not in the group. Several such branches at one call are compared with each other; if the whole group begins there,
+    that call is its start.
 
     The estimator is not used, and advantages are in units of the reward. Given the state of a node, its continuations are
     independent, so no baseline biases the policy gradient, under one condition: the choice of the call to branch at may depend
@@ -181,9 +182,10 @@ class Branched:
             for cut, segment in zip(reversed(line.cuts), reversed(line.segments[:-1]), strict=True):
                 segment.value = float(np.mean([other.value for other in nodes[cut.key]]))
         cuts = {cut.key for line in lines for cut in line.cuts}
-        for key, segments in nodes.items():
-            if key not in cuts:
-                self._compare(segments, None, 1.0 if key == START else 1.0 / len(segments))
+        roots = nodes.keys() - cuts
+        for key in roots:
+            is_start = key == START or len(roots) == 1
+            self._compare(nodes[key], None, 1.0 if is_start else 1.0 / len(nodes[key]))
         for line in lines:
             for cut, before in zip(line.cuts, line.segments[:-1], strict=True):
                 self._compare(nodes[cut.key], before.baseline, before.weight / len(nodes[cut.key]))

@@ -296,13 +296,13 @@ def _no_branches(record: StepRecord, groups: Sequence[Group]) -> Iterator[Findin
     """Yield findings about branches whose records do not show that they branched. A branch must have a call with the prompt of
     its parent's branching call, token for token."""
     for group in groups:
-        calls = {call.key: call for member in group.trajectories for call in member.transitions}
         for member in group.trajectories:
             if member.rollout.parent is None:
                 continue
-            at, name = calls.get(member.rollout.parent), member.rollout.id
+            name = member.rollout.id
+            at = next((call for call in member.parent_calls if call.key == member.rollout.parent), None)
             if at is None:
-                problem = f"branches at a call that its group does not have: {member.rollout.parent}"
+                problem = f"branches at a call that the store does not have (any more): {member.rollout.parent}"
                 yield Finding(record.step, name, problem)
             elif not begins_at(member.transitions, at):
                 problem = f"has no call with the prompt of that at which it branches, {member.rollout.parent}"

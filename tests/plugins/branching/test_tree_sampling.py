@@ -177,7 +177,7 @@ async def test_the_audit_names_a_branch_that_is_none(bench: Open, tmp_path: Path
     rollout, attempt, seq = branch.parent
     for parent, problem in (
         ((rollout, attempt, seq - 1), "no call with the prompt"),
-        (("elsewhere", 1, 0), "that its group does not have"),
+        (("elsewhere", 1, 0), "that the store does not have"),
     ):
         database = sqlite3.connect(folder / "lightning.db")
         with database:

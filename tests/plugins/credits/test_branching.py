@@ -75,7 +75,7 @@ def slow_branching(group: Group, prior: float, shared: bool) -> list[list[float]
         everyone = continuations(node)
         others = [value(*each) for each in everyone if each != (name, start)]
         base = float(np.mean(others)) if others else None
-        share = 1.0 if node is None else 1.0 / len(everyone)
+        share = 1.0 if node is None or (node in starts and len(starts) == 1) else 1.0 / len(everyone)
         if node is not None and node[0] in known:
             earlier = [cut for cut in cuts(node[0]) if cut < node[2]]
             _, outer, above = judged(node[0], earlier[-1] if earlier else 0)
@@ -85,6 +85,7 @@ def slow_branching(group: Group, prior: float, shared: bool) -> list[list[float]
                 base = (len(others) * base + prior * outer) / (len(others) + prior)
         return (0.0 if base is None else value(name, start) - base), base, share
 
+    starts = {node for each in known.values() if (node := begins(each)) is None or node[0] not in known}
     found = []
     for name, each in known.items():
         mine = []

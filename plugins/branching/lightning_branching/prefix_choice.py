@@ -1,0 +1,194 @@
+"""Choose behind which earlier rollout, and at which of its calls, a group begins, so that about half of its rollouts succeed.
+
+The invariant: the choice is a pure function of the groups that were added and of their order. So a resumed run chooses what the
+run chose before.
+
+Binary rewards teach most where half of a group succeeds (Rollout Pass-Rate Control, arXiv 2605.05112). A task of which fewer
+than a quarter of the rollouts succeed gets the prefix of a good rollout as a head start; one of which more than three quarters
+succeed, the prefix of a bad rollout as a handicap. Moving the beginning away from the end as success rises is a reverse
+curriculum (R3, arXiv 2402.05808).
+
+What a rollout is *worth*: 0 for the smallest reward that its task has earned so far, 1 for the largest. With rewards of 0 and 1
+the mean worth of a group is the share that succeeded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Final, NamedTuple
+
+import numpy as np
+from lightning.types import Rollout
+
+HALF: Final = 0.5
+SKEWED: Final = 0.25
+"""A task whose mean worth is this near 0 or 1 gets prefixes; other tasks teach from their beginning."""
+ASTRAY: Final = 0.3
+"""Most by which the expected worth of a group may differ from one half. Beyond it, the prefix teaches no more than the task."""
+REMEMBERED: Final = 16
+"""Most groups of a task that are looked back at."""
+FORGETTING: Final = 0.5
+"""How much less each older group of a task counts in its mean worth."""
+KNOTS: Final = 8
+"""Number of parts into which the way of a rollout is divided to count what groups behind its prefixes were worth."""
+WINDOW: Final = 16
+"""Number of steps whose groups are counted so."""
+FADING: Final = 0.8
+"""How much less the groups of each older of these steps count."""
+BELIEF: Final = 1.0
+"""How many groups the expectation without any group counts for."""
+
+
+class Begun(NamedTuple):
+    """A rollout that began at its task. `able` is false for one that failed, behind which nothing can begin."""
+
+    rollout: str
+    attempt: int
+    reward: float
+    able: bool = True
+
+
+class Place(NamedTuple):
+    """A call at which a rollout can be branched. `left` is the share of the rollout that lies behind it: near 1 for an early
+    call, near 0 for a late one."""
+
+    seq: int
+    left: float
+
+
+class Parent(NamedTuple):
+    """A rollout behind whose prefixes groups may begin: its places, early ones first."""
+
+    rollout: Rollout
+    places: tuple[Place, ...]
+
+
+class Beginning(NamedTuple):
+    """Where a group begins: at the call `seq` of a parent. `expected` is the mean worth that its rollouts are expected to
+    have."""
+
+    parent: Rollout
+    seq: int
+    expected: float
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a task. `groups` are its latest ones that began at the task; `borrowed` are another run's rollouts, the
+    worst and the best."""
+
+    groups: deque[tuple[Begun, ...]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    borrowed: tuple[Begun, ...] = ()
+    low: float = np.inf
+    high: float = -np.inf
+    step: int = 0
+    prefixes: int = 0
+
+    def spread(self, rewards: Sequence[float]) -> None:
+        """Widen the range of rewards that the task has earned."""
+        self.low, self.high = min([self.low, *rewards]), max([self.high, *rewards])
+
+    def worth(self, reward: float) -> float:
+        """Return what a reward is worth, from 0 to 1. The task must have earned two different ones."""
+        return (reward - self.low) / (self.high - self.low)
+
+    @property
+    def rate(self) -> float | None:
+        """The mean worth of the rollouts that began at the task, later groups counting more; None where it is unknown."""
+        if not self.low < self.high or not self.groups:
+            return None
+        means = [self.worth(fmean(one.reward for one in group)) for group in self.groups]
+        return float(np.average(means, weights=FORGETTING ** np.arange(len(means), dtype=np.float64)[::-1]))
+
+
+class Chooser:
+    """Knows how the groups of a run went, and chooses where further ones begin. Add groups in the order of their steps."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, _Known] = {}
+        self._shares: deque[tuple[int, float, float]] = deque(maxlen=4096)
+        self._void: set[str] = set()
+        self.voided = 0
+        """How many of the latest groups behind prefixes were void as a whole, in a row."""
+
+    def lend(self, task: str, rollouts: Sequence[Begun]) -> None:
+        """Add the rollouts that another run made of a task."""
+        known = self._tasks.setdefault(task, _Known())
+        ordered = sorted(rollouts, key=lambda one: one.reward)
+        known.borrowed = (ordered[0], ordered[-1])
+        known.spread([one.reward for one in known.borrowed])
+
+    def add(self, task: str, step: int, group: Sequence[Begun]) -> None:
+        """Add a group of a step that began at its task; `group` are its rollouts with a reward."""
+        if group:
+            known = self._tasks.setdefault(task, _Known())
+            known.groups.append(tuple(group))
+            known.step = step
+            known.spread([one.reward for one in group])
+
+    def add_behind(self, task: str, step: int, parent: Parent | None, seq: int, rewards: Sequence[float]) -> None:
+        """Add a group of a step that began behind a prefix: the parent (None if it cannot be read any more), the call, and the
+        rewards that the group earned, none if it was void as a whole (`add_void`)."""
+        known = self._tasks.setdefault(task, _Known())
+        known.prefixes += 1
+        if not rewards:
+            return
+        self.voided, before = 0, known.rate
+        place = next((one for one in parent.places if one.seq == seq), None) if parent else None
+        if place and parent and before is not None and parent.rollout.reward is not None:
+            end = known.worth(parent.rollout.reward)
+            if abs(end - before) > SKEWED:
+                share = (known.worth(fmean(rewards)) - before) / (end - before)
+                self._shares.append((step, place.left, float(np.clip(share, 0.0, 1.0))))
+        known.spread(rewards)
+
+    def add_void(self, parent: str) -> None:
+        """Add a group that was void as a whole: no further group begins behind that rollout."""
+        self._void.add(parent)
+        self.voided += 1
+
+    def skewed(self) -> list[str]:
+        """Return the tasks that get prefixes: first those that had the fewest, of these the ones that were sampled last."""
+        rates = ((name, known.rate) for name, known in self._tasks.items())
+        found = [name for name, rate in rates if rate is not None and abs(rate - HALF) > HALF - SKEWED]
+        return sorted(found, key=lambda name: (self._tasks[name].prefixes, -self._tasks[name].step, name))
+
+    def parents(self, task: str) -> Iterator[Begun]:
+        """Yield the rollouts behind which a skewed task may begin, those furthest from its mean worth first, later ones before
+        earlier ones."""
+        known = self._tasks[task]
+        rate = known.rate
+        assert rate is not None, "asked of skewed tasks"
+        every = [one for group in reversed(known.groups) for one in group] + list(known.borrowed)
+        sign = 1.0 if rate < HALF else -1.0
+        far = [one for one in every if one.able and sign * (known.worth(one.reward) - HALF) > 0]
+        yield from (one for one in sorted(far, key=lambda one: -sign * one.reward) if one.rollout not in self._void)
+
+    def choose(self, task: str, parent: Parent, step: int) -> Beginning | None:
+        """Return the call of a parent behind which about half of a group is expected to succeed; None if there is none."""
+        known = self._tasks[task]
+        rate, reward = known.rate, parent.rollout.reward
+        if rate is None or reward is None or not parent.places:
+            return None
+        share, end = self._share(step), known.worth(reward)
+        expected = [rate + (end - rate) * float(np.interp(place.left, *share)) for place in parent.places]
+        found = min(range(len(expected)), key=lambda index: (round(abs(expected[index] - HALF), 9), -index))
+        if abs(expected[found] - HALF) > ASTRAY:
+            return None
+        return Beginning(parent.rollout, parent.places[found].seq, expected[found])
+
+    def _share(self, step: int) -> tuple[list[float], list[float]]:
+        """Return, at the knots of the way that is left, which share of the difference between the task and the parent a prefix
+        keeps: from 1 at the parent's end to 0 at the task. It is a mean over the latest groups of all tasks, with the straight
+        line as one group (`BELIEF`)."""
+        knots = [knot / KNOTS for knot in range(KNOTS + 1)]
+        weights, sums = [BELIEF] * (KNOTS + 1), [BELIEF * (1.0 - left) for left in knots]
+        for at, left, share in self._shares:
+            if step - at <= WINDOW:
+                knot = min(max(round(left * KNOTS), 1), KNOTS - 1)
+                weights[knot] += FADING ** (step - at)
+                sums[knot] += FADING ** (step - at) * share
+        return knots, [total / weight for total, weight in zip(sums, weights, strict=True)]

@@ -1,0 +1,222 @@
+"""Prefixes beside rollouts from the task, with a real model: sampled tokens and seconds to the same held-out reward.
+
+    python tests/bench/compare/prefix.py [--variants task prefix] [--seeds 0 1 2] [--steps N] [--publish]
+
+The task is an exam of several questions of `lightning demo tiny`, one after the other. Only an exam without a mistake is
+rewarded, which the untrained model seldom writes, so few groups teach anything. Both arms are GRPO with the demonstration's own
+model and settings, and differ in `trainer.sampling` alone. Held-out exams always begin at their task. One vLLM serves all runs:
+it is given the untrained weights before each. A finished run is one JSON file, so the same command goes on where it was
+stopped. `--publish` writes the table of docs/benchmarks.md and docs/data/prefix.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ablate import TRAIN_TASKS, run, serving, tell
+from ablation_table import Result
+from lightning import LLM, Task
+from lightning.demos import Demo
+from lightning.errors import LightningError
+from lightning.plugins import plugins
+from lightning_examples.raw_python.agent import agent as answer
+from page import replace_table
+from repeats import spread
+from summary import machine
+from variants import Variant
+
+ROOT = Path(__file__).parents[3]
+QUESTIONS = 3
+"""Questions of an exam."""
+TASK, PREFIX = "task", "prefix"
+_TINY = {"normalization": "token-mean", "clip_low": 0.2, "clip_high": 0.28}
+"""What the demonstration's own algorithm has besides."""
+VARIANTS: Mapping[str, Variant] = {
+    TASK: Variant("grpo", _TINY, "every group from its task"),
+    PREFIX: Variant("grpo", _TINY, "`trainer.sampling = prefix`", {"trainer.sampling": "prefix"}),
+}
+HEADS = (
+    "groups",
+    "seeds",
+    "held-out reward at the end",
+    "sampled tokens",
+    "seconds",
+    "groups that taught",
+    "CPU-hours",
+)
+
+
+def exam(task: Task, llm: LLM) -> dict[str, float]:
+    """Answer all questions of an exam, and be told at the end whether there was no mistake."""
+    asked: Any = task.input
+    right = [answer(Task(question, expected), llm) for question, expected in asked]
+    return {"reward": float(all(right)), "right": sum(right) / len(right)}
+
+
+def of_questions(questions: Sequence[Task]) -> list[Task]:
+    """Exams of these questions, each once."""
+    asked = [[str(one.input), one.expected] for one in questions]
+    return [Task(asked[first : first + QUESTIONS]) for first in range(0, len(asked), QUESTIONS)]
+
+
+def demo() -> Demo:
+    """The exam, as a demonstration."""
+    tiny = plugins().demo("tiny")()
+    return replace(
+        tiny,
+        name="exam",
+        agent=exam,
+        tasks=lambda n, seed: of_questions(tiny.tasks(n * QUESTIONS, seed)),
+        val_tasks=lambda n: of_questions(tiny.val_tasks(n * QUESTIONS)),
+        settings={
+            **tiny.settings,
+            "trainer.steps": 12,
+            "trainer.tasks_per_step": 4,
+        },
+    )
+
+
+def reached(result: Result, bar: float) -> tuple[float, float] | None:
+    """After how many sampled tokens and seconds a run's held-out reward was `bar`, between two evaluations in proportion; None
+    if it never was. The seconds of a run are spread over its steps as its tokens are."""
+    tokens = [float(sum(result.sampled[:step])) for step, _ in result.evaluations]
+    points = [(at, reward) for at, (_, reward) in zip(tokens, result.evaluations, strict=True) if reward is not None]
+    whole = float(sum(result.sampled))
+    for (first, before), (last, after) in pairwise(points):
+        if before < bar <= after:
+            at = first + (last - first) * (bar - before) / (after - before)
+            return at, result.seconds * at / whole
+    return None
+
+
+def row(name: str, mine: Sequence[Result]) -> str:
+    """One arm."""
+    taught = [sum(did for did, _ in one.taught) / sum(of for _, of in one.taught) for one in mine]
+    cells = [
+        VARIANTS[name].says,
+        str(len(mine)),
+        spread([one.after for one in mine if one.after is not None]),
+        spread([float(sum(one.sampled)) for one in mine], 0),
+        spread([one.seconds for one in mine], 0),
+        spread(taught, 2),
+        f"{sum(one.cpu for one in mine) / 3600:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(results: Sequence[Result]) -> str:
+    """Both arms, and how much sooner prefixes came to the reward with which the other arm ended."""
+    if not results:
+        return "nothing was run yet"
+    arms = {name: {one.seed: one for one in results if one.variant == name} for name in VARIANTS}
+    befores = [one.before for one in results if one.before is not None]
+    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    lines.append(f"| untrained | {len(befores)} evaluations | {spread(befores)} | | | | |")
+    lines += [row(name, [*mine.values()]) for name, mine in arms.items() if mine]
+    return "\n".join([*lines, "", *map(said, sorted(arms[TASK].keys() & arms[PREFIX].keys()), *_by_seed(arms))])
+
+
+def _by_seed(arms: Mapping[str, Mapping[int, Result]]) -> tuple[list[Result], list[Result]]:
+    seeds = sorted(arms[TASK].keys() & arms[PREFIX].keys())
+    return [arms[TASK][seed] for seed in seeds], [arms[PREFIX][seed] for seed in seeds]
+
+
+def said(seed: int, task: Result, prefix: Result) -> str:
+    """What became of one seed: when each arm came to the lower of the rewards with which the two ended."""
+    ends = [max((reward for _, reward in one.evaluations if reward is not None), default=0.0) for one in (task, prefix)]
+    bar = min(ends)
+    curves = "; ".join(
+        f"{name} {', '.join(f'{step}: {reward:.2f}' for step, reward in one.evaluations if reward is not None)}"
+        for name, one in ((TASK, task), (PREFIX, prefix))
+    )
+    first, second = reached(task, bar), reached(prefix, bar)
+    if first is None or second is None:
+        return f"- seed {seed}: one of the two never came above where it began ({curves})"
+    return (
+        f"- seed {seed}: a held-out reward of {bar:.2f} took {first[0]:,.0f} sampled tokens and {first[1]:.0f} s from the "
+        f"task, {second[0]:,.0f} and {second[1]:.0f} s with prefixes: {first[0] / second[0]:.1f} and "
+        f"{first[1] / second[1]:.1f} times as many ({curves})"
+    )
+
+
+def note(results: Sequence[Result]) -> str:
+    """What could make a number worthless."""
+    failed, drift = sum(result.failed for result in results), sum(result.drift_tokens for result in results)
+    gap = max((result.max_logprob_gap for result in results), default=0.0)
+    load = statistics.fmean([result.load for result in results]) if results else 0.0
+    return (
+        f"Exams of {QUESTIONS} questions; {', '.join(sorted({str(one.held_out_tasks) for one in results}))} held-out ones. "
+        f"Failed rollouts: {failed}; tokens that were not exactly what was sampled: {drift}; largest logprob gap: {gap:.1e} "
+        f"nats. Mean load of the machine: {load:.0f}."
+    )
+
+
+def train(given: argparse.Namespace) -> list[str]:
+    """Every missing run, seed by seed; what failed, in words. After a failure a new server is started."""
+    missing = [
+        (seed, name)
+        for seed in given.seeds
+        for name in given.variants
+        if not (given.out / name / f"seed-{seed}.json").is_file()
+    ]
+    failed, shown = [], demo()
+    while missing:
+        with serving(shown, given, log=given.out / "vllm.log") as url:
+            while missing:
+                seed, name = missing.pop(0)
+                folder = given.out / name / f"seed-{seed}"
+                try:
+                    result = run(shown, name, VARIANTS[name], seed, url, folder, given)
+                except LightningError as error:
+                    failed.append(f"{name}, seed {seed}: {error}")
+                    tell(f"failed: {failed[-1]}")
+                    break
+                result.write(folder.with_suffix(".json"))
+                tell(f"{name}, seed {seed}: {result.before} -> {result.after} in {result.seconds:.0f} s")
+                if not given.keep:
+                    shutil.rmtree(folder)
+    return failed
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run what is missing, then table everything that is there."""
+    failed = train(given)
+    results = [Result.read(file) for file in sorted(given.out.glob("*/seed-*.json"))]
+    sys.stdout.write(f"{table(results)}\n\n{note(results)}\n")
+    if given.publish and results:
+        on = machine()
+        content = {"machine": on, "runs": [asdict(result) for result in results]}
+        (ROOT / "docs" / "data" / "prefix.json").write_text(json.dumps(content, indent=1) + "\n")
+        where = f"Measured on {on['cores']} cores of {on['cpu']}, Python {on['python']}."
+        replace_table(ROOT / "docs" / "benchmarks.md", "prefix", f"{table(results)}\n\n{note(results)} {where}")
+    return bool(failed)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run")
+    parser.add_argument("--held-out", type=int, default=48, help="held-out exams of each evaluation")
+    parser.add_argument("--eval-every", type=int, default=4, help="steps between evaluations")
+    parser.add_argument("--train-tasks", type=int, default=TRAIN_TASKS, help="training exams of each run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--out", type=Path, default=Path("bench/prefix"), help="where results are kept")
+    parser.add_argument("--keep", action="store_true", help="keep the runs' folders, too (database, checkpoints)")
+    parser.add_argument("--progress", action="store_true", help="show each run's progress")
+    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(arguments().parse_args()))
