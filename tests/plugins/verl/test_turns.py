@@ -221,7 +221,7 @@ def test_deaths_before_a_step_are_not_held_against_the_workers(
 
     monkeypatch.setattr(Workers, "run", run)
     engine.logprobs([row(4)])
-    engine._taken, engine._saved, left[0] = module.Taken(1), (Path("state"), module.Taken(1)), 3
+    engine.taken, engine.saved, left[0] = module.Taken(1), (Path("state"), module.Taken(1)), 3
     engine.logprobs([row(4)])
     left[0] = 1
     with pytest.raises(EngineError, match=r"restarts = 3 were used up"):

@@ -32,7 +32,7 @@ def test_rows_longer_than_a_micro_batch_are_shared(open_verl: OpenVerl, model: P
             "verl.model": {"override_config": {"attn_implementation": "flash_attention_2"}},
         },
     )
-    assert [place for place, _ in engine._ranks] == [0, 0]  # type: ignore[attr-defined]
+    assert [place for place, _ in engine._job.ranks] == [0, 0]  # type: ignore[attr-defined]
     other = TorchEngine(device="cpu")
     other.open(model, UNCLIPPED, seed=0, head=CriticHead("frozen"))
     try:
