@@ -31,11 +31,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
+from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, UNCLIPPED, VOCAB, OpenVerl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
-UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, weight_decay=0.5, eps=1e-5)
-"""`eps` is above the rounding of these gradients: below it, AdamW makes whole updates of how two kernels round."""
 
 
 def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
