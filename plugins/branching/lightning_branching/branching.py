@@ -345,8 +345,8 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
             raise ConfigError(f"another process has begun {stored.id} in this moment: run the command again")
         try:
             if isinstance(agents, Stack):
-                if plan.model.adapters is not None:
-                    await agents.update(plan.model.adapters, parent.version)
+                if plan.model.trained is not None:
+                    await agents.update(plan.model.trained, parent.version)
                 await agents.tell_how_to_call()
             reporter.phase(run.id, plan.n)
             await agents.execute(_rollouts(plan, run.id, number), reporter.rollout)
