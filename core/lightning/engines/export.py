@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 
 from lightning.engines.files import whole_file, whole_folder, write_tensors
 from lightning.engines.loading import (
-    ADAPTER,
     WRAPPER,
     adapted_layers,
     add_adapters,
@@ -34,6 +33,7 @@ from lightning.engines.loading import (
     names_and_shapes,
     original_names,
     read_model,
+    scaling_of,
     unwrapped,
 )
 from lightning.errors import ConfigError, EngineError
@@ -283,7 +283,7 @@ def write_adapters(
             gathered = whole(factor.detach())
             if wanted:
                 tensors[name + kind] = gathered.cpu().contiguous()
-        scaling[name] = float(layer.scaling[ADAPTER])
+        scaling[name] = scaling_of(layer)
         kept = str(base.dtype).removeprefix("torch.")
     told = {
         "base": str(source.resolve()),

@@ -237,8 +237,8 @@ def _take_long(module: Any, length: int) -> None:
         kinds = module.rope_type
 
 
-ADAPTER, WRAPPER = "default", "base_model.model."
-"""The name that peft gives to an adapter, and its prefix of the names in a model that it wraps."""
+WRAPPER = "base_model.model."
+"""peft's prefix of the names in a model that it wraps."""
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
@@ -305,24 +305,37 @@ def _refuse_unplaced(model: PreTrainedModel) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that have an adapter, by the names of their matrices."""
+    """Return the layers that have an active adapter, by the names of their matrices. Of several policies on one base the
+    adapters of one are active."""
     return {
         f"{name.removeprefix(WRAPPER)}.weight": layer
         for name, layer in model.named_modules()
-        if ADAPTER in getattr(layer, "lora_A", {}) or ADAPTER in getattr(layer, "lora_embedding_A", {})
+        if _active(layer) is not None
     }
+
+
+def _active(layer: Any) -> str | None:
+    """Return peft's name of a layer's active adapter; None if the layer has none."""
+    held = (*getattr(layer, "lora_A", ()), *getattr(layer, "lora_embedding_A", ()))
+    return next((name for name in held if name in layer.active_adapters), None)
 
 
 def factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an adapter's A (rank, in) and B (out, rank). For a table of embeddings the input counts as a one-hot vector."""
-    if ADAPTER in layer.lora_A:
-        return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    return layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
+    name = _active(layer)
+    if name in layer.lora_A:
+        return layer.lora_A[name].weight, layer.lora_B[name].weight
+    return layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+
+
+def scaling_of(layer: Any) -> float:
+    """Return the factor of an adapter's B A, alpha / rank."""
+    return float(layer.scaling[_active(layer)])
 
 
 def is_transposed(layer: Any) -> bool:
     """Whether a layer stores its matrix as (in, out), as tables of embeddings and GPT-2's layers do."""
-    return bool(getattr(layer, "fan_in_fan_out", False)) or ADAPTER not in layer.lora_A
+    return bool(getattr(layer, "fan_in_fan_out", False)) or _active(layer) not in layer.lora_A
 
 
 def _unplaced(model: nn.Module) -> dict[str, str]:
@@ -356,5 +369,5 @@ def delta_of(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch
     """Return the matrix that an adapter adds to its layer's weight: alpha / rank times B A, in the weight's orientation.
     `whole` gathers a sharded factor."""
     down, up = (whole(factor.detach()) for factor in factors(layer))
-    delta = (up @ down) * float(layer.scaling[ADAPTER])
+    delta = (up @ down) * scaling_of(layer)
     return delta.T if is_transposed(layer) else delta

@@ -157,14 +157,31 @@ class WritesAdapters(Protocol):
         """Write the adapters as one safetensors file, atomically, and return it; None if only whole weights can be written."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The arguments of `Engine.open` that are an engine's own where several engines share a base model."""
+
+    optimizer: OptimizerConfig
+    seed: int
+    head: Head | None = None
+
+
 @runtime_checkable
 class SharesBase(Protocol):
-    """An engine of adapters that can be opened beside another engine of its class, with the same base model in memory. So the
-    adapters of several policies are trained in the memory of one base."""
+    """An engine of adapters that can share the base model in memory with other engines of its class. So the adapters of several
+    policies are trained in the memory of one base."""
 
-    def open_beside(self, other: Engine, optimizer: OptimizerConfig, *, seed: int, head: Head | None = None) -> None:
-        """Open as `Engine.open` does, with the model folder, the base model and the reference model of `other`, which is open.
-        Adapters, optimizer and head are this engine's own. Raises `EngineError` if one of the two trains all weights."""
+    def open_sharing(
+        self,
+        model: Path,
+        own: Opening,
+        others: Sequence[tuple[Engine, Opening]],
+        *,
+        reference: Path | None = None,
+    ) -> None:
+        """Open this engine and the `others`, each as `Engine.open` does, on one base model and one reference model. Adapters,
+        optimizer and head are each engine's own. Raises `EngineError` if there are others, and one of all trains all
+        weights."""
 
     def discard_gradient(self) -> None:
         """Discard the gradient that `forward_backward` added up; without one do nothing."""

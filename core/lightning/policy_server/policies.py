@@ -61,6 +61,9 @@ class PolicySet(Protocol):
     def without(self, config: Config) -> Config:
         """Return settings that are otherwise the same for a run with one policy."""
 
+    def within(self, config: Config) -> Config:
+        """Return settings that are otherwise the same with these policies."""
+
     @property
     def described(self) -> Mapping[str, str]:
         """The agents of each policy of the settings, and how it is trained, in words for people, by its name."""

@@ -361,8 +361,8 @@ async def run_branches(store: Store, run: Run, rollouts: Sequence[Rollout], how:
             raise ConfigError(f"another process has begun {stored.id} in this moment: run the command again")
         try:
             if isinstance(agents, Stack):
-                if how.model.adapters is not None:
-                    await agents.update(how.model.adapters, how.version)
+                if how.model.trained is not None:
+                    await agents.update(how.model.trained, how.version)
                 await agents.tell_how_to_call()
             reporter.phase(run.id, len(rollouts))
             await agents.execute(list(rollouts), reporter.rollout)

@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,17 @@ from typing import cast
 
 from lightning.cli.output import answers, with_store
 from lightning.config import Config
+from lightning.engines.files import whole_folder
 from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import ConfigError
+from lightning.policy_server.model_folder import ADAPTERS_OF_ALL
+from lightning.policy_server.policies import PolicySet
 from lightning.store.places import existing_store, policy_in, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.agents import of_project
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.context import Epoch, is_over, read_epochs
+from lightning.trainer.context import Epoch, base_digest, is_over, read_epochs
 from lightning.trainer.model import check_policy, models_in, policies_of, policy_set_of, resolve_model
 from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.trainer.summary import BEST
@@ -43,14 +46,25 @@ logger = logging.getLogger(__name__)
 class EvaluatedModel:
     """The folder of a model, and its name: the name that the user gave, completed with the step or version. `place` is the
     run's folder, or the store of the named weights without passwords; empty for a model that belongs to no run. `weights` is
-    the resource that has models of this policy as versions. `adapters` is a file with the adapters of all policies of a run,
-    and `folder` then is the model that they are of; None for one policy."""
+    the resource that has models of this policy as versions. `several` are the policies of a run that answer their agents
+    together; `folder` then is the model that the run began with, and `trained` the file or folder with the weights of all
+    trained policies, None before the first step."""
 
     name: str
     folder: Path
     place: str = ""
     weights: str = WEIGHTS_NAME
-    adapters: Path | None = None
+    several: PolicySet | None = None
+    trained: Path | None = None
+
+    def within(self, config: Config) -> Config:
+        """Return settings with the policies of this model in place of their own."""
+        return config if self.several is None else self.several.within(config)
+
+    def serves_as(self, other: EvaluatedModel) -> bool:
+        """Whether the same servers with the same weights answer for both."""
+        ours, theirs = ((each.folder, each.several is None, each.trained) for each in (self, other))
+        return ours == theirs
 
     @property
     def title(self) -> str:
@@ -58,12 +72,13 @@ class EvaluatedModel:
         return f"{self.name} of {self.place}" if self.place else self.name
 
 
-def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedModel:
+def find_model(what: str, runs: Path, into: Path, config: Config, *, together: bool = False) -> EvaluatedModel:
     """Return the model that `what` names: a folder or a hub's name, RUN or RUN@STEP, or [PLACE#]policy/weights@ALIAS.
 
-    Of a run with several policies, RUN/model/NAME is the model of one, and RUN/model/NAME@STEP its model after a step. Weights
-    that have to be computed again are written below `into`, once. `runs` is the folder in which names of runs are looked up.
-    Raises `ConfigError` or `StoreError`, which lists the existing ones, for a model that does not exist.
+    Of a run with several policies, RUN/model/NAME is the model of one, and RUN/model/NAME@STEP its model after a step; RUN and
+    RUN@STEP are all of them, if they can be `together`. Weights that have to be computed again are written below `into`, once.
+    `runs` is the folder in which names of runs are looked up. Raises `ConfigError` or `StoreError`, which lists the existing
+    ones, for a model that does not exist.
     """
     if split_reference(what, "#", runs)[1]:
         reference = parse_reference(what)
@@ -77,9 +92,10 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
                 f"{what!r} names no step of a run: write RUN@STEP, as {run}@20, or for its weights {run}#{WEIGHTS_NAME}@{which}"
             )
         folder, url, step = folder.resolve(), store_in(folder), int(which) if at else None
+        named = policy or (None if together else "")
         return asyncio.run(
             with_store(
-                url, lambda store: _of_run(store, run_id_of(folder), folder, policy, step, into.resolve(), config)
+                url, lambda store: _of_run(store, run_id_of(folder), folder, named, step, into.resolve(), config)
             )
         )
     if not at and not is_weights_name(what):
@@ -172,38 +188,62 @@ async def _of_run(
     kept = await _kept(store, run, folder, epochs, len(records)) if delivered else len(records)
     at = kept if step is None else step
     several = policy_set_of(run.config)
-    together = policy is None and several is not None and at > 0
-    if not together:
-        check_policy(run, folder, policy or "", at)
+    there = RunAt(store, run, at, folder, records, epochs)
+    begins = not at and there.checkpoints.newest(0) is None  # with the models that the policies begin as
     which_run = hashlib.sha256(f"{place} {run.created_at}".encode()).hexdigest()[:8]  # of those of the same name
-    made = into / f"{run.id}@{at}-{which_run}{'.safetensors' if together else ''}"
-
-    def is_made() -> bool:  # models and adapters are written whole or not at all
-        return made.is_file() if together else bool(models_in(made))
-
-    def make(engine: Engine) -> object:
-        return cast("WritesAdapters", engine).adapters(made) if together else engine.export(made)
+    made = into / f"{run.id}@{at}-{which_run}"
+    if policy is None and several is not None:
+        _check_begin(there)
+        base, exported = _base(run, folder), final / ADAPTERS_OF_ALL if delivered and 0 < at == kept else None
+        weights = None if begins else await _of_all(there, made.with_name(f"{made.name}-all"), base, config, exported)
+        return EvaluatedModel(f"{run.id}@{at}", base, place, several=several, trained=weights)
+    check_policy(run, folder, policy or "", at)
 
     def found_in(model: Path) -> EvaluatedModel:
-        if together:
-            return EvaluatedModel(f"{run.id}@{at}", _base(run, folder), place, adapters=model)
         own = f"{run.id}/{final.name}/{policy}" if policy else run.id
         return EvaluatedModel(f"{own}@{at}", models_in(model)[policy or POLICY], place, weights_name(policy or POLICY))
 
-    if is_made():  # an evaluation that is resumed began with it
+    if models_in(made):  # an evaluation that is resumed began with it
         return found_in(made)
-    if delivered and at and at == kept and not together:
+    if delivered and at and at == kept:
         return found_in(final)
-    base, there = _base(run, folder), RunAt(store, run, at, folder, records, epochs)
     own = several.bases.get(policy) if several is not None and policy else None
     _check_begin(there)
-    if not at and there.checkpoints.newest(0) is None:
+    base = _base(run, folder)
+    if begins:
         name = f"{run.id}/{final.name}/{policy}@0" if own else f"{run.id}@0"
         return EvaluatedModel(name, resolve_model(own) if own else base, place)
-    async with _alone(made):
-        if not is_made():
-            await there.make(make, base, config, made.with_name(f"{made.name}.between"))
+    await _make(there, made, lambda engine, folder: engine.export(folder), base, config)
     return found_in(made)
+
+
+async def _of_all(there: RunAt, made: Path, base: Path, config: Config, exported: Path | None) -> Path:
+    """Return the weights of all policies of a run at a step: the `exported` file, if all are adapters of one base, else what an
+    engine with the state of the step writes below `made`. Raises `ConfigError` if the base has changed."""
+    digest = there.records[there.step - 1].context.get("base") if there.step else None
+    if digest is not None and digest != await asyncio.to_thread(base_digest, base):
+        raise ConfigError(
+            f"the model in {base} is not the one that the policies of {there.run.id} began as: its weights have changed. Bring "
+            "them back"
+        )
+    if exported is not None and await asyncio.to_thread(exported.is_file):
+        return exported
+    file = made / ADAPTERS_OF_ALL
+
+    def write(engine: Engine, folder: Path) -> None:
+        with whole_folder(folder) as path:
+            cast("WritesAdapters", engine).adapters(path / ADAPTERS_OF_ALL)
+
+    await _make(there, made, write, base, config)
+    return file if await asyncio.to_thread(file.is_file) else file.with_suffix("")
+
+
+async def _make(there: RunAt, made: Path, write: Callable[[Engine, Path], object], base: Path, config: Config) -> None:
+    """Have an engine with a run's state at a step write the folder `made`, whole or not at all, unless it is there. Raises
+    `ConfigError` if the state cannot be computed again."""
+    async with _alone(made):
+        if not await asyncio.to_thread(made.is_dir):
+            await there.make(lambda engine: write(engine, made), base, config, made.with_name(f"{made.name}.between"))
 
 
 def _check_begin(there: RunAt) -> None:

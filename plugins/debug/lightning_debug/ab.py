@@ -175,7 +175,7 @@ async def _regressions(
 
 
 def _batch(setup: Setup, a: Variant, b: Variant, total: int) -> int:
-    if a.model.folder != b.model.folder:
+    if not a.model.serves_as(b.model):
         return max(1, -(-total // BLOCKS))
     return max(1, min(AT_ONCE, a.config.runner.concurrency) // setup.n)
 

@@ -61,7 +61,8 @@ def evaluate(
         typer.Argument(
             metavar="WHAT",
             help="The model: a folder, a name on a hub, RUN, RUN@STEP, or a version of a run's weights "
-            "([RUN#]policy/weights@ALIAS).",
+            "([RUN#]policy/weights@ALIAS). Of a run with several policies, RUN and RUN@STEP are all of them, each for its "
+            "agents, and RUN/model/NAME@STEP is one of them for all agents.",
         ),
     ],
     agent: AgentName,
@@ -85,8 +86,8 @@ def evaluate(
     settings = read_settings(config, set_, temperature)
     function, listed = load_agent(agent), read_all(tasks)
     folder = out or Path("runs") / f"eval-{timestamp()}"
-    model = find_model(what, runs, folder / "models", settings)
-    variant = Variant(folder.resolve().name, model, settings)
+    model = find_model(what, runs, folder / "models", settings, together=True)
+    variant = Variant(folder.resolve().name, model, model.within(settings))
     setup = Setup(function, agent, listed, n, runner, folder, resume)
     with stoppable(f"the same command with --out {folder} --resume"):
         report = run_to_end(_evaluated(setup, variant, success, limits))
@@ -104,8 +105,8 @@ async def _evaluated(setup: Setup, variant: Variant, success: float, bounds: tup
 
 
 def read_settings(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:
-    """Read the settings, without policies since one model answers all agents, and set the temperature of evaluations unless
-    `temperature` is None."""
+    """Read the settings, without their policies since a run's are those of its record, and set the temperature of evaluations
+    unless `temperature` is None."""
     settings = with_one_policy(load_config(file, set_ or []))
     return settings if temperature is None else with_settings(settings, {"trainer.eval_temperature": temperature})
 
@@ -233,8 +234,14 @@ def ab(
     function, listed = load_agent(agent), read_all(tasks)
     folder = out or Path("runs") / f"ab-{timestamp()}"
     a, b = variants(folder, model, prompt, temperature, settings, runs)
-    if promote_to and a.prompt is None and a.model.folder == b.model.folder:
-        raise ConfigError(NOT_PROMOTED)
+    if promote_to and a.prompt is None:
+        if a.model.serves_as(b.model):
+            raise ConfigError(NOT_PROMOTED)
+        if several := [each.model.name for each in (a, b) if each.model.several]:
+            raise ConfigError(
+                f"--promote promotes one model, and {several[0]} is all policies of a run: compare one policy "
+                "(--model RUN/model/NAME@STEP,...), or leave --promote out"
+            )
     setup = Setup(function, agent, shuffled(listed, settings.trainer.seed), n, runner, folder, resume)
     with stoppable(f"the same command with --out {folder} --resume"), Reporter() as reporter:
         found = run_to_end(
@@ -274,15 +281,17 @@ def variants(
             f"an A/B compares two variants that differ in one thing, and these differ in {sum(pairs)}: {EXAMPLE}"
         )
     base = folder.resolve().name
-    found = [find_model(each.strip(), runs, folder / "models", settings) for each in dict.fromkeys(models)]
-    made = [Variant(f"{base}.{side}", found[0], settings, label=found[0].name) for side in ("a", "b")]
+    found = [
+        find_model(each.strip(), runs, folder / "models", settings, together=True) for each in dict.fromkeys(models)
+    ]
+    made = [
+        Variant(f"{base}.{side}", each, each.within(settings), label=each.name)
+        for side, each in (("a", found[0]), ("b", found[-1]))
+    ]
     if len(models) == 2:
         alike = found[0].name == found[-1].name
-        made = [
-            replace(each, model=model, label=model.title if alike else model.name)
-            for each, model in zip(made, (found[0], found[-1]), strict=True)
-        ]
-        if found[0].folder == found[-1].folder:
+        made = [replace(each, label=each.model.title if alike else each.model.name) for each in made]
+        if found[0].serves_as(found[-1]):
             raise ConfigError(f"--model {model!r}: both are the same model, {found[0].folder}")
     for place in range(2) if temperatures else ():
         value = _temperature(temperatures[min(place, len(temperatures) - 1)])

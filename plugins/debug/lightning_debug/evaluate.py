@@ -48,6 +48,7 @@ FIXED: Final = (
     "gateway.override_sampling",
     "gateway.seed_calls",
     "model",
+    "policies",
     "policy_server.dtype",
     "policy_server.max_model_len",
     "prompt",
@@ -63,6 +64,8 @@ FIXED: Final = (
 """Settings that a resumed evaluation may not change, since its rollouts would be of two kinds. A change of any other setting is
 reported."""
 MOST_REASONS: Final = 5
+TRAINED: Final = 1
+"""The version of the trained policies of a run, of which version 0 is the model that each began as."""
 LOOK_SECONDS: Final = 0.5
 """Seconds between two checks whether vLLM was restarted at another address."""
 
@@ -135,7 +138,7 @@ class Evaluator:
         self.store = of_project(store, project_of(variants[0].config))
         """The open store, restricted to the project of the runs."""
         self._stacks: dict[str, tuple[Stack, Any]] = {}  # with the address of vLLM that its gateway has
-        self._served: Path | None = None
+        self._served: EvaluatedModel | None = None
         self._runs = {variant.run: self._run_of(variant, known) for variant in variants}
 
     def _run_of(self, variant: Variant, known: Mapping[str, Run]) -> Run:
@@ -208,10 +211,10 @@ class Evaluator:
 
     async def _stack(self, variant: Variant) -> Stack:
         """Return the stack that serves the variant; open it if needed, and stop the server of another model first."""
-        if self._served not in (None, variant.model.folder):
+        if self._served is not None and not self._served.serves_as(variant.model):
             self._stacks.clear()
             await self._serving.aclose()
-        self._served = variant.model.folder
+        self._served = variant.model
         if variant.run not in self._stacks:
             stack = await self._opened(variant)
             self._stacks[variant.run] = stack, stack.upstreams()
@@ -264,8 +267,10 @@ class Evaluator:
                 store=store,
                 runner=runner_here(self.setup.runner, self.setup.agent, config, folder, self._url),
                 prompts=prompts,
-                restores=False,
+                restores=variant.model.trained is not None,
             )
+            if variant.model.trained is not None:
+                await stack.update(variant.model.trained, TRAINED)
         await stack.tell_how_to_call()
         return stack
 

@@ -31,6 +31,7 @@ from lightning.engines.protocol import (
     ChecksTeacher,
     Engine,
     Head,
+    Opening,
     OptimizerConfig,
     SharesBase,
     StepResult,
@@ -106,7 +107,7 @@ class PolicyEngine:
             if not isinstance(engine, AdapterEngine):
                 raise ConfigError(
                     f"the engine {type(engine).__name__} trains one policy, and not the policies of [policies] "
-                    f"({', '.join(self._policies)}) on one base model: several policies need engine = torch"
+                    f"({', '.join(self._policies)}) on one base model: several policies need engine = torch or verl"
                 )
             self._engines[name] = engine
         self._lr = OptimizerConfig().lr
@@ -157,18 +158,17 @@ class PolicyEngine:
         """Load each base model of adapters once, and the model of each policy of which all weights are trained. Make the
         adapters, the optimizer and the head of each policy. Each policy's random numbers depend on `seed` and its name, so
         another policy in the run changes nothing."""
-        folders, opened = self._folders(model), dict[str | None, AdapterEngine]()
-        for name, engine in self._engines.items():
-            policy = self._policies[name]
-            own, first = replace(optimizer, lr=policy.lr or optimizer.lr), opened.get(policy.base)
-            with _of_policy(name):
-                if policy.lora is None or first is None:
-                    folder = folders[policy.base]
-                    engine.open(folder, own, seed=seed_of(seed, name), head=head, reference=reference)
-                    if policy.lora is not None:
-                        opened[policy.base] = engine
-                else:
-                    engine.open_beside(first, own, seed=seed_of(seed, name), head=head)
+        folders = self._folders(model)
+        for (base, _), names in self._models().items():
+            first, *others = (
+                (
+                    self._engines[name],
+                    Opening(replace(optimizer, lr=self._policies[name].lr or optimizer.lr), seed_of(seed, name), head),
+                )
+                for name in names
+            )
+            with _of_policy(*names):
+                first[0].open_sharing(folders[base], first[1], others, reference=reference)
         self._lr, self._pending, self._half = optimizer.lr, {}, ""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -293,11 +293,8 @@ class PolicyEngine:
         self._usable()
         if self._share_a_base:
             return self._combined([*self._policies], file)
-        parts: dict[tuple[str | None, str], list[str]] = {}
-        for name, policy in self._policies.items():
-            parts.setdefault((policy.base, "" if policy.lora else name), []).append(name)
         folder = file.with_suffix("")
-        for (_, whole), names in parts.items():
+        for (_, whole), names in self._models().items():
             part = folder / part_of(names)
             if whole:
                 self._engines[whole].weights(part)
@@ -305,11 +302,18 @@ class PolicyEngine:
                 self._combined(names, part)
         return folder
 
+    def _models(self) -> dict[tuple[str | None, str], list[str]]:
+        """Return the policies of each model in memory: all that have adapters on a base, ("" in the key), and each one of which
+        all weights are trained."""
+        found: dict[tuple[str | None, str], list[str]] = {}
+        for name, policy in self._policies.items():
+            found.setdefault((policy.base, "" if policy.lora else name), []).append(name)
+        return found
+
     @property
     def _share_a_base(self) -> bool:
         """Whether all policies are adapters of one base model."""
-        policies = self._policies.values()
-        return all(policy.lora for policy in policies) and len({policy.base for policy in policies}) == 1
+        return [whole for _, whole in self._models()] == [""]
 
     def _combined(self, names: Sequence[str], file: Path) -> Path:
         """Write the adapters of policies with one base model as one safetensors file, atomically, and return it."""
@@ -405,13 +409,13 @@ class PolicyEngine:
 
 
 @contextmanager
-def _of_policy(name: str) -> Iterator[None]:
-    """Name a policy, and the policy's own settings, in an error inside the block."""
+def _of_policy(*names: str) -> Iterator[None]:
+    """Name one policy or several, and the policies' own settings, in an error inside the block."""
     try:
         yield
     except (ConfigError, EngineError) as error:
-        told = str(error).replace("engine.lora", f"policies.{name}.lora")
-        raise type(error)(f"the policy {name}: {told}") from error
+        told = str(error).replace("engine.lora", f"policies.{names[0] if len(names) == 1 else 'NAME'}.lora")
+        raise type(error)(f"the polic{'ies' if names[1:] else 'y'} {', '.join(names)}: {told}") from error
 
 
 def seed_of(seed: int, policy: str) -> int:

@@ -31,7 +31,7 @@ class Policies:
 
     def __init__(self, policies: Mapping[str, PolicyConfig], config: Config) -> None:
         lora = config.engine.lora
-        self._policies, self._lr = policies, config.engine.lr
+        self._policies, self._lr, self._lora = policies, config.engine.lr, lora
         self._adapters = {name: policy.lora or lora for name, policy in policies.items() if policy.train}
         self._served = served_of(policies, lora)
         self._turns = [name for name, steps in _turns(config, self._adapters) for _ in range(steps)]
@@ -73,6 +73,12 @@ class Policies:
         """Return settings that are otherwise the same for a run with one policy."""
         trainer = config.trainer.model_copy(update={"policy_turns": ""})
         return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(), TurnsConfig.place: trainer})
+
+    def within(self, config: Config) -> Config:
+        """Return settings that are otherwise the same with these policies, and with the adapters of those that have none of
+        their own."""
+        engine = config.engine.model_copy(update={"lora": self._lora})
+        return config.model_copy(update={PoliciesConfig.place: PoliciesConfig(**self._policies), "engine": engine})
 
     @property
     def described(self) -> Mapping[str, str]:

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     from verl.workers.config import McoreEngineConfig as McoreEngineConfig
     from verl.workers.config import McoreOptimizerConfig as McoreOptimizerConfig
     from verl.workers.config import TrainingWorkerConfig as TrainingWorkerConfig
+    from verl.workers.config.optimizer import build_optimizer as build_optimizer
     from verl.workers.engine import EngineRegistry as EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as FSDPEngineWithLMHead
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker as TinkerTrainingWorker

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from lightning.config import PluginSettings
+from lightning.config import LoraConfig, PluginSettings
+from lightning.errors import ConfigError
 from pydantic import Field, JsonValue
 
 
@@ -41,3 +42,10 @@ class VerlConfig(PluginSettings):
     `tensor_model_parallel_size`, `pipeline_model_parallel_size`, `expert_model_parallel_size`, `optimizer_offload`, ..."""
     optimizer: dict[str, JsonValue] = Field(default_factory=dict)
     """Further options of verl's `FSDPOptimizerConfig`, or `McoreOptimizerConfig` with Megatron, passed unchanged."""
+
+
+def whole_alpha(lora: LoraConfig) -> int:
+    """Return `alpha` as verl takes it. Raises `ConfigError` for a fraction."""
+    if lora.alpha != int(lora.alpha):
+        raise ConfigError(f"engine.lora.alpha is {lora.alpha}: verl takes whole numbers only")
+    return int(lora.alpha)

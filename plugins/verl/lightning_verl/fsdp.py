@@ -1,18 +1,21 @@
 """The model of a job that FSDP2 divides: every weight and its moments in pieces, one for each rank.
 
 The invariant: any number of ranks can read what all ranks save, as safetensors without pickle. Weights and moments are touched
-only in one of verl's modes, because outside them offloaded tensors may still be on their way.
+only in one of verl's modes, because outside them offloaded tensors may still be on their way. Of several policies' adapters
+those of one are active and trained, and only they have gradients: the others' are put aside, so that no norm has them in it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.config import LoraConfig
 from lightning.engines import export
 from lightning.engines.loading import fix_positions, gradient_mode, unwrapped
 from lightning.engines.sameness import refuse_dependence
@@ -43,6 +46,50 @@ _STEP = ".step"
 class Fsdp2Engine(PolicyEngine):
     """verl's FSDP2 engine as a `lightning_verl.strategy.Strategy`, with a head where one is attached."""
 
+    beside: Sequence[tuple[LoraConfig, int]] = ()
+    optimizer: torch.optim.Optimizer
+    _chosen = 0
+    _optimizers: dict[int, torch.optim.Optimizer]
+    """The optimizer of each policy that was chosen before, by the policy's number."""
+    _gradients: dict[int, list[torch.Tensor | None]]
+    """The gradients that were put aside, by the policy's number."""
+
+    def _build_lora_module(self, module: nn.Module) -> Any:
+        """Add the first policy's adapters as verl does, and the others' likewise."""
+        found = super()._build_lora_module(module)
+        first = found.peft_config[_adapter(0)]
+        for number, (lora, seed) in enumerate(self.beside, 1):
+            modules = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+            torch.manual_seed(seed)
+            found.add_adapter(
+                _adapter(number), replace(first, r=lora.rank, lora_alpha=lora.alpha, target_modules=modules)
+            )
+        return found
+
+    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Make an optimizer of the weights that are trained now."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer: torch.optim.Optimizer = api.build_optimizer(trained, self.optimizer_config)
+        _spare_vectors(optimizer)
+        return optimizer
+
+    def choose(self, policy: int) -> None:
+        """Make the adapters of a policy the active and trained ones, with their optimizer and their gradient."""
+        if policy == self._chosen:
+            return
+        self.module.reshard()  # after a pass without gradients the root's weights may be whole, and are others
+        self._gradients[self._chosen] = [parameter.grad for parameter in self._active()]
+        self.optimizer.zero_grad()
+        self.module.set_adapter(_adapter(policy))
+        for parameter, gradient in zip(self._active(), self._gradients.pop(policy, ()), strict=False):
+            parameter.grad = gradient
+        if policy not in self._optimizers:
+            self._optimizers[policy] = self._build_optimizer(self.module)
+        self._chosen, self.optimizer = policy, self._optimizers[policy]
+
+    def _active(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
     def begin(self, max_model_len: int | None) -> None:
         """Prepare the loaded model for our losses: no dropout, the policy server's positions, packed rows that do not depend on
         each other, logprobs in the place of logits, no weight decay on vectors."""
@@ -60,7 +107,7 @@ class Fsdp2Engine(PolicyEngine):
                 folder=folder,
             )
             self.scores = TokenScores(self.trained, lambda ids: self._packed(ids, None), folder)
-        _spare_vectors(self.optimizer)
+        self._optimizers, self._gradients = {0: self.optimizer}, {}
 
     def _packed(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Logits (B, T, V) of rows one behind another, as verl computes them."""
@@ -128,6 +175,11 @@ class Fsdp2Engine(PolicyEngine):
 
     def end(self) -> None:
         """Do nothing: FSDP2 leaves nothing behind."""
+
+
+def _adapter(policy: int) -> str:
+    """Return peft's name of the adapters of the policy with this number: verl gives the first one's the name `default`."""
+    return f"policy_{policy}" if policy else "default"
 
 
 def _train(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -8,13 +8,14 @@ model get the same rows, and only those of the last layers have outputs. A gradi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.config import LoraConfig
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -33,6 +34,9 @@ _OUTPUT_LAYER = "output_layer.weight"
 )
 class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
     """verl's Megatron engine as a `lightning_verl.strategy.Strategy`, without a head."""
+
+    beside: Sequence[tuple[LoraConfig, int]] = ()
+    """Empty: Megatron trains no adapters."""
 
     def __init__(self, **named: Any) -> None:
         with _here():
@@ -66,6 +70,9 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
     def begin(self, max_model_len: int | None) -> None:
         """Do nothing: dropout is off by the settings, Megatron returns logits in float32, and has no weight decay on norms and
         biases."""
+
+    def choose(self, policy: int) -> None:
+        """Do nothing: there is one policy."""
 
     @property
     def trained(self) -> nn.Module:

@@ -19,7 +19,7 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError
 
 from lightning_verl import api
-from lightning_verl.config import VerlConfig
+from lightning_verl.config import VerlConfig, whole_alpha
 from lightning_verl.megatron_settings import (
     OWN_ENGINE,
     OWN_OPTIMIZER,
@@ -150,12 +150,10 @@ def _model(config: Config, model: Path, device: str) -> Any:
         "override_config": {"attn_implementation": "flash_attention_2" if flash else "sdpa", **override},
     }
     if ours.lora is not None:
-        if ours.lora.alpha != int(ours.lora.alpha):
-            raise ConfigError(f"engine.lora.alpha is {ours.lora.alpha}: verl takes whole numbers only")
         modules = ours.lora.target_modules
         values |= {
             "lora_rank": ours.lora.rank,
-            "lora_alpha": int(ours.lora.alpha),
+            "lora_alpha": whole_alpha(ours.lora),
             "target_modules": modules if isinstance(modules, str) else list(modules),
         }
     return _made(api.HFModelConfig, "model", values, theirs)

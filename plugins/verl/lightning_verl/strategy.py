@@ -7,7 +7,7 @@ the trained weights, bit for bit, also after an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from lightning.config import LoraConfig
+
     from lightning_verl.head import Learner
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWeights:
-    """This rank's shards of the trained parameters (under LoRA: of the adapters only) at the start of training."""
+    """This rank's shards of the trained parameters (under LoRA: of the policy's adapters only) at the start of training."""
 
     shards: dict[str, torch.Tensor]
 
@@ -65,6 +67,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 class Strategy(Protocol):
     """A way to divide a model into the parts that ranks hold. All ranks call the same methods."""
+
+    beside: Sequence[tuple[LoraConfig, int]]
+    """The adapters of all policies but the first, each with the seed of their first values; set before the model is loaded."""
+
+    def choose(self, policy: int) -> None:
+        """Compute with the policy of this number from now on, and train that one. Its optimizer and its present gradient are
+        those that it had when it was left."""
 
     def begin(self, max_model_len: int | None) -> None:
         """Prepare a loaded model for our losses: no dropout, the positions of a vLLM with this maximum length, and softmax in

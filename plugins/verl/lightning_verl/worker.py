@@ -12,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.batch import FloatArray, Sample
+from lightning.config import LoraConfig
 from lightning.engines.export import write_adapters, write_file, write_folder
-from lightning.engines.protocol import Head, OptimizerConfig
+from lightning.engines.protocol import Opening
 from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
 from lightning_attach.transfer import LocalSender
@@ -36,20 +38,32 @@ MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 """The module that divides a model, by strategy; Megatron is imported only where it is used."""
 
 
+@dataclass(slots=True)
+class _Policy:
+    """One of the policies of a model: its head, its weights at the start of training (None: not kept), and whether they have
+    changed since."""
+
+    learner: Learner | None
+    reference: ReferenceWeights | None
+    moved: bool = False
+
+
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
-    """Holds this rank's shard of the model and of its optimizer, and a `head` where one is given. `seed` is the seed of new
-    adapters, the same on all ranks. `optimizer` has the head's settings; those of the model are in `config`. `max_model_len`
-    is the policy server's (`lightning.engines.loading`). `teacher` is the configuration of another reference model; None: there
-    is none."""
+    """Holds this rank's shard of the model and of its optimizers, one for each policy. Calls are for the policy of the last
+    `choose`, at first for the first one.
+
+    `learners` has for each policy the seed of its new adapters, the same on all ranks, and its head with the head's settings;
+    those of the model are in `config`, with the first policy's adapters. `beside` are the adapters of the other policies.
+    `max_model_len` is the policy server's (`lightning.engines.loading`). `teacher` is the configuration of another reference
+    model; None: there is none."""
 
     def __init__(
         self,
         config: Any,
         *,
-        seed: int,
+        learners: Sequence[Opening],
         threads: int,
-        optimizer: OptimizerConfig,
-        head: Head | None,
+        beside: Sequence[LoraConfig] = (),
         max_model_len: int | None = None,
         teacher: Any | None = None,
     ) -> None:
@@ -58,21 +72,31 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
                 torch.set_num_threads(threads)
             if not dist.is_initialized():  # verl would ask for gloo twice, which torch refuses
                 dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-        torch.manual_seed(seed)
+        torch.manual_seed(learners[0].seed)
         # Importing the module registers its engine with verl.
         import_module(f"lightning_verl.{MODULES[config.engine_config.strategy]}")
         super().__init__(config)
-        self.engine.initialize()
         self._part: Strategy = self.engine
+        self._part.beside = [(lora, own.seed) for lora, own in zip(beside, learners[1:], strict=True)]
+        self.engine.initialize()
         self._part.begin(max_model_len)
         self._sender = LocalSender()
-        self._moved = False
-        # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
-        self._reference = self._part.first_weights(moved=False) if config.model_config.lora_rank else None
-        self._learner = None if head is None else Learner(self._part.trained, head, optimizer)
-        if self._learner is not None:
-            self.engine.attach(self._learner.made.module)
+        self._policies: list[_Policy] = []
+        for number, own in enumerate(learners):
+            self._part.choose(number)
+            # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
+            first = self._part.first_weights(moved=False) if config.model_config.lora_rank else None
+            learner = None if own.head is None else Learner(self._part.trained, own.head, own.optimizer)
+            self._policies.append(_Policy(learner, first))
+        self.choose(0)
         self._teacher = None if teacher is None else _read_beside(teacher, max_model_len)
+
+    def choose(self, policy: int) -> None:
+        """Compute for the policy with this number from now on."""
+        self._part.choose(policy)
+        self._own = self._policies[policy]
+        if self._own.learner is not None:
+            self.engine.attach(self._own.learner.made.module)
 
     def place(self) -> tuple[int, bool]:
         """Return the rank's index among the data-parallel ranks, and whether it is the rank that answers for that index."""
@@ -83,7 +107,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         `budget` is the tokens of a micro-batch."""
         if not added:
             self.discard()
-        head = None if self._learner is None else self._learner.made.kind
+        head = None if self._own.learner is None else self._own.learner.made.kind
         found = LossPass(samples, loss, head, step)
         valued = any(span.value_weight for sample in samples for span in sample.spans)
         data = self._data(samples, budget, calculate_entropy=True, values="also" if valued else "none")
@@ -93,8 +117,8 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
 
     def discard(self) -> None:
         """Drop the gradient."""
-        if self._learner is not None:
-            self._learner.discard()
+        if self._own.learner is not None:
+            self._own.learner.discard()
         with self.engine.train_mode(zero_grad_on_exit=False):
             self.engine.optimizer_zero_grad()
 
@@ -102,16 +126,18 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         """Clip the policy's and the head's gradient, each by its own norm, and update them in a step at the policy's rates `lr`
         and `head_lr`; None: no update. Returns the norms before clipping. Where a norm is not finite nothing is changed."""
         norms = {"grad_norm": 0.0}
-        if self._learner is not None:
-            norms[f"{self._learner.made.kind.name}_grad_norm"] = 0.0 if head_lr is None else self._learner.clip()
+        if self._own.learner is not None:
+            norms[f"{self._own.learner.made.kind.name}_grad_norm"] = (
+                0.0 if head_lr is None else self._own.learner.clip()
+            )
         with self.engine.train_mode(zero_grad_on_exit=True):
             if lr is not None and all(map(math.isfinite, norms.values())):
                 for group in self.engine.optimizer.param_groups:
                     group["lr"] = lr
                 norms["grad_norm"] = float(self.engine.optimizer_step())
-                self._moved = True
-        if self._learner is not None and head_lr is not None and all(map(math.isfinite, norms.values())):
-            self._learner.update(head_lr)
+                self._own.moved = True
+        if self._own.learner is not None and head_lr is not None and all(map(math.isfinite, norms.values())):
+            self._own.learner.update(head_lr)
         return norms
 
     def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
@@ -169,14 +195,14 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
     def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
         """Write this rank's shards of weights and moments into an existing folder, after this many steps. Returns this
         machine's name and the names of the files that it sees there."""
-        self._part.save(self._learner, folder, steps)
+        self._part.save(self._own.learner, folder, steps)
         return socket.gethostname(), sorted(file.name for file in folder.iterdir())
 
     def load(self, folder: Path, steps: int, head_steps: int) -> None:
         """Read weights and moments that any number of ranks wrote, after `steps` of the policy and `head_steps` of the
         head."""
-        self._part.load(self._learner, folder, steps, head_steps)
-        self._moved = steps > 0
+        self._part.load(self._own.learner, folder, steps, head_steps)
+        self._own.moved = steps > 0
 
     def end(self) -> None:
         """Restore the process as it was before."""
@@ -185,9 +211,9 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
     def _first_weights(self) -> ReferenceWeights:
         """Return the weights at the start of training, which are kept from the first call on; all ranks must call it together.
         If the weights have moved by then, as in a resumed run, the folder's are read again."""
-        if self._reference is None:
-            self._reference = self._part.first_weights(moved=self._moved)
-        return self._reference
+        if self._own.reference is None:
+            self._own.reference = self._part.first_weights(moved=self._own.moved)
+        return self._own.reference
 
     def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
         """Return rows in verl's form: packed ids, with a number for each row by which its tokens are found."""

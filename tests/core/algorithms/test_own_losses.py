@@ -315,7 +315,7 @@ def test_a_loss_sees_entropies_and_reports_metrics_of_its_own(folder: Path, budg
 
 
 def test_several_losses_of_one_step_add_up(folder: Path) -> None:
-    """Imitation of answers that nobody sampled beside a policy gradient: one gradient, each loss's metrics of its own tokens."""
+    """Imitation of answers that nobody sampled beside a policy gradient: one gradient, and each loss has metrics of its own."""
 
     def imitate(tokens: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -0.1 * tokens.logprobs, {"nats": -tokens.logprobs}

@@ -15,7 +15,7 @@ from lightning.batch.sample import Sample
 from lightning.config import Config, EngineConfig, LoraConfig
 from lightning.engines.loading import read_model
 from lightning.engines.plugin import torch_engine
-from lightning.engines.protocol import Engine, OptimizerConfig, SharesBase
+from lightning.engines.protocol import Engine, Opening, OptimizerConfig, SharesBase
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.model import AddingEmbedding, AddingLinear
 from lightning.errors import EngineError, MissingExtraError
@@ -150,8 +150,7 @@ def test_what_is_trained_adds_its_gradients_up_in_place(
 def test_engines_of_adapters_share_the_tensors_of_their_base(open_engine: Open, tied_model: Path) -> None:
     lora, other = LoraConfig(rank=4), LoraConfig(rank=2, target_modules=("q_proj",))
     first, second = (TorchEngine(device="cpu", lora=each, gradient_checkpointing=True) for each in (lora, other))
-    first.open(tied_model, OptimizerConfig(), seed=0)
-    second.open_beside(first, OptimizerConfig(), seed=1)
+    first.open_sharing(tied_model, Opening(OptimizerConfig(), 0), [(second, Opening(OptimizerConfig(), 1))])
     base, beside = (
         {
             name.replace(".base_layer.", "."): tensor.data_ptr()
@@ -173,12 +172,13 @@ def test_engines_of_adapters_share_the_tensors_of_their_base(open_engine: Open, 
     second.close()
 
 
-def test_only_adapters_share_a_base(open_engine: Open) -> None:
-    whole = open_engine()
+def test_only_adapters_share_a_base(tied_model: Path) -> None:
+    own = Opening(OptimizerConfig(), 0)
+    adapters, whole = (TorchEngine(device="cpu", lora=lora) for lora in (LoraConfig(rank=2), None))
     assert isinstance(whole, SharesBase)
-    for engine in (TorchEngine(device="cpu", lora=LoraConfig(rank=2)), TorchEngine(device="cpu")):
+    for engine, other in ((adapters, whole), (whole, adapters), (whole, whole)):
         with pytest.raises(EngineError, match=r"only adapters share a base model: set engine\.lora"):
-            engine.open_beside(whole, OptimizerConfig(), seed=0)
+            engine.open_sharing(tied_model, own, [(other, own)])
 
 
 def test_random_numbers_that_loading_draws_change_no_adapters(

@@ -240,7 +240,7 @@ def test_equal_rewards_whose_mean_is_beyond_a_bound_by_rounding_are_compared(vll
 
 
 def test_two_models_of_one_name_have_labels_of_their_own(vllm: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(what: str, *_: Any) -> EvaluatedModel:
+    def found(what: str, *_: Any, together: bool) -> EvaluatedModel:
         return EvaluatedModel("first@3", Path(what).resolve(), f"exp-{what}")
 
     monkeypatch.setattr(eval_commands, "find_model", found)

@@ -541,7 +541,7 @@ def test_what_cannot_be_trained_is_refused_by_name_before_anything_is_loaded(mod
         """An engine that cannot share its base."""
 
     with pytest.raises(
-        ConfigError, match=r"OneModel trains one.*\(editor, writer\).*several policies need engine = torch"
+        ConfigError, match=r"OneModel trains one.*\(editor, writer\).*several policies need engine = torch or verl"
     ):
         PolicyEngine(POLICIES, lambda _: OneModel(), config())  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigError, match="no policy may have the name 'adapters'"):

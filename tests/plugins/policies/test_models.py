@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 from lightning.cli.output import with_store
-from lightning.config import Config
+from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
+from lightning.policy_server.model_folder import ADAPTERS_OF_ALL
 from lightning.store.places import policy_in, store_in
 from lightning.store.protocol import Store
 from lightning.trainer.model import adapters_of, models_in, resolve_model
 from lightning.types import LLM, Task
-from lightning_branching.policies import find_model
+from lightning_branching.policies import EvaluatedModel, find_model
 from lightning_resources.operations import list_resources
 from lightning_server import serving
 from lightning_server.policies import policies_in
+from safetensors.torch import load_file
 
 from tests.core.trainer.test_families import Served
 from tests.core.trainer.test_tiny_run import equal, model, state
@@ -81,6 +83,7 @@ def test_a_policy_s_model_is_found_kept_and_forked_by_its_name(run: Any, train: 
     ):
         with pytest.raises(ConfigError, match=words):
             find_model(name, runs, into, Config())
+    _check_all(folder, runs, into, tmp_path / "folder")
 
     versions = asked(folder, lambda store: list_resources(store, "policy/writer/weights"))
     assert [version.metadata["probe"]["dtype"] for version in versions] == ["float32"]
@@ -98,6 +101,26 @@ def test_a_policy_s_model_is_found_kept_and_forked_by_its_name(run: Any, train: 
         train("runs/other", 1, from_run="mine")
     again = run("runs/again", 1, from_run="mine")
     assert equal(state(again / "checkpoints/step-00000000/writer"), state(folder / "checkpoints/step-00000002/writer"))
+
+
+def _check_all(folder: Path, runs: Path, into: Path, base: Path) -> None:
+    """Check that a run's step names all its policies, where they may be together."""
+    begun, first, last = (find_model(f"mine{at}", runs, into, Config(), together=True) for at in ("@0", "@1", ""))
+    assert [each.name for each in (begun, first, last)] == ["mine@0", "mine@1", "mine@2"]
+    assert [each.folder for each in (begun, first, last)] == [base.resolve()] * 3
+    assert (begun.trained, last.trained) == (None, folder / "model" / ADAPTERS_OF_ALL)
+    assert first.trained is not None
+    one, other = (load_file(each.trained) for each in (first, last) if each.trained)
+    assert one.keys() == other.keys()
+    assert not equal(one, other)
+    written = first.trained.stat().st_mtime_ns
+    assert first.serves_as(find_model("mine@1", runs, into, Config(), together=True))
+    assert first.trained.stat().st_mtime_ns == written, "made once"
+    assert not any(last.serves_as(each) for each in (begun, first, EvaluatedModel("base", last.folder)))
+    given = with_settings(Config(), {"policies.else.agents": ["*"], "engine.lora.rank": 8, "trainer.seed": 5})
+    within = first.within(given)
+    assert {name: lora and lora.rank for name, lora in adapters_of(within).items()} == {"writer": 2, "editor": 2}
+    assert within.trainer == given.trainer
 
 
 def test_a_model_in_a_run_s_folder_is_a_policy_s_and_others_are_none(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from lightning_server.policies import policies_in
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.plugins.debug.evaluating import FIXED, said, write_tasks
 from tests.plugins.replicas.test_training import read
 from tests.servers.replica import Replica, TellingVLLM
 
@@ -109,7 +110,7 @@ def train(model: Path, out: Path, settings: dict[str, Any], steps: int, *names: 
 
 def found(out: Path) -> tuple[list[StepRecord], list[Transition]]:
     """The steps of a run, and its answered calls."""
-    records, calls, _ = asyncio.run(read(out))
+    records, calls, _ = asyncio.run(read(out, out.name))
     return records, [call for call in calls if call.status is CallStatus.OK]
 
 
@@ -170,6 +171,8 @@ def test_each_base_and_each_whole_policy_has_a_server_of_its_own(
     assert all(torch.equal(left[key], kept[key]) for key in left)
     assert not torch.equal(left["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])
     assert not (exported / ADAPTERS_OF_ALL).exists()
+    servers.clear()
+    _check_evaluated(tmp_path, servers, monkeypatch)
     _check_named_policies(tmp_path, other, max(calls, key=lambda call: call.rollout).rollout, monkeypatch)
 
 
@@ -201,6 +204,31 @@ def _check_named_policies(place: Path, other: Path, rollout: str, monkeypatch: p
         "critic": "answers critic; trained with a learning rate of 0.01 and adapters of rank 2 on other",
         "judge": f"answers judge; not trained, stays {other}",
     }
+
+
+def _check_evaluated(place: Path, servers: list[Own], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that `lightning eval` and `ab` of the run `place`/run have each agent answered by its policy, with the weights of
+    the step."""
+    module = "from tests.plugins.policies.test_own_servers import agents\nagent = agents('writer', 'editor', 'critic', 'judge')"
+    (place / "asking.py").write_text(module)
+    write_tasks(place / "tasks.jsonl", 2)
+    monkeypatch.syspath_prepend(str(place))
+    given = ["asking:agent", "--tasks", "tasks.jsonl", "--bounds", "0,4", "--runs", ".", *FIXED]
+    given += ["--set", "policy_server.device=cpu"]
+    assert said(["eval", "run@1", *given, "-n", "1", "--out", "evaluated"]) == 0
+    assert [server.folder.name for server in servers] == ["model", "other", "model"]
+    assert [server.parts for server in servers] == [[f"{name}.safetensors"] for name in ("writer", "critic", "editor")]
+    _, calls = found(place / "evaluated")
+    for name in ("writer", "editor", "critic", "judge"):
+        versions = {run.version for call in calls if call.policy == call.caller.name == name for run in call.versions}
+        assert versions == {0 if name == "judge" else 1}
+    pair = ["ab", *given, "--model", "run@0,run@2"]
+    assert said([*pair, "--out", "promoted", "--promote", "best"]) == 2
+    servers.clear()
+    assert said([*pair, "--out", "compared", "--batch", "2"]) in (0, 3, 4)
+    assert [len(server.parts) for server in servers] == [0, 0, 0, 1, 1, 1], (
+        "before the first step there is nothing to load"
+    )
 
 
 async def _config_of(store: Store) -> Mapping[str, Json]:

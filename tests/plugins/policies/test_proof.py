@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from lightning.cli.app import main
-from lightning.policy_server.model_folder import hash_weights
+from lightning.policy_server.model_folder import ADAPTERS_OF_ALL, hash_weights
 from lightning.types import LLM, POLICY, Task, Transition
 from lightning_branching.branching import BranchReport, branch
 from lightning_branching.retrain import Retraining
@@ -114,10 +114,10 @@ def test_branches_are_answered_by_all_policies_of_the_step(run: Any, tmp_path: P
     first = branch("mine/2/0/1", trio, at=2, **how)
     assert answered(first) == {("editor", 1), ("judge", 0)}
     assert first.model == f"mine@1 of {folder}"
-    (made,) = (folder / "branches/models").glob("mine@1-*.safetensors")
+    (made,) = (folder / "branches/models").glob(f"mine@1-*/{ADAPTERS_OF_ALL}")
     assert hash_weights(made) == steps_of(folder)[1].context["weights"], "bit for bit the adapters that vLLM had"
     assert answered(branch("mine/2/0/1", trio, at=3, **how)) == {("judge", 0)}
-    assert len([*(folder / "branches/models").glob("*.safetensors")]) == 1, (
+    assert len([*(folder / "branches/models").glob(f"*/{ADAPTERS_OF_ALL}")]) == 1, (
         "the judge is answered beside the same weights"
     )
     assert answered(branch("mine/2/0/1", trio, at=2, weights="mine/model/writer@1", **how)) == {(POLICY, 0)}

@@ -73,10 +73,10 @@ def test_a_training_with_several_servers_of_which_one_dies(
     assert sum(last.get(f"server_{number}/requests", 0.0) for number in range(count)) > 0
 
 
-async def read(run: Path) -> tuple[list[StepRecord], list[Transition], set[Status]]:
+async def read(run: Path, name: str = "run") -> tuple[list[StepRecord], list[Transition], set[Status]]:
     async def found(store: Store) -> tuple[list[StepRecord], list[Transition], set[Status]]:
-        rollouts = (await store.list_rollouts("run", limit=1000)).items
+        rollouts = (await store.list_rollouts(name, limit=1000)).items
         calls = [call for rollout in rollouts for call in await store.transitions(rollout.id)]
-        return list(await store.steps("run")), calls, {rollout.status for rollout in rollouts}
+        return list(await store.steps(name)), calls, {rollout.status for rollout in rollouts}
 
     return await with_store(store_in(run), found)

@@ -17,6 +17,7 @@ from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.tiny_models import make_tiny_model
+from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_verl.device import choose
 from lightning_verl.plugin import verl_engine
 
@@ -27,6 +28,14 @@ ALONE = 0
 LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01, correction=NO_CORRECTION)
 CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3", correction=NO_CORRECTION)
 """Wants to know everything before the gradient pass: the current policy's logprobs, and the reference's."""
+
+UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, weight_decay=0.5, eps=1e-5)
+"""`eps` is above the rounding of these gradients: below it, AdamW makes whole updates of how two kernels round."""
+POLICIES = {
+    "editor": TrainedPolicy(LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))),
+    "writer": TrainedPolicy(LoraConfig(rank=4, alpha=8), lr=2e-3),
+}
+OpenPolicies = Callable[..., PolicyEngine]
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +68,32 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
         opened.append(engine)
         head = plugins().get("heads", "critic")(config) if critic else None
         engine.open(folder, optimizer, seed=seed, head=head, reference=reference)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def open_policies(model: Path) -> Iterator[OpenPolicies]:
+    """`open_policies(make, critic=..., optimizer=..., **settings of the section engine)`; closed at the end."""
+    opened: list[PolicyEngine] = []
+
+    def make(
+        factory: Callable[[Config], Engine],
+        *,
+        critic: bool = False,
+        optimizer: OptimizerConfig = UNCLIPPED,
+        **settings: object,
+    ) -> PolicyEngine:
+        config = with_settings(
+            Config(), {"engine.device": "cpu", **{f"engine.{name}": value for name, value in settings.items()}}
+        )
+        engine = PolicyEngine(POLICIES, factory, config)
+        opened.append(engine)
+        head = plugins().get("heads", "critic")(config) if critic else None
+        engine.open(model, optimizer, seed=0, head=head)
         return engine
 
     yield make

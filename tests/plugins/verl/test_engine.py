@@ -31,11 +31,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
+from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, UNCLIPPED, VOCAB, OpenVerl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
-UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, weight_decay=0.5, eps=1e-5)
-"""`eps` is above the rounding of these gradients: below it, AdamW makes whole updates of how two kernels round."""
 
 
 def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
@@ -249,7 +247,7 @@ def test_where_the_disk_is_full_other_ranks_are_not_left_waiting(
 ) -> None:
     """The first rank goes on gathering with them."""
     engine = open_verl(ALONE)
-    part = engine._group._worker._part  # type: ignore[attr-defined]
+    part = engine._job.group._worker._part  # type: ignore[attr-defined]
     gathered = list[str]()
 
     def stream(*_: object, **__: object) -> Iterator[tuple[str, torch.Tensor]]:
@@ -325,7 +323,7 @@ def test_first_weights_are_kept_when_a_loss_wants_them_and_are_the_folders(open_
         return sorted(seen)
 
     def keeps(engine: Engine) -> bool:
-        return engine._group._worker._reference is not None  # type: ignore[attr-defined]
+        return engine._job.group._worker._own.reference is not None  # type: ignore[attr-defined]
 
     engine = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2))
     first = engine.logprobs(batch)
@@ -386,7 +384,7 @@ def test_what_is_kept_elsewhere_is_brought_before_it_is_read_or_written(
     plain.close()
 
     engine = open_verl(ALONE, lora=lora, **{"verl.sharding": sharding})
-    worker = engine._group._worker  # type: ignore[attr-defined]
+    worker = engine._job.group._worker  # type: ignore[attr-defined]
     elsewhere = Elsewhere(worker.engine)
     monkeypatch.setattr(worker.engine, "to", elsewhere.to)
     with torch.no_grad():
@@ -480,4 +478,4 @@ def test_a_loop_of_ones_own_runs_on_workers(open_verl: OpenVerl, tmp_path: Path)
     assert parts.optim_step().metrics["stepped"] == 1.0
     for name, value in load_file(parts.weights(tmp_path / "parts")).items():
         np.testing.assert_allclose(value.float().numpy(), expected[name].float().numpy(), atol=2e-5)
-    assert parts._taken.steps == 1
+    assert parts.taken.steps == 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.rows import is_trained
-from lightning_verl.engine import deal, share
+from lightning_verl.job import deal, share
 
 
 def row(length: int) -> Sample:

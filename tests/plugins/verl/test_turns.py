@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.config import Config, with_settings
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import Opening, OptimizerConfig
 from lightning.errors import EngineError, PolicyServerError, WorkersLostError
 from lightning_attach.sending import Meeting
 from lightning_verl import engine as module
@@ -221,9 +221,47 @@ def test_deaths_before_a_step_are_not_held_against_the_workers(
 
     monkeypatch.setattr(Workers, "run", run)
     engine.logprobs([row(4)])
-    engine._taken, engine._saved, left[0] = module.Taken(1), (Path("state"), module.Taken(1)), 3
+    engine.taken, engine.saved, left[0] = module.Taken(1), (Path("state"), module.Taken(1)), 3
     engine.logprobs([row(4)])
     left[0] = 1
     with pytest.raises(EngineError, match=r"restarts = 3 were used up"):
         engine.logprobs([row(4)])
     assert len(cluster.made) == 7
+
+
+def test_workers_of_several_policies_begin_again_where_each_of_them_was(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless one of them has moved since its last checkpoint."""
+    left, seen = [0], list[tuple[Any, ...]]()
+
+    def run(self: Workers, method: str, parts: Sequence[tuple[Any, ...]], **_: object) -> list[Any]:
+        seen.append((method, *(parts[0] if method in ("choose", "load") else ())))
+        if method == "logprobs" and left[0]:
+            left[0] -= 1
+            raise WorkersLostError("a worker died")
+        return [(0, True)] if method == "place" else [[np.zeros(4, np.float32)]]
+
+    monkeypatch.setattr(Workers, "run", run)
+    settings = {"engine.device": "cpu", "engine.verl.world_size": 1, "engine.lora.rank": 2}
+    engines = [VerlEngine(with_settings(Config(), settings)) for _ in range(3)]
+    first, second, third = engines
+    own = Opening(OptimizerConfig(), 0)
+    first.open_sharing(Path("model"), own, [(second, own), (third, own)])
+    for number, engine in enumerate(engines[1:]):
+        engine.taken, engine.saved = module.Taken(1, 1, 0), (Path(f"state-{number}"), module.Taken(1, 1, 0))
+    second.logprobs([row(4)])
+    left[0] = 1
+    second.logprobs([row(4)])
+    assert len(cluster.made) == 2
+    assert seen == [
+        ("place",), ("choose", 1), ("logprobs",), ("logprobs",),
+        ("place",), ("choose", 1), ("load", Path("state-0"), 1, 0), ("choose", 2), ("load", Path("state-1"), 1, 0),
+        ("choose", 1), ("logprobs",),
+    ]  # fmt: skip
+    third.taken, left[0] = module.Taken(2, 2, 0), 1
+    with pytest.raises(EngineError, match=r"the last checkpoint is older than step 2, .*checkpoint_every = 1"):
+        first.logprobs([row(4)])
+    third.close()
+    with pytest.raises(EngineError, match="call open"):
+        first.logprobs([row(4)])

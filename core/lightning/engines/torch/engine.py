@@ -23,7 +23,7 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.export import contents, whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.loading import read_model
-from lightning.engines.protocol import Engine, Head, OptimizerConfig, StepResult
+from lightning.engines.protocol import Engine, Head, Opening, OptimizerConfig, StepResult
 from lightning.engines.rows import (
     Numbers,
     States,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ONLY_ADAPTERS = "only adapters share a base model: set engine.lora for all torch engines that share one"
 
 
 class TorchEngine:
@@ -118,16 +120,34 @@ class TorchEngine:
         self._reference = Reference(lm, lora=self._lora is not None, folder=reference, max_model_len=self._served)
         self._begin(lm, optimizer, seed, head)
 
-    def open_beside(self, other: Engine, optimizer: OptimizerConfig, *, seed: int, head: Head | None = None) -> None:
-        """Open with new adapters on the base model of another torch engine (`SharesBase.open_beside`). Sets torch's CPU threads
+    def open_sharing(
+        self,
+        model: Path,
+        own: Opening,
+        others: Sequence[tuple[Engine, Opening]],
+        *,
+        reference: Path | None = None,
+    ) -> None:
+        """Open this engine, and others with adapters on its base model (`SharesBase.open_sharing`). Sets torch's CPU threads
         and random seed for the process."""
-        shared = other.shared() if isinstance(other, TorchEngine) and self._lora is not None else None
+        if others and self._lora is None:
+            raise EngineError(ONLY_ADAPTERS)
+        self.open(model, own.optimizer, seed=own.seed, head=own.head, reference=reference)
+        for other, its in others:
+            if not isinstance(other, TorchEngine):
+                raise EngineError(ONLY_ADAPTERS)
+            other.open_beside(self, its)
+
+    def open_beside(self, first: TorchEngine, own: Opening) -> None:
+        """Open with new adapters on the base model of another torch engine, which is open. Raises `EngineError` if one of the
+        two trains all weights."""
+        shared = first.shared() if self._lora else None
         if shared is None:
-            raise EngineError("only adapters share a base model: set engine.lora for both torch engines")
+            raise EngineError(ONLY_ADAPTERS)
         base, reference = shared
-        lm = self._load(base.folder, seed, base)
+        lm = self._load(base.folder, own.seed, base)
         self._reference = reference.beside(lm)
-        self._begin(lm, optimizer, seed, head)
+        self._begin(lm, own.optimizer, own.seed, own.head)
 
     def shared(self) -> tuple[CausalLM, Reference] | None:
         """Return the open model and its reference model, on whose base other engines can train adapters; None if this engine
