@@ -12,9 +12,11 @@ import pytest
 import torch
 from lightning.batch import Sample
 from lightning.config import LoraConfig
+from lightning.engines.rows import trained_tokens
+from lightning.engines.step import prepared
 from lightning.engines.torch import layouts
 from lightning.engines.torch.engine import TorchEngine
-from lightning.errors import DataError, EngineError
+from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import LossOutput, StepTokens, TokenBatch
@@ -243,3 +245,22 @@ def test_a_reference_whose_folder_is_gone_is_named(
     (folder / "config.json").unlink()
     with pytest.raises(EngineError, match="is not a model folder"):
         engine.step(two_rows(make_row), ToReference())
+
+
+def test_a_loss_that_needs_entropies_of_an_engine_without_them_is_told(make_row: Make) -> None:
+    class Doubts:
+        def prepare(self, step: StepTokens) -> np.ndarray:
+            return step.entropy > 1.0  # type: ignore[operator]
+
+        def __call__(self, batch: TokenBatch) -> LossOutput:
+            return PLAIN(batch)
+
+    rows = two_rows(make_row)
+    tokens = trained_tokens(rows)
+    numbers = np.full(len(tokens), -1.0, np.float32)
+    with pytest.raises(
+        ConfigError, match=r"prepare of the loss Doubts failed .* step\.entropy only by the engine torch"
+    ):
+        prepared(Doubts(), rows, tokens, lambda: (numbers, None), lambda: numbers)
+    found = prepared(Doubts(), rows, tokens, lambda: (numbers, numbers + 3), lambda: numbers)
+    assert found[0].prepared is not None
