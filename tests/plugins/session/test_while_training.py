@@ -150,7 +150,11 @@ async def test_agents_and_engine_take_turns_on_one_gpu(
     """Where vLLM sleeps while the engine computes. Neither waits for ever for the other."""
     monkeypatch.setattr("lightning_session.sampling.shares_gpu", lambda config: True)
     gates.gates = {"slow": asyncio.Event()}
-    async with bench(tmp_path / "run", gates, own_loop=True) as made, Session(made.loop) as session, asyncio.timeout(60):
+    async with (
+        bench(tmp_path / "run", gates, own_loop=True) as made,
+        Session(made.loop) as session,
+        asyncio.timeout(60),
+    ):
         running: list[int] = []
         plain = made.engine.forward_backward
 
