@@ -29,7 +29,7 @@ from lightning.trainer.gains import Gain, gain_of, margin
 from lightning.trainer.plan import TRAIN, VAL
 from lightning.trainer.runs import differences
 from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
-from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
+from lightning.types import Fault, Json, Rollout, Run, Status, StepRecord, StepReward
 
 if TYPE_CHECKING:
     from typer._click.core import Command, Context
@@ -346,7 +346,8 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
 class Details:
     """The parts of a run that are shown. `rollouts` are the selected rollouts, without the `left_out` beyond the limit, of all
     those searched, which `searched` counts by split; `step_rewards` are the step rewards of the selected rollouts, by rollout;
-    `failures` counts the failed rollouts of all those searched, by reason."""
+    `failures` counts the failed rollouts of all those searched, by reason, and `cancelled` those that a training loop wanted no
+    more."""
 
     run: Run
     epochs: list[Epoch]
@@ -356,6 +357,7 @@ class Details:
     searched: Counter[str]
     step_rewards: dict[str, tuple[StepReward, ...]]
     failures: list[tuple[int, Reason]]
+    cancelled: int
     summary: Summary
 
     @property
@@ -376,7 +378,8 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
     if stored is None:
         return None
     rollouts = [rollout async for rollout in each_rollout(store, run, step=step)]
-    matching = [rollout for rollout in rollouts if not failed or rollout.status is Status.FAILED]
+    failures = [one for one in rollouts if one.status is Status.FAILED and one.fault is not Fault.CANCELLED]
+    matching = failures if failed else rollouts
     chosen = matching[:limit]
     attempts = await store.attempts_of([(rollout.id, None) for rollout in chosen])
     return Details(
@@ -391,7 +394,8 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
             for rollout, attempt in zip(chosen, attempts, strict=True)
             if attempt.step_rewards
         },
-        failures=grouped(rollout.error for rollout in rollouts if rollout.status is Status.FAILED),
+        failures=grouped(rollout.error for rollout in failures),
+        cancelled=sum(rollout.fault is Fault.CANCELLED for rollout in rollouts),
         summary=await summarize(store, run),
     )
 
@@ -457,6 +461,8 @@ def _show_run(found: Details) -> None:
     )
     for count, why in found.failures:
         say(f"{count} of {found.among} rollouts failed: {escape(str(why))}")
+    if found.cancelled:
+        say(f"{found.cancelled} of {found.among} rollouts were cancelled: a loop of your own wanted them no more")
 
 
 def _say_untrained(steps: Sequence[StepRecord]) -> None:

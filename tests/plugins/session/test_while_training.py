@@ -221,7 +221,8 @@ async def test_groups_come_as_they_complete_and_a_loop_may_be_left(bench: Open, 
             found.append(group)
             if len(found) == 4:
                 break
-        assert [group.trajectories[0].rollout.task.input for group in found] == [f"quick {n}" for n in (2, 3, 4, 5)]
+        names = {group.trajectories[0].rollout.task.input for group in found}
+        assert len(names - {"slow"}) == 4, "each is another task, and none waited for the slow one"
         assert asked <= 7, "tasks are taken when they can begin"
         await take(session, found)  # at once: what was under way is given up
         assert session.step == 1
