@@ -51,6 +51,9 @@ JUDGE, LOGPROB = "judge", "logprob"
 """The names of two columns that are no credit functions: the score of a judge alone, less the mean of the others in the group;
 and the mean logprob of an answer's tokens."""
 
+FEW: Final = 10
+"""Tasks below which intervals over tasks are rough."""
+
 Key = tuple[str, int, int]
 """The key of a call: rollout, attempt, sequence number."""
 
@@ -444,6 +447,8 @@ def _remarks(
             f"{counted(last, 'decision')} ended a rollout: the worth of the answer is the recorded return, one sample, and is "
             "taken as exact"
         )
-    if len({call.task for call in calls}) == 1:
+    if (tasks := len({call.task for call in calls})) == 1:
         found.append("all decisions are of one task: figures over decisions have no interval (--rollouts)")
+    elif tasks < FEW:
+        found.append(f"the decisions are of {tasks} tasks: intervals over tasks are rough (--rollouts)")
     return found

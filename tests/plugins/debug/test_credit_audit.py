@@ -119,6 +119,7 @@ def test_decisions_are_executed_and_credit_is_compared_with_them(runs: ScriptedV
     assert not {"critic", "branch", "judge"} & agreements.keys(), "they need what this run does not have"
     assert agreements["leave-one-out"]["calls"] == 6
     assert any("one sample" in warning for warning in found["warnings"])
+    assert "the decisions are of 2 tasks: intervals over tasks are rough (--rollouts)" in found["warnings"]
     assert in_store(lambda store: store.get_run("first")) == before
     kept = in_store(lambda store: store.get_state("first-credit0", KEPT))
     assert kept_audit(kept) is not None
