@@ -58,21 +58,6 @@ STOP_SECONDS = 15.0
 _CULPRIT = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Exit)\b: .*\S|\bKilled\b|Segmentation fault")
 _HARMLESS = re.compile(r"^(?:\([^)]*\)\s*)*(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 """Matches the beginning of a log line that reports no error; vLLM's warnings name errors that may come."""
-_CURES = (
-    (
-        re.compile("does not support LoRA"),
-        "Adapters of several policies need a model of another kind: train one policy",
-    ),
-    (
-        re.compile("expected target modules in .* but received"),
-        "Name modules that vLLM has for the adapters (engine.lora.target_modules)",
-    ),
-    (
-        re.compile("When using LoRA, vocab size"),
-        "Name the modules for the adapters (engine.lora.target_modules) instead of all-linear",
-    ),
-)
-"""Matches errors of vLLM with adapters, each with the cure."""
 
 
 @contextmanager
@@ -96,10 +81,13 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
 
 
 class ServerProcess:
-    """vLLM, started through our launcher as the leader of its own session, so that Ctrl-C reaches only its owner."""
+    """vLLM, started through our launcher as the leader of its own session, so that Ctrl-C reaches only its owner. `cures` are
+    those of `WeightTransfer`."""
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        self.log = log
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], log: Path, cures: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.log, self._cures = log, cures
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._log_start = file.tell()
@@ -131,7 +119,7 @@ class ServerProcess:
         lines = [line[:MAX_LINE] for line in lines if line.strip()]
         told = (line for line in lines if not _HARMLESS.search(line))
         culprit = next((match.group() for line in told if (match := _CULPRIT.search(line))), "")
-        cure = next((f"{cure}. " for error, cure in _CURES if error.search(culprit)), "")
+        cure = next((f"{cure}. " for error, cure in self._cures if re.search(error, culprit)), "")
         tail = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:]) or "  | (nothing was written)"
         return f"{f'{culprit}. ' if culprit else ''}{cure}The last lines of {self.log}:\n{tail}"
 
@@ -459,7 +447,7 @@ class OwnedVLLM(VLLMServer):
                 gpus=self._config.gpus,
                 parts=parts,
             ) | {SECRET: secret}
-            self._process = ServerProcess(args, env, self._log)
+            self._process = ServerProcess(args, env, self._log, self._transfer.cures)
             self._control = VLLMControl(f"http://{host}:{self._port}", secret)
             try:
                 await self._until_ready(self._process, self._control, chosen.start_timeout)

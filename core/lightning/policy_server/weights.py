@@ -41,6 +41,8 @@ class WeightTransfer(Protocol):
 
     extension: str
     """The import path of the class for vLLM's workers: our worker extension, or a class derived from it."""
+    cures: Sequence[tuple[str, str]]
+    """Regular expressions of errors with which vLLM may end at its start because of `args`, each with its cure in words."""
 
     def args(self, alias: str) -> Sequence[str]:
         """Return the arguments that `vllm serve` needs for this transfer, where lightning starts vLLM. The calls of that server
@@ -68,6 +70,7 @@ class FromDisk:
     """Implements `WeightTransfer`: vLLM reads the files itself."""
 
     extension = EXTENSION
+    cures: Sequence[tuple[str, str]] = ()
 
     def args(self, alias: str) -> Sequence[str]:
         """Return no arguments: vLLM can always read files."""

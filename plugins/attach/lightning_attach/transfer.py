@@ -154,6 +154,7 @@ class OverNetwork:
     `WeightTransfer`."""
 
     extension = EXTENSION
+    cures: Sequence[tuple[str, str]] = ()
 
     def __init__(self, backend: str, sender: Sender, seconds: float) -> None:
         self._backend, self._sender, self._seconds = backend, sender, seconds

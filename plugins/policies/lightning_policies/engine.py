@@ -33,6 +33,7 @@ from lightning.engines.protocol import (
     Head,
     Opening,
     OptimizerConfig,
+    SendsWeights,
     SharesBase,
     StepResult,
     WritesAdapters,
@@ -94,6 +95,9 @@ class PolicyEngine:
     `engine.lora` is that policy's, or None. Raises `ConfigError` if that engine cannot share its base model.
     """
 
+    sender: Callable[[], object]
+    """See `SendsWeights`; only of engines that implement it."""
+
     def __init__(self, policies: Mapping[str, TrainedPolicy], make: Callable[[Config], Engine], config: Config) -> None:
         if not policies:
             raise ConfigError("no policy is trained: leave `train = false` out of at least one of [policies]")
@@ -110,6 +114,8 @@ class PolicyEngine:
                     f"({', '.join(self._policies)}) on one base model: several policies need engine = torch or verl"
                 )
             self._engines[name] = engine
+        if isinstance(first := next(iter(self._engines.values())), SendsWeights):
+            self.sender = first.sender  # of this object alone: the weights of other engines are in this process
         self._lr = OptimizerConfig().lr
         self.rates: dict[str, float] = {}
         """Learning rates that were set for policies; see `TrainsPolicies`."""

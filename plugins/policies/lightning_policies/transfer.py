@@ -35,6 +35,18 @@ if TYPE_CHECKING:
 
 EXTENSION = "lightning_policies.worker.PolicyWorker"
 """The worker extension that vLLM must be started with, instead of the core's."""
+CURES = (
+    ("does not support LoRA", "Adapters of several policies need a model of another kind: train one policy"),
+    (
+        "expected target modules in .* but received",
+        "Name modules that vLLM has for the adapters (engine.lora.target_modules)",
+    ),
+    (
+        "When using LoRA, vocab size",
+        "Name the modules for the adapters (engine.lora.target_modules) instead of all-linear",
+    ),
+)
+"""Errors of vLLM with adapters; see `WeightTransfer.cures`."""
 _MATRIX = re.compile(r"\.\d+\.(?!.*experts).*\.weight$")
 """Matches the names of weights in a numbered layer, except those of experts, which vLLM keeps together."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -52,7 +64,7 @@ class PolicyPart:
     def __init__(self, inner: WeightTransfer, trained: Sequence[str], untrained: Sequence[str]) -> None:
         if not isinstance(inner, PolicyAdapters):
             _check_reads_files(inner)
-        self.extension = inner.extension
+        self.extension, self.cures = inner.extension, inner.cures
         self._inner, self._part, self._policies = inner, part_of(trained) if trained else "", (*trained, *untrained)
 
     def args(self, alias: str) -> Sequence[str]:
@@ -95,6 +107,7 @@ class PolicyAdapters:
     """
 
     extension = EXTENSION
+    cures: Sequence[tuple[str, str]] = CURES
 
     def __init__(
         self, transfer: WeightTransfer, model: Path, trained: Mapping[str, LoraConfig], untrained: Sequence[str]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from lightning.config import Config, LoraConfig, load_config
+from lightning.engines.protocol import SendsWeights
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import folder_tensors
@@ -201,7 +202,9 @@ def test_the_engine_trains_the_adapters_of_each_trained_policy() -> None:
         "editor": TrainedPolicy(LoraConfig(rank=8), 0.5),
         "writer": TrainedPolicy(LoraConfig(rank=8)),
     }
-    assert isinstance(plugins().engine("verl")(config), PolicyEngine)
+    of_workers = plugins().engine("verl")(config)
+    assert isinstance(of_workers, PolicyEngine)
+    assert (isinstance(engine, SendsWeights), isinstance(of_workers, SendsWeights)) == (False, True)
 
 
 def test_weights_come_into_vllm_as_adapters_of_the_model(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from lightning.policy_server.model_folder import LORA_A, LORA_B, POLICIES, check
 from lightning.policy_server.weights import FromDisk
 from lightning.testing.tiny_models import make_tiny_model
 from lightning_attach.transfer import LocalSender, OverNetwork
-from lightning_policies.transfer import PolicyAdapters
+from lightning_policies.transfer import CURES, PolicyAdapters
 from lightning_policies.worker import _linear_of, replace_adapters
 from safetensors.numpy import save_file
 
@@ -205,3 +206,15 @@ def test_rows_get_their_own_adapter_and_others_none(dtype: torch.dtype) -> None:
     wrapper.no_lora = True
     _linear_of(wrapper)(found, x, downs, ups, 1.0, widths)
     torch.testing.assert_close(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("said", "cure"),
+    [
+        ("GPT2LMHeadModel does not support LoRA yet.", "train one policy"),
+        ("While loading /a, expected target modules in {'q_proj'} but received ['z'].", "Name modules that vLLM has"),
+        ("When using LoRA, vocab size must be <= 258048", "instead of all-linear"),
+    ],
+)
+def test_what_helps_where_vllm_cannot_add_adapters_is_known(said: str, cure: str) -> None:
+    assert [cure in told for error, told in CURES if re.search(error, said)] == [True]
