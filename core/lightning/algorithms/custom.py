@@ -19,7 +19,7 @@ from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, Batch
 from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group
-from lightning.config.other_words import refuses_unknown
+from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.custom_loss import as_loss, check_callable, is_whole

@@ -40,7 +40,7 @@ from lightning.algorithms.presets import (
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Advantages, Normalization, PerToken
 from lightning.batch.trajectory import Group
-from lightning.config.other_words import refuse_class, refuses_unknown
+from lightning.config.arguments import refuse_class, refuses_unknown
 from lightning.credit.advantage import all_equal
 from lightning.credit.intermediate import ToolReward, check_tool_reward
 from lightning.credit.protocol import Credit, GroupAdvantage, group_returns

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lightning.config.arguments import refuse_class, refuses_unknown
 from lightning.config.fields import Setting, settings
 from lightning.config.load import load_config, recorded_config, with_settings
-from lightning.config.other_words import refuse_class, refuses_unknown
 from lightning.config.plugin_settings import NamedSettings, PluginSettings, config_model
 from lightning.config.sections import (
     Config,

@@ -5,7 +5,6 @@ The invariant: everything is read from the models of the sections, so that error
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import types
@@ -102,17 +101,6 @@ def find(key: str) -> FieldInfo | None:
             return None
         model = section_of(field.annotation)
     return field
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` with the most similar known word, or "" if none is similar. The last part of a dotted key
-    may match alone."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, 1, 0.75)
-    if not near:
-        by_last = {name.rpartition(".")[2]: name for name in known}
-        near = [by_last[last] for last in difflib.get_close_matches(word.rpartition(".")[2], by_last, 1, 0.8)]
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _optional(annotation: object) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lightning.config.fields import NAME, accepts, did_you_mean, find, section_of, settings, toml_value
-from lightning.config.other_words import answer
+from lightning.config.fields import NAME, accepts, find, section_of, settings, toml_value
+from lightning.config.other_words import answer, did_you_mean
 from lightning.config.plugin_settings import check_plugin_settings, config_model
 from lightning.config.sections import Config
 from lightning.errors import ConfigError

@@ -6,18 +6,10 @@ spellings are, which mislead: `beta` is no `betas`.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
+import difflib
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
-from typing import Any, Final, NamedTuple, TypeVar
-
-from lightning.config.fields import did_you_mean, settings
-from lightning.errors import ConfigError
-
-Kind = TypeVar("Kind", bound=type[Any])
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 
 class Word(NamedTuple):
@@ -186,6 +178,17 @@ def answer(name: str) -> str:
     return f"`{word}` is {WORDS[word].whose}'s word for {WORDS[word].meaning}. Here: {WORDS[word].said}"
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` with the most similar known word, or "" if none is similar. The last part of a dotted key
+    may match alone."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, 1, 0.75)
+    if not near:
+        by_last = {name.rpartition(".")[2]: name for name in known}
+        near = [by_last[last] for last in difflib.get_close_matches(word.rpartition(".")[2], by_last, 1, 0.8)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def unknown_argument(what: str, name: str, known: Iterable[str], takes: str = "") -> str:
     """Return the message for an argument that `what` does not take: whose word it is, or else the most similar name, and the
     arguments that `what` takes."""
@@ -193,58 +196,3 @@ def unknown_argument(what: str, name: str, known: Iterable[str], takes: str = ""
         return f"{what} has no argument {name!r}: {said}"
     known = list(known)
     return f"{what} has no argument {name!r}{did_you_mean(name, known) or '.'} It takes: {takes or ', '.join(known)}"
-
-
-def _own_word(what: str, name: str, known: Sequence[str]) -> str:
-    """Return the message for a word whose answer is an argument of LightningRL that the class `what` takes as well; else ""."""
-    word = WORDS.get(name)
-    given = (
-        re.findall(r"[(\s](\w+)=", word.answer) if word is not None and word.answer.startswith("LightningRL(") else []
-    )
-    if word is None or not given or not all(each in known for each in given) or what == "LightningRL":
-        return ""
-    here = f"{what}{word.answer.removeprefix('LightningRL')}"
-    return f"{what} has no argument {name!r}: `{name}` is {word.whose}'s word for {word.meaning}. Here: `{here}`"
-
-
-def refuses_unknown(kind: Kind) -> Kind:
-    """Make a class refuse what it does not take with a `ConfigError`: an argument of another name, whose right word it says,
-    also a setting; too many or too few of them; and what is no number where one is wanted."""
-    init: Callable[..., None] = kind.__init__
-    signature = inspect.signature(init)
-    known = [name for name in signature.parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(self: object, *args: object, **given: object) -> None:
-        if unknown := [name for name in given if name not in known]:
-            names = [*known, *(setting.key for setting in settings())]
-            what, takes = kind.__name__, ", ".join(known)
-            told = [_own_word(what, name, known) or unknown_argument(what, name, names, takes) for name in unknown]
-            raise ConfigError("\n".join(told))
-        try:
-            bound = signature.bind(self, *args, **given).arguments
-        except TypeError as error:
-            raise ConfigError(f"{kind.__name__}: {error}. It takes: {', '.join(known)}") from None
-        for name, value in bound.items():
-            if wanted := _no_number(signature.parameters[name], value):
-                raise ConfigError(f"{kind.__name__}: {name} cannot be {value!r}; it accepts {wanted}")
-        init(self, *args, **given)
-
-    kind.__init__ = checked
-    return kind
-
-
-def _no_number(parameter: inspect.Parameter, value: object) -> str:
-    """Return what an argument that is a number accepts, or "" if it accepts the value or is no number."""
-    wanted, _, optional = str(parameter.annotation).partition(" | ")
-    if wanted not in ("int", "float") or (value is None and (optional == "None" or parameter.default is None)):
-        return ""
-    if isinstance(value, Real) and (wanted == "float" or float(value).is_integer()):
-        return ""
-    return ("a number" if wanted == "float" else "a whole number") + (", or None" if optional else "")
-
-
-def refuse_class(given: object, what: str) -> None:
-    """Raise `ConfigError` for a class in place of an object of it, which `what` is, such as a credit."""
-    if isinstance(given, type):
-        raise ConfigError(f"{what} is the class {given.__name__}, not an object of it: give {given.__name__}(...)")

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning.config.other_words import refuses_unknown
+from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.protocol import StepTokens
 

@@ -15,7 +15,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
-from lightning.config.other_words import refuse_class
+from lightning.config.arguments import refuse_class
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import one_by_one, run_to_end, together
 from lightning.config import Config, load_config, with_settings
-from lightning.config.other_words import refuses_unknown
+from lightning.config.arguments import refuses_unknown
 from lightning.engines.protocol import ChecksModel, Engine, Head, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins

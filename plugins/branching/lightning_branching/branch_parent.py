@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.config import Config, config_model, recorded_config, with_settings
-from lightning.config.fields import did_you_mean, find
+from lightning.config.fields import find
+from lightning.config.other_words import did_you_mean
 from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.plugins import plugins

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from lightning.config import NamedSettings, Section
-from lightning.config.fields import did_you_mean
+from lightning.config.other_words import did_you_mean
 from lightning.errors import ConfigError, DataError
 from lightning.types import read_reason
 from pydantic import Field

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
-from lightning.config.fields import did_you_mean
+from lightning.config.other_words import did_you_mean
 from lightning.errors import ConfigError, RunnerError
 from lightning.instrument import ActiveAttempt, ReplacedMethods, set_slots
 from lightning.instrument.context import calling_attempt

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Final, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from lightning.config.fields import did_you_mean
+from lightning.config.other_words import did_you_mean
 from lightning.errors import DataError
 from lightning.store import codec as arrays
 from lightning.store.protocol import Page

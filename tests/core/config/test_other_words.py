@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning
-import lightning_credits
 import numpy as np
 import pytest
 from lightning.algorithms.presets import LowLevel
 from lightning.config import Config, EngineConfig, load_config, with_settings
 from lightning.config.fields import find
 from lightning.config.other_words import WORDS, answer
+from lightning.credit import Decayed
 from lightning.errors import ConfigError
 from lightning.losses.correction import Correction
 from lightning.plugins import plugins
@@ -66,7 +66,6 @@ TRAINER: Any = lightning.Trainer
 DPO: Any = lightning.DPO
 SFT: Any = lightning.SFT
 DISTILL: Any = lightning.Distill
-CRITIC: Any = lightning_credits.Critic
 CORRECTION: Any = Correction
 SECTION: Any = EngineConfig
 CONFIG: Any = Config
@@ -89,8 +88,7 @@ def _toml(folder: Path, text: str) -> Path:
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: ALGORITHM(credit=lightning_credits.GiGPO), r"the credit is the class GiGPO, .* give GiGPO\(\.\.\.\)"),
-    (lambda: ALGORITHM(credit=lightning_credits.Weighted(lightning_credits.GiGPO)), "the credit is the class GiGPO"),
+    (lambda: ALGORITHM(credit=Decayed), r"the credit is the class Decayed, .* give Decayed\(\.\.\.\)"),
     (lambda: ALGORITHM("grpo", 8), "LightningRL: too many positional arguments. It takes: low_level, group_size"),
     (lambda: ALGORITHM(group_size=8.5), "LightningRL: group_size cannot be 8.5; it accepts a whole number"),
     (lambda: ALGORITHM("GRPO"), "did you mean 'grpo'"),
@@ -101,7 +99,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: DPO(beta="x"), "DPO: beta cannot be 'x'; it accepts a number"),
     (lambda: SFT(learning_rate=1e-5), "--set engine.lr=1e-6"),
     (lambda: DISTILL("m", kl_coef=0.1), "verl's word for the weight of the KL term"),
-    (lambda: CRITIC(lamda=0.9), "Critic has no argument 'lamda'; did you mean 'lam'"),
     (lambda: CORRECTION(clip=2.0), "Correction has no argument 'clip'. It takes: kind, level"),
     (lambda: SECTION(learning_rate=1e-6), "EngineConfig has no argument 'learning_rate'.*engine.lr"),
     (lambda: CONFIG(beta=1), r"Config has no argument 'beta'.*LightningRL\(kl_coefficient=0.04\)"),

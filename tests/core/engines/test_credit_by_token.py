@@ -17,7 +17,6 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError
 from lightning.testing.trajectories import make_trajectory
 from lightning.trainer.training_data import batch_digest
-from lightning_credits import Weighted
 
 # the second call goes on from the first, so both share a row; the third has a prompt of its own
 CALLS = [((1, 2, 3), (4, 5, 6)), ((1, 2, 3, 4, 5, 6, 9), (7, 8)), ((20, 21), (22, 23, 24, 25))]
@@ -87,8 +86,6 @@ def test_tokens_that_are_all_alike_are_the_call(low_level: LowLevel) -> None:
     group = group_of(1.0, 0.0, 0.25, 0.5)
     one, each = (LightningRL(low_level, credit=credit).batch([group]) for credit in ("identical", spread))
     assert batch_digest(one) == batch_digest(each)
-    weighted = (LightningRL(low_level, credit=Weighted(credit)).batch([group]) for credit in ("identical", spread))
-    assert len({batch_digest(batch) for batch in weighted}) == 1
 
 
 def test_an_audit_sees_the_advantage_of_a_single_token() -> None:

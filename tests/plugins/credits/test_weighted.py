@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
-from lightning.batch.trajectory import Group
+from lightning.batch import Advantages, Group
 from lightning.credit import Decayed, GroupAdvantage, identical, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
+from lightning.trainer.training_data import batch_digest
 from lightning_credits import Critic, Weighted
 
 BY = st.sampled_from(["difficulty", "variance"])
@@ -82,7 +84,7 @@ def test_no_group_that_could_teach_is_silenced(rewards: list[int], by: str) -> N
         ({"worst": 1.0}, "worst=1.0 must be lower than best=1.0"),
         ({"best": float("nan")}, "both must be finite"),
         ({"credit": 3}, "credit=3: give a registered name"),
-        ({"credit": Decayed}, "give a registered name"),
+        ({"credit": Decayed}, "the credit is the class Decayed, not an object of it"),
     ],
 )
 def test_what_is_no_weight_is_refused(given: dict[str, object], says: str) -> None:
@@ -134,3 +136,20 @@ def test_a_credit_that_adds_rewards_is_refused_by_object_and_by_name(monkeypatch
     monkeypatch.setattr(type(plugins()), "get", lambda self, kind, name: Judging())
     with pytest.raises(ConfigError, match=cure):
         _ = LightningRL(credit=Weighted("judging")).head
+
+
+def test_tokens_that_are_all_alike_are_weighted_as_their_call() -> None:
+    def spread(group: Group, advantage: GroupAdvantage) -> Advantages:
+        return [
+            [np.full(len(call.response_ids), value) for call, value in zip(member.transitions, values, strict=True)]
+            for member, values in zip(group.trajectories, identical(group, advantage), strict=True)
+        ]
+
+    made = [LightningRL(credit=Weighted(credit)).batch([group(1.0, 0.0, 0.25)]) for credit in ("identical", spread)]
+    assert batch_digest(made[0]) == batch_digest(made[1])
+
+
+def test_an_argument_that_a_credit_does_not_take_is_an_error_of_ours() -> None:
+    critic: Any = Critic
+    with pytest.raises(ConfigError, match="Critic has no argument 'lamda'; did you mean 'lam'"):
+        critic(lamda=0.9)
