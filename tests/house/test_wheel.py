@@ -19,7 +19,8 @@ from tests.house.test_install_commands import resolve
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
     "algorithms", "attach", "autogen.autogen_core", "branching", "command", "console", "credits", "crewai.crewai", "db",
-    "debug", "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "harnesses", "jsonl", "k8s", "langchain.langchain_core",
+    "debug", "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "harnesses", "jsonl", "k8s",
+    "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner", "policies",
     "policy_server", "postgres", "prompts", "proof", "raw", "ray", "record", "redis", "replicas", "resources", "runners",
     "samplers", "sandbox", "server", "session", "smolagents.smolagents", "stores", "trackers", "verl",
