@@ -38,7 +38,7 @@ async def agent(task: Task, llm: LLM) -> float:
         with lightning.untrained("title"):
             await ask(f"name {task.input}")
         first = await ask(f"answer {task.input}")
-        last = await ask(f"again {task.input}", **{"x-lightning-rejected": first["id"]})
+        last = await ask(f"answer {task.input}", **{"x-lightning-rejected": first["id"]})
     return float(len(last["choices"][0]["message"]["content"]) % 3)
 
 
@@ -82,6 +82,7 @@ async def test_only_accepted_calls_are_trained_counted_proved_and_shown(trained:
     page = str((await show(places, str(Address("rollout", ("run", members[0].rollout.id), {})))).to_json())
     await places.close()
     assert "ok, not trained: rejected" in page
+    assert "ok; tries call 2 again" in page
     assert "it is recorded and not trained: title" in page
 
 
