@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -171,17 +171,7 @@ async def rollout_view(
     )
     credit = proof.members.get(own.id)
     trained = credit.calls if credit else {}
-    again = tries_again(transitions)
-    calls = tuple(
-        CallLine(
-            number,
-            each,
-            trained.get(each.seq),
-            "" if each.seq in trained else _why_untrained(each, found, proof),
-            again.get(number, 0),
-        )
-        for number, each in enumerate(transitions, 1)
-    )
+    calls = _call_lines(transitions, trained, lambda call: _why_untrained(call, found, proof))
     if not 0 <= call <= len(calls):
         raise DataError(f"the rollout {own.id} has {len(calls)} calls, so there is no call {call}")
     chosen = call or next((each.number for each in calls if each.credit is not None), min(1, len(calls)))
@@ -289,6 +279,18 @@ async def _branches(
         if each.rollout.parent is not None and each.rollout.parent in numbers
     ]
     return tuple(sorted(found, key=lambda each: (each.at, each.branch.key, each.branch.rollout.index))), grows
+
+
+def _call_lines(
+    calls: Sequence[Transition], trained: Mapping[int, CallCredit], why: Callable[[Transition], str]
+) -> tuple[CallLine, ...]:
+    """Return the lines of an attempt's calls. `trained` has the credit of trained calls by `seq`, `why` says it of others."""
+    again = tries_again(calls)
+    return tuple(
+        CallLine(number, call, credit, "" if credit else why(call), again.get(number, 0))
+        for number, call in enumerate(calls, 1)
+        for credit in (trained.get(call.seq),)
+    )
 
 
 def tries_again(calls: Sequence[Transition]) -> dict[int, int]:
