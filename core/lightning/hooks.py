@@ -113,7 +113,7 @@ def lightning_identify() -> Caller | None:
 
 
 @hookspec(firstresult=True)
-def lightning_harnesses() -> str | None:
+def lightning_untrained() -> str | None:
     """Say that the model request that is about to be sent is not to be trained, and why: `"title"` for a title that the
     framework asks for itself. None for any other request. Called where `lightning_identify` is.
 

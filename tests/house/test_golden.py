@@ -28,7 +28,20 @@ def test_public_names() -> None:
     assert set(lightning.__all__) == {
         *("Task", "LLM", "Transition", "Rollout", "Trainer", "Session", "LightningRL", "DPO", "SFT", "Distill"),
         *("APO", "Judge"),
-        *("component", "tool", "reward", "label", "command", "state", "StepState", "Caller", "ToolEvent", "hookimpl"),
+        *(
+            "component",
+            "tool",
+            "reward",
+            "label",
+            "reject",
+            "untrained",
+            "command",
+            "state",
+            "StepState",
+            "Caller",
+            "ToolEvent",
+            "hookimpl",
+        ),
         *("LightningError", "MissingExtraError", "__version__"),
     }
 

@@ -162,6 +162,7 @@ def show(
                 )
             else:
                 _show_run(found)
+                _say_untrained(found.steps)
                 if folder := _folder_of(named, place):
                     next_steps(
                         ("look for problems, and for better settings", ["advise", folder]),
@@ -432,7 +433,6 @@ def _show_run(found: Details) -> None:
         ],
         title="committed steps",
     )
-    _say_untrained(found.steps)
     for result in found.summary.evaluations:
         named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
         say(

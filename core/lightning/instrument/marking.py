@@ -126,8 +126,8 @@ def _said_by_adapters() -> str:
     from lightning.plugins import plugins
 
     try:
-        said = plugins().hook.lightning_harnesses()
-        return "" if said is None else read_reason(said, "what a lightning_harnesses hook returned")
+        said = plugins().hook.lightning_untrained()
+        return "" if said is None else read_reason(said, "what a lightning_untrained hook returned")
     except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
         log_once("said untrained", "an adapter failed to say whether a call is trained, so it is: %r", error)
         return ""

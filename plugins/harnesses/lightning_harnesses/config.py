@@ -87,8 +87,8 @@ def _why_not(name: str, rule: RuleConfig) -> str:
     if not (rule.agents or rule.models or rule.prompt) and name not in KNOWN:
         hint = did_you_mean(name, KNOWN)
         return (
-            f"[{place}] matches no call{hint}: set {place}.agents, {place}.models or {place}.prompt. Rules of known programs, "
-            f"which need none of these, are {', '.join(KNOWN)}"
+            f"[{place}] matches no call{hint or '.'} Set {place}.agents, {place}.models or {place}.prompt. Rules of known "
+            f"programs, which need none of these, are {', '.join(KNOWN)}"
         )
     for glob in rule.agents:
         if not glob.removeprefix("!") or glob.removeprefix("!").startswith(PREFIXES):

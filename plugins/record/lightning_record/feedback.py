@@ -26,6 +26,7 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import bearer
 from lightning.redaction import redacted
+from lightning.runner.attempt_completion import with_rejections
 from lightning.types import Json, Outcome, Rollout
 from starlette.types import Receive, Scope, Send
 
@@ -116,7 +117,10 @@ class FeedbackEndpoint:
             )
             raise RefusalError(409, "already_rated", message)
         try:
-            return await self._store.complete(rollout.id, rollout.attempt, Outcome(reward=float(str(said["reward"]))))
+            calls = await self._store.transitions(rollout.id, rollout.attempt)
+            outcome = with_rejections(Outcome(reward=float(str(said["reward"]))), calls)
+            outcome = await self._parts.line.ended(rollout, outcome, calls)
+            return await self._store.complete(rollout.id, rollout.attempt, outcome)
         except StaleAttemptError as error:
             message = f"The conversation of this response is over without feedback: {error}."
             raise RefusalError(409, "conversation_over", message) from error

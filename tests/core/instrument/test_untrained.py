@@ -48,7 +48,7 @@ def test_calls_inside_say_why_and_the_innermost_block_counts(attempt: ActiveAtte
         assert (sent(), component_path()) == ("title", ("team", "namer"))
         with untrained("summary"):
             assert sent() == "summary"
-        assert sent(x_lightning_harnesses="by the client") == "by the client"
+        assert sent(x_lightning_untrained="by the client") == "by the client"
     assert (sent(), component_path()) == ("", ())
 
 
@@ -117,7 +117,7 @@ def test_an_adapter_says_it_and_its_failure_costs_nothing(
     def hook() -> object:
         return said[0]
 
-    monkeypatch.setattr(plugins().hook, "lightning_harnesses", hook)
+    monkeypatch.setattr(plugins().hook, "lightning_untrained", hook)
     assert sent() == "title"
     with untrained("of the user"):
         assert sent() == "of the user"

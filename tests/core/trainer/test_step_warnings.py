@@ -89,6 +89,17 @@ def test_calls_with_media_are_counted_and_said_once(caplog: pytest.LogCaptureFix
     assert said[0].startswith("step 1: 2 of 4 calls of trained agents are not trained: their prompts have an image")
 
 
+def test_a_step_whose_calls_are_all_marked_says_why_and_one_without_marks_has_no_metric(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups = [group(0.0, 1.0, untrained="title")]
+    tell(Remarks(), 1, groups)
+    assert "the calls that could be trained are marked as untrained (2 title)" in caplog.text
+    for seen, counted in ((groups, {"calls_untrained/title": 2.0}), ([group(0.0, 1.0)], {})):
+        metrics = step_metrics([], seen, LightningRL("grpo", group_size=2).batch(seen), StepResult({}, {}))
+        assert {name: value for name, value in metrics.items() if name.startswith("calls_untrained")} == counted
+
+
 def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Those of rollouts that went on, and rollouts that failed by one."""
     remarks, made = Remarks(), group(0.0, 1.0)

@@ -69,6 +69,17 @@ def test_untrained_calls_are_the_environment() -> None:
     assert spread(Critic(lam=0.0), trajectory) == [0.0, 0.125 - 0.25 + 0.25 - 0.5, 0.0, 0.5 + 1.0 - 0.25, 0.0]
 
 
+def test_a_value_of_a_call_that_is_marked_as_untrained_is_refused() -> None:
+    made = valued((0.5, 0.25))
+    first, last = made.transitions
+    marked = replace(made, transitions=(replace(first, untrained="title"), last))
+    with pytest.raises(
+        DataError, match=r"call 0 is recorded and not trained \(title\), but its state has the critic's value"
+    ):
+        spread(Critic(), marked)
+    assert spread(Critic(lam=0.0), replace(marked, values=(NAN, 0.25))) == [0.0, 0.75]
+
+
 @given(st.lists(number, min_size=1, max_size=6), number, st.floats(0, 1))
 def test_targets_without_bias_are_returns(values: list[float], reward: float, gamma: float) -> None:
     targets = Critic(gamma, 1.0).value_targets(valued(tuple(values), reward=reward))

@@ -14,8 +14,9 @@ from lightning.terminal import Terminal
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.summary import Reporter
 from lightning.types import Caller, CallStatus, Task, Transition, logprobs, token_ids
-from lightning_debug.dev import DevReport, DevRow, _hints, _problems, dry_run, equal_rewards, show
+from lightning_debug.dev import DevReport, DevRow, _hints, _problems, dry_run, equal_rewards, said_of_rules, show
 from lightning_debug.diagnosis import Attempted
+from lightning_harnesses.config import RuleConfig
 from lightning_policies.config import PolicyConfig
 
 from tests.core.cli.test_output import EVIL, SHOWN, STEERS
@@ -47,6 +48,24 @@ def test_what_was_refused_is_a_problem_also_where_the_agent_went_on() -> None:
     assert _problems([seen, seen], ["*"]) == ["agent: 2 refused calls (x): no"]
     (hint,) = _hints([seen])
     assert hint.startswith("the model asked for 1 tool run,")
+
+
+def test_untrained_calls_are_counted_and_a_rule_without_a_call_is_named() -> None:
+    made = Transition("r", 1, 0, "c", token_ids(), token_ids(), logprobs(), WRITER, requested_model="m")
+    calls = [replace(made, untrained="title"), replace(made, seq=1, extras={"harnesses": b"compaction"})]
+    rules = {
+        "title": RuleConfig(),
+        "compaction": RuleConfig(),
+        "judge": RuleConfig(agents=("judge",)),
+        "writer": RuleConfig(agents=("writer",), train=True),
+    }
+    counted, missed = said_of_rules([row(recorded=Attempted(calls, ()))], rules)
+    assert counted == "calls that are recorded and not trained: 1 title"
+    assert missed.startswith("the rule untrained.judge matched no call: all its conditions must hold")
+    assert missed.endswith("Agents seen: agent/writer. Models that were asked for: m")
+    marked = row(trained_calls=0, callers=(WRITER,), recorded=Attempted(calls[:1], ()))
+    assert _problems([marked], [])[0].startswith("the calls that could be trained are marked as untrained (1 title)")
+    assert list(said_of_rules([row()], {})) == []
 
 
 def test_calls_under_a_mask_are_hinted_at_and_stop_nothing() -> None:

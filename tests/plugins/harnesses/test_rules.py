@@ -61,7 +61,7 @@ async def test_the_first_rule_that_matches_counts_and_what_the_agent_says_before
 
 REFUSED = [
     (["untrained.titel.train=true"], "[untrained.titel] matches no call; did you mean 'title'?"),
-    (["untrained.x.reason=\"y\""], "set untrained.x.agents, untrained.x.models or untrained.x.prompt"),
+    (["untrained.x.reason=\"y\""], "matches no call. Set untrained.x.agents, untrained.x.models or untrained.x.prompt"),
     (['untrained.x.agents=["model:gpt"]'], "globs on models in untrained.x.models"),
     (['untrained.x.models=["!gpt"]'], "give a glob on the requested model"),
     (['untrained.x.prompt="  "'], "untrained.x.prompt is blank"),

@@ -59,6 +59,17 @@ async def test_each_conversation_is_a_rollout_that_its_feedback_completes(house)
     assert len(await served(house)) == 3, "a name that was rated begins another conversation"
 
 
+async def test_what_a_client_said_of_its_calls_is_in_the_rated_conversation(house) -> None:
+    http = await house.http(await opened(house))
+    http.headers[CONVERSATION] = "c"
+    marked = {"x-lightning-untrained": "title"}
+    assert (await http.post("/chat/completions", json=ASK, headers=marked)).status_code == 200
+    rejected = await ask(http)
+    last = await http.post("/chat/completions", json=ASK, headers={"x-lightning-rejected": rejected})
+    rated = (await rate(http, last.json()["id"])).json()["rollout"]
+    assert [call.untrained for call in await house.store.transitions(rated)] == ["title", "rejected", ""]
+
+
 async def test_a_stream_is_rated_by_the_id_of_its_chunks(house) -> None:
     http = await house.http(await opened(house))
     reply = await http.post("/chat/completions", json=ASK | {"stream": True})

@@ -296,7 +296,7 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
             Cell(str(each.number), _call(address, each.number)),
             Cell(each.transition.caller.name, tone=_grey(each.transition)),
             *([Cell(versions_of([each.transition]) or NONE)] if several else ()),
-            _status(each.transition),
+            _status(each),
             Cell(each.transition.finish_reason),
             Cell(count(len(each.transition.prompt_ids)), tone=_grey(each.transition)),
             Cell(count(len(each.transition.response_ids)), tone=_grey(each.transition)),
@@ -328,10 +328,12 @@ def _grey(call: Transition) -> Tone:
     return "muted" if call.untrained else ""
 
 
-def _status(call: Transition) -> Cell:
-    """Return how a call ended and, for a call that is marked as untrained, why."""
+def _status(line: CallLine) -> Cell:
+    """Return how a call ended, which call it tries again and, for a call that is marked as untrained, why."""
+    call = line.transition
     text = f"{call.status}, not trained: {call.untrained}" if call.untrained else str(call.status)
-    return Cell(text, tone=TONES.get(str(call.status), _grey(call)))
+    tried = f"; tries call {line.again} again" if line.again else ""
+    return Cell(f"{text}{tried}", tone=TONES.get(str(call.status), _grey(call)))
 
 
 def _stored(view: RolloutView) -> Iterator[Transition]:

@@ -8,7 +8,8 @@ before it. Tools report only their end; their span starts at the answer of the c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -48,12 +49,14 @@ MOST_TOKENS: Final = 20_000
 @dataclass(frozen=True, slots=True)
 class CallLine:
     """One call of a rollout. `number` counts all calls and choices of the attempt from 1. `credit` is None if the call was not
-    trained on, and `untrained` says why."""
+    trained on, and `untrained` says why. `again` is the number of the call before it with the same agent and prompt, which it
+    tries again; 0 for none."""
 
     number: int
     transition: Transition
     credit: CallCredit | None
     untrained: str = ""
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +174,7 @@ async def rollout_view(
     )
     credit = proof.members.get(own.id)
     trained = credit.calls if credit else {}
-    calls = tuple(
-        CallLine(number, each, trained.get(each.seq), "" if each.seq in trained else _why_untrained(each, found, proof))
-        for number, each in enumerate(transitions, 1)
-    )
+    calls = _call_lines(transitions, trained, lambda call: _why_untrained(call, found, proof))
     if not 0 <= call <= len(calls):
         raise DataError(f"the rollout {own.id} has {len(calls)} calls, so there is no call {call}")
     chosen = call or next((each.number for each in calls if each.credit is not None), min(1, len(calls)))
@@ -289,6 +289,32 @@ async def _branches(
         if each.rollout.parent is not None and each.rollout.parent in numbers
     ]
     return tuple(sorted(found, key=lambda each: (each.at, each.branch.key, each.branch.rollout.index))), grows
+
+
+def _call_lines(
+    calls: Sequence[Transition], trained: Mapping[int, CallCredit], why: Callable[[Transition], str]
+) -> tuple[CallLine, ...]:
+    """Return the lines of an attempt's calls. `trained` has the credit of trained calls by `seq`, `why` says it of others."""
+    again = tries_again(calls)
+    return tuple(
+        CallLine(number, call, credit, "" if credit else why(call), again.get(number, 0))
+        for number, call in enumerate(calls, 1)
+        for credit in (trained.get(call.seq),)
+    )
+
+
+def tries_again(calls: Sequence[Transition]) -> dict[int, int]:
+    """Return, by number, the number of the last call before each call that had its agent and its prompt, token for token."""
+    found, last = {}, dict[tuple[str, bytes], tuple[int, str]]()
+    for number, call in enumerate(calls, 1):
+        if len(call.prompt_ids):
+            key = call.caller.name, hashlib.blake2b(call.prompt_ids, digest_size=16).digest()
+            before, name = last.get(key, (0, call.id))
+            if name != call.id:
+                found[number] = before
+            if not call.choice:
+                last[key] = number, call.id
+    return found
 
 
 def _why_untrained(call: Transition, rollout: Rollout, proof: StepProof) -> str:
