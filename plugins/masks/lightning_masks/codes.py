@@ -47,27 +47,28 @@ def code_of(kept: npt.NDArray[np.bool_]) -> bytes:
 def packed(numbers: npt.NDArray[np.int64]) -> Bytes:
     """Return non-negative numbers below 2**35 as LEB128."""
     sizes = 1 + np.searchsorted(LIMITS, numbers, side="right")
-    owner = np.repeat(np.arange(len(numbers)), sizes)
-    starts = np.cumsum(sizes) - sizes
-    place = np.arange(len(owner)) - starts[owner]
-    more = place + 1 < sizes[owner]
-    found: Bytes = (((numbers[owner] >> (7 * place)) & 0x7F) | (more << 7)).astype(np.uint8)
+    ends = np.cumsum(sizes)
+    found = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+    for place in range(int(sizes.max(initial=0))):
+        chosen = sizes > place
+        more = (sizes[chosen] > place + 1) << 7
+        found[(ends - sizes)[chosen] + place] = ((numbers[chosen] >> (7 * place)) & 0x7F) | more
     return found
 
 
 def unpacked(data: Bytes) -> npt.NDArray[np.int64]:
     """Return the numbers of LEB128. Raises `ValueError` for bytes that end within a number, and for a number of more than five
     bytes."""
-    ends = np.flatnonzero(data < 0x80)
-    if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
+    ends = np.flatnonzero(data < 0x80) + 1
+    if len(data) and (not len(ends) or ends[-1] != len(data)):
         raise ValueError("the masks end within a number")
-    sizes = np.diff(ends, prepend=-1)
-    if len(sizes) and int(sizes.max()) > 5:
+    sizes = np.diff(ends, prepend=0)
+    if int(sizes.max(initial=0)) > 5:
         raise ValueError("the masks have a number of more than five bytes")
-    owner = np.repeat(np.arange(len(ends)), sizes)
-    place = np.arange(len(data)) - (ends - sizes + 1)[owner]
     found = np.zeros(len(ends), np.int64)
-    np.add.at(found, owner, (data & 0x7F).astype(np.int64) << (7 * place))
+    for place in range(int(sizes.max(initial=0))):
+        chosen = sizes > place
+        found[chosen] |= (data[(ends - sizes)[chosen] + place] & 0x7F).astype(np.int64) << (7 * place)
     return found
 
 
