@@ -13,7 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch import mask_of, transition_digest
+from lightning.batch import masks as core_masks
+from lightning.bounded import Once
 from lightning.errors import DataError
+from lightning.plugins import Plugins
 from lightning.testing.trajectories import make_call
 from lightning.types import Transition
 from lightning_masks.codes import code_of, joined, packed, text_of, unpacked
@@ -98,6 +101,19 @@ def test_a_damaged_mask_is_refused_by_its_call(extra: bytes, said: str) -> None:
     call = replace(call_of([[1, 2], [3]], 9), extras={"masks": extra})
     with pytest.raises(DataError, match=rf"rollout .* attempt \d+ call \d+ cannot be trained on: .*{said}"):
         mask_of(call)
+
+
+def test_masks_that_no_plugin_reads_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    there = Plugins()
+    monkeypatch.setattr(there, "names", lambda kind: [])
+    monkeypatch.setattr(core_masks, "plugins", lambda: there)
+    monkeypatch.setattr(core_masks, "_said", Once())
+    call = call_of([[1, 2], [3]], 9)
+    for _ in range(2):
+        assert mask_of(replace(call, extras={**call.extras, "texts": b"other"})) is None
+    (said,) = [line for line in caplog.messages if "sampling masks" in line]
+    assert "calls have sampling masks by 'masks', which no plugin reads here" in said
+    assert "The plugin 'masks' brings it. Run: pip install" in said
 
 
 @pytest.mark.parametrize(
