@@ -10,7 +10,6 @@ ascending order, how many ids lie between it and the one before.
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,17 +73,16 @@ def unpacked(data: Bytes) -> npt.NDArray[np.int64]:
 
 def text_of(vocab_size: int, codes: Sequence[bytes]) -> str:
     """Return the text in an answer for the masks of some tokens."""
-    return f"{vocab_size}:{len(codes)}:{base64.b64encode(b''.join(codes)).decode()}"
+    return f"{vocab_size}:{','.join(base64.b64encode(code).decode() for code in codes)}"
 
 
-def joined(texts: Sequence[str]) -> tuple[int, int, bytes]:
-    """Return the vocabulary's size, the number of tokens, and the codes of the texts of all chunks of an answer, of which there
-    is at least one. Raises `ValueError` for other texts, and for texts of several vocabularies."""
-    parts = [text.split(":") for text in texts]
-    if len({part[0] for part in parts}) != 1:
+def joined(texts: Sequence[str]) -> tuple[int, list[bytes]]:
+    """Return the vocabulary's size and each token's code from the texts of all chunks of an answer, of which there is at least
+    one. Raises `ValueError` for other texts, and for texts of several vocabularies."""
+    parts = [text.partition(":") for text in texts]
+    if len({size for size, _, _ in parts}) != 1:
         raise ValueError("the masks are of several vocabularies")
-    try:
-        codes = b"".join(base64.b64decode(part[2], validate=True) for part in parts)
-        return int(parts[0][0]), sum(int(part[1]) for part in parts), codes
-    except (binascii.Error, IndexError) as error:
-        raise ValueError(str(error)) from error
+    found = [base64.b64decode(code, validate=True) for *_, codes in parts for code in codes.split(",")]
+    if not all(found):
+        raise ValueError("a token has no code")
+    return int(parts[0][0]), found
