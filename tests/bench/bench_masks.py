@@ -91,8 +91,7 @@ def recorded(answers: Sequence[Any], asked: Mapping[str, Any]) -> list[Transitio
     for place, answer in enumerate(answers):
         choice = answer["choices"][0]
         ids, said = choice["token_ids"], choice["logprobs"]
-        size, count, codes = joined([said[BESIDE][NAME]])
-        extra = written(size, count, codes, bias_of(dict(asked)) or {})
+        extra = written(*joined([said[BESIDE][NAME]]), bias_of(dict(asked)) or {})
         prompt, response = token_ids(unpack_ids(answer["prompt_token_ids"])), token_ids(ids)
         call = Transition(
             f"r{place}",

@@ -10,6 +10,7 @@ the plugin registers a reader (`register_masks`).
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
+from lightning.bounded import Once
 from lightning.errors import DataError
 from lightning.plugins import plugins
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+log = logging.getLogger(__name__)
+_said = Once()
 Read = Callable[["Transition"], "SamplingMask"]
 
 
@@ -158,6 +162,14 @@ def mask_of(transition: Transition) -> SamplingMask | None:
         return None
     names = [name for name in plugins().names("masks") if name in transition.extras]
     if not names:
+        for name in filter(_said.first, transition.extras):
+            if plugins().brought("masks", name):
+                log.warning(
+                    "calls have sampling masks by %r, which no plugin reads here: they have the ratio 1, and other digests "
+                    "than with the plugin.%s",
+                    name,
+                    plugins().cures("masks", name),
+                )
         return None
     what = f"rollout {transition.rollout} attempt {transition.attempt} call {transition.seq}"
     try:

@@ -10,7 +10,6 @@ ascending order, how many ids lie between it and the one before.
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,43 +46,43 @@ def code_of(kept: npt.NDArray[np.bool_]) -> bytes:
 def packed(numbers: npt.NDArray[np.int64]) -> Bytes:
     """Return non-negative numbers below 2**35 as LEB128."""
     sizes = 1 + np.searchsorted(LIMITS, numbers, side="right")
-    owner = np.repeat(np.arange(len(numbers)), sizes)
-    starts = np.cumsum(sizes) - sizes
-    place = np.arange(len(owner)) - starts[owner]
-    more = place + 1 < sizes[owner]
-    found: Bytes = (((numbers[owner] >> (7 * place)) & 0x7F) | (more << 7)).astype(np.uint8)
+    ends = np.cumsum(sizes)
+    found = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+    for place in range(int(sizes.max(initial=0))):
+        chosen = sizes > place
+        more = (sizes[chosen] > place + 1) << 7
+        found[(ends - sizes)[chosen] + place] = ((numbers[chosen] >> (7 * place)) & 0x7F) | more
     return found
 
 
 def unpacked(data: Bytes) -> npt.NDArray[np.int64]:
     """Return the numbers of LEB128. Raises `ValueError` for bytes that end within a number, and for a number of more than five
     bytes."""
-    ends = np.flatnonzero(data < 0x80)
-    if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
+    ends = np.flatnonzero(data < 0x80) + 1
+    if len(data) and (not len(ends) or ends[-1] != len(data)):
         raise ValueError("the masks end within a number")
-    sizes = np.diff(ends, prepend=-1)
-    if len(sizes) and int(sizes.max()) > 5:
+    sizes = np.diff(ends, prepend=0)
+    if int(sizes.max(initial=0)) > 5:
         raise ValueError("the masks have a number of more than five bytes")
-    owner = np.repeat(np.arange(len(ends)), sizes)
-    place = np.arange(len(data)) - (ends - sizes + 1)[owner]
     found = np.zeros(len(ends), np.int64)
-    np.add.at(found, owner, (data & 0x7F).astype(np.int64) << (7 * place))
+    for place in range(int(sizes.max(initial=0))):
+        chosen = sizes > place
+        found[chosen] |= (data[(ends - sizes)[chosen] + place] & 0x7F).astype(np.int64) << (7 * place)
     return found
 
 
 def text_of(vocab_size: int, codes: Sequence[bytes]) -> str:
     """Return the text in an answer for the masks of some tokens."""
-    return f"{vocab_size}:{len(codes)}:{base64.b64encode(b''.join(codes)).decode()}"
+    return f"{vocab_size}:{','.join(base64.b64encode(code).decode() for code in codes)}"
 
 
-def joined(texts: Sequence[str]) -> tuple[int, int, bytes]:
-    """Return the vocabulary's size, the number of tokens, and the codes of the texts of all chunks of an answer, of which there
-    is at least one. Raises `ValueError` for other texts, and for texts of several vocabularies."""
-    parts = [text.split(":") for text in texts]
-    if len({part[0] for part in parts}) != 1:
+def joined(texts: Sequence[str]) -> tuple[int, list[bytes]]:
+    """Return the vocabulary's size and each token's code from the texts of all chunks of an answer, of which there is at least
+    one. Raises `ValueError` for other texts, and for texts of several vocabularies."""
+    parts = [text.partition(":") for text in texts]
+    if len({size for size, _, _ in parts}) != 1:
         raise ValueError("the masks are of several vocabularies")
-    try:
-        codes = b"".join(base64.b64decode(part[2], validate=True) for part in parts)
-        return int(parts[0][0]), sum(int(part[1]) for part in parts), codes
-    except (binascii.Error, IndexError) as error:
-        raise ValueError(str(error)) from error
+    found = [base64.b64decode(code, validate=True) for *_, codes in parts for code in codes.split(",")]
+    if not all(found):
+        raise ValueError("a token has no code")
+    return int(parts[0][0]), found

@@ -3,21 +3,22 @@
 The invariant: what `read` returns is what `written` got. An extra of another version, or a damaged one, is refused.
 
 It has the version (one byte), the size of the vocabulary, the number of tokens and the number of biases (uint32 each), the ids
-(int32) and values (float32) of the biases, and the tokens' codes (`codes`) by zlib; all little-endian.
+(int32) and values (float32) of the biases, all little-endian; and by zlib the number of each token's code, as LEB128, and the
+codes (`codes`). Equal masks, which a grammar makes, are one code.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from lightning.batch import Ragged, SamplingMask
 from lightning.errors import DataError
 from lightning.types import Transition
 
-from lightning_masks.codes import NAME, unpacked
+from lightning_masks.codes import NAME, packed, unpacked
 
 VERSION = 1
 HEAD = struct.Struct("<BIII")
@@ -25,11 +26,13 @@ MOST_BYTES = 1 << 28
 """The most bytes of codes that are read."""
 
 
-def written(vocab_size: int, tokens: int, codes: bytes, bias: Mapping[int, float]) -> bytes:
-    """Return the extra of a call with this number of tokens."""
+def written(vocab_size: int, codes: Sequence[bytes], bias: Mapping[int, float]) -> bytes:
+    """Return the extra of a call whose tokens have these codes."""
+    numbers: dict[bytes, int] = {}
+    which = np.array([numbers.setdefault(code, len(numbers)) for code in codes], np.int64)
     ids, values = np.array(sorted(bias), "<i4"), np.array([bias[own] for own in sorted(bias)], "<f4")
-    head = HEAD.pack(VERSION, vocab_size, tokens, len(bias))
-    return head + ids.tobytes() + values.tobytes() + zlib.compress(codes)
+    head = HEAD.pack(VERSION, vocab_size, len(codes), len(bias))
+    return head + ids.tobytes() + values.tobytes() + zlib.compress(packed(which).tobytes() + b"".join(numbers))
 
 
 def read(call: Transition) -> SamplingMask:
@@ -50,20 +53,22 @@ def _read(data: bytes) -> SamplingMask:
     _, vocab_size, tokens, biased = HEAD.unpack_from(data)
     middle, end = HEAD.size + 4 * biased, HEAD.size + 8 * biased
     bias_ids, bias = np.frombuffer(data[HEAD.size : middle], "<i4"), np.frombuffer(data[middle:end], "<f4")
-    packed = zlib.decompressobj()
-    codes = packed.decompress(data[end:], MOST_BYTES)
-    if not packed.eof:
+    compressed = zlib.decompressobj()
+    codes = compressed.decompress(data[end:], MOST_BYTES)
+    if not compressed.eof:
         raise ValueError("their codes do not end")
     numbers = unpacked(np.frombuffer(codes, np.uint8))
-    heads = np.zeros(tokens, np.int64)
+    if len(numbers) < tokens:
+        raise ValueError(f"they are of {len(numbers)} tokens, not {tokens}")
+    which, numbers = numbers[:tokens], numbers[tokens:]
+    starts: list[int] = []
     at = 0
-    for token in range(tokens):
-        if at >= len(numbers):
-            raise ValueError(f"they are of {token} tokens, not {tokens}")
-        heads[token] = at
+    while at < len(numbers):
+        starts.append(at)
         at += 1 + (int(numbers[at]) >> 1)
-    if at != len(numbers):
+    if at != len(numbers) or len(starts) != int(which.max(initial=-1)) + 1:
         raise ValueError("their lists do not end with the codes")
+    heads = np.array(starts, np.int64)
     counts = numbers[heads] >> 1
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     steps = np.delete(numbers, heads) + 1
@@ -73,8 +78,8 @@ def _read(data: bytes) -> SamplingMask:
         raise ValueError(f"an id is outside of their vocabulary of {vocab_size}")
     return SamplingMask(
         vocab_size,
-        (numbers[heads] & 1).astype(np.bool_),
-        Ragged(offsets, ids.astype(np.int32)),
+        (numbers[heads] & 1).astype(np.bool_)[which],
+        Ragged(offsets, ids.astype(np.int32))[which],
         Ragged(
             np.arange(tokens + 1, dtype=np.int64) * biased,
             np.tile(bias_ids, tokens).astype(np.int32),

@@ -111,9 +111,9 @@ def extra_of(choice: Choice, bias: Mapping[int, float]) -> bytes | None:
     if not texts:
         return None
     try:
-        vocab_size, tokens, codes = joined(texts)
+        vocab_size, codes = joined(texts)
     except (AttributeError, ValueError) as error:
         raise UpstreamError(f"its answer has sampling masks of another shape ({error})") from error
-    if tokens != len(choice.response_ids):
+    if len(codes) != len(choice.response_ids):
         return None
-    return written(vocab_size, tokens, codes, bias)
+    return written(vocab_size, codes, bias)

@@ -34,7 +34,9 @@ Codes = Mapping[int, bytes]
 def install(runner: Any) -> None:
     """Make a model runner send masks. A runner with other methods, and one that returns other logprobs, is left as it is."""
     if missing := [name for name in NEEDED if not hasattr(runner, name)]:
-        logger.warning("no sampling masks: lightning does not know %s (no %s)", type(runner).__name__, missing[0])
+        logger.warning(
+            "no sampling masks: the model runner %s has another form (no %s)", type(runner).__name__, missing[0]
+        )
     elif getattr(runner.sampler, "logprobs_mode", "") != "processed_logprobs":
         logger.warning("no sampling masks: vLLM needs --logprobs-mode processed_logprobs")
     else:

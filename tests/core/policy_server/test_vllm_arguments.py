@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,14 +15,17 @@ from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.auto_settings import Chosen, pick_device, shares_gpu
 from lightning.policy_server.gathering import AT_ONCE
-from lightning.policy_server.launch import FORKED
+from lightning.policy_server.launch import FORKED, PARTS
 from lightning.policy_server.vllm_arguments import (
+    GUARDED,
+    PACKED,
     VISIBLE,
     check_args,
     check_host,
     require_vllm,
     server_args,
     server_env,
+    server_parts,
 )
 
 CHOSEN = Chosen("float32", 300.0, block_size=32, threads=2, kv_cache_bytes=4096, tool_call_parser="hermes")
@@ -78,6 +83,18 @@ def test_the_extension_that_is_named_exists() -> None:
     args = server_args(Path("/m"), PolicyServerConfig(), CHOSEN, device="cpu", names=["policy", "policy-1"], port=1)
     module, _, name = value(args, "--worker-extension-cls").rpartition(".")
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_parts_of_plugins_exist_and_stand_before_the_guard() -> None:
+    parts = server_parts()
+    args = server_args(Path("/m"), PolicyServerConfig(), CHOSEN, device="cpu", names=["a", "b"], port=1, parts=parts)
+    middleware = [word for flag, word in itertools.pairwise(args) if flag == "--middleware"]
+    assert middleware == [PACKED, *(part.middleware for part in parts), GUARDED]
+    assert server_env({}, device="cpu", parts=parts)[PARTS] == ",".join(part.worker for part in parts)
+    assert PARTS not in server_env({}, device="cpu")
+    for part in parts:
+        assert callable(resolve_name(part.worker))
+        assert callable(resolve_name(part.middleware))
 
 
 def test_the_users_arguments_come_last_and_an_empty_parser_leaves_tools_off() -> None:

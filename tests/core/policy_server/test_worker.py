@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.policy_server.gathering import AT_ONCE, Gathering
+from lightning.policy_server.launch import PARTS
 from lightning.policy_server.worker import WorkerExtension, _forgotten, replace_weights
 
 
@@ -44,6 +45,18 @@ def test_attach_starts_at_version_zero_and_keeps_what_it_has() -> None:
     assert worker.lightning_attach()["version"] == 0
     assert worker.lightning_set_version("", "5") == {"version": 5}
     assert worker.lightning_attach()["version"] == 5
+
+
+def test_parts_of_plugins_are_made_once_and_one_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(sys.modules[__name__], "part", made.append, raising=False)
+    monkeypatch.setenv(PARTS, f"{__name__}:part,{__name__}:part")
+    worker = Extended(v1())
+    assert worker.lightning_attach()["version"] == 0
+    worker.lightning_attach()
+    assert made == [worker.model_runner] * 2
+    monkeypatch.setenv(PARTS, "lightning.nowhere:part")
+    assert "No module named 'lightning.nowhere'" in str(Extended(v1()).lightning_attach()["error"])
 
 
 def test_the_last_claim_is_told_and_no_update_forgets_it() -> None:

@@ -13,7 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch import mask_of, transition_digest
+from lightning.batch import masks as core_masks
+from lightning.bounded import Once
 from lightning.errors import DataError
+from lightning.plugins import Plugins
 from lightning.testing.trajectories import make_call
 from lightning.types import Transition
 from lightning_masks.codes import code_of, joined, packed, text_of, unpacked
@@ -66,6 +69,12 @@ def test_numbers_are_read_as_they_were_packed(numbers: list[int]) -> None:
     assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers
 
 
+def test_equal_masks_are_kept_once() -> None:
+    kept = [list(range(0, 40_000, 3)), list(range(0, 40_000, 7))]
+    one, many = (len(call_of(kept * times, 40_000).extras["masks"]) for times in (1, 100))
+    assert many < one + 50
+
+
 def test_a_digest_tells_masks_apart() -> None:
     call, other = call_of([[1, 2], [3]], 9), call_of([[1, 2], [3, 4]], 9)
     biased = call_of([[1, 2], [3]], 9, {1: 0.5})
@@ -86,12 +95,13 @@ GOOD = call_of([[1, 2], [3]], 9).extras["masks"]
         (b"", "are of version none"),
         (GOOD[:-3], r"are damaged \(their codes do not end\): leave the rollout out"),
         (GOOD[:5], "are damaged"),
-        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x04\x01\x00\x02\x83"), "end within a number"),
-        (HEAD.pack(1, 9, 3, 0) + zlib.compress(b"\x04\x01\x00\x02\x03"), "are of 2 tokens, not 3"),
-        (HEAD.pack(1, 9, 1, 0) + zlib.compress(b"\x04\x01\x00\x02\x03"), "do not end with the codes"),
-        (HEAD.pack(1, 3, 2, 0) + zlib.compress(b"\x04\x01\x00\x02\x03"), "outside of their vocabulary of 3"),
-        (HEAD.pack(1, 9, 1, 0) + zlib.compress(b"\x02\x01"), "masks of 1 tokens and 2 tokens"),
-        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x02\x05\x02\x03"), "leaves out a token that was drawn"),
+        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x00\x01\x04\x01\x00\x02\x83"), "end within a number"),
+        (HEAD.pack(1, 9, 3, 0) + zlib.compress(b"\x00\x01"), "are of 2 tokens, not 3"),
+        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x00\x00\x04\x01\x00\x02\x03"), "do not end with the codes"),
+        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x00\x01\x04\x01\x00\x04\x03"), "do not end with the codes"),
+        (HEAD.pack(1, 3, 2, 0) + zlib.compress(b"\x00\x01\x04\x01\x00\x02\x03"), "outside of their vocabulary of 3"),
+        (HEAD.pack(1, 9, 1, 0) + zlib.compress(b"\x00\x02\x01"), "masks of 1 tokens and 2 tokens"),
+        (HEAD.pack(1, 9, 2, 0) + zlib.compress(b"\x00\x01\x02\x05\x02\x03"), "leaves out a token that was drawn"),
     ],
 )
 def test_a_damaged_mask_is_refused_by_its_call(extra: bytes, said: str) -> None:
@@ -100,8 +110,21 @@ def test_a_damaged_mask_is_refused_by_its_call(extra: bytes, said: str) -> None:
         mask_of(call)
 
 
+def test_masks_that_no_plugin_reads_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    there = Plugins()
+    monkeypatch.setattr(there, "names", lambda kind: [])
+    monkeypatch.setattr(core_masks, "plugins", lambda: there)
+    monkeypatch.setattr(core_masks, "_said", Once())
+    call = call_of([[1, 2], [3]], 9)
+    for _ in range(2):
+        assert mask_of(replace(call, extras={**call.extras, "texts": b"other"})) is None
+    (said,) = [line for line in caplog.messages if "sampling masks" in line]
+    assert "calls have sampling masks by 'masks', which no plugin reads here" in said
+    assert "The plugin 'masks' brings it. Run: pip install" in said
+
+
 @pytest.mark.parametrize(
-    "texts", [["9:1"], ["9:1:!"], ["9:1:AgE=", "8:1:AgE="], ["x:1:AgE="]], ids=["short", "text", "two", "size"]
+    "texts", [["9"], ["9:!"], ["9:AgE=", "8:AgE="], ["x:AgE="]], ids=["short", "text", "two", "size"]
 )
 def test_texts_of_another_shape_are_refused(texts: Any) -> None:
     with pytest.raises(ValueError):
