@@ -46,7 +46,7 @@ def prefix_sampler(asked: Asked) -> PrefixSampler | None:
     """Return the sampler for a run that asks for prefixes; None for other runs. Raises `ConfigError` as `check_branching`
     does."""
     if not check_branching(
-        asked, PREFIX, "a group begins where all earlier steps say, so every step waits for the last"
+        asked, PREFIX, "where a group begins depends on all earlier steps, so each waits for the last"
     ):
         return None
     return PrefixSampler()

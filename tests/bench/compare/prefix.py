@@ -1,12 +1,12 @@
 """Prefixes beside rollouts from the task, with a real model: sampled tokens and seconds to the same held-out reward.
 
-    python tests/bench/compare/prefix.py [--variants task prefix] [--seeds 0 1 2] [--steps N] [--publish]
+    python tests/bench/compare/prefix.py [--variants task prefix more] [--seeds 0 1 2] [--steps N] [--publish]
 
 The task is an exam of several questions of `lightning demo tiny`, one after the other. Only an exam without a mistake is
-rewarded, which the untrained model seldom writes, so few groups teach anything. Both arms are GRPO with the demonstration's own
-model and settings, and differ in `trainer.sampling` alone. Held-out exams always begin at their task. One vLLM serves all runs:
-it is given the untrained weights before each. A finished run is one JSON file, so the same command goes on where it was
-stopped. `--publish` writes the table of docs/benchmarks.md and docs/data/prefix.json.
+rewarded, which the untrained model seldom writes, so few groups teach anything. All arms are GRPO with the demonstration's own
+model and settings, and differ in `trainer.sampling` and `trainer.task_share` alone. Held-out exams always begin at their task.
+One vLLM serves all runs: it is given the untrained weights before each. A finished run is one JSON file, so the same command
+goes on where it was stopped. `--publish` writes the table of docs/benchmarks.md and docs/data/prefix.json.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from variants import Variant
 ROOT = Path(__file__).parents[3]
 QUESTIONS = 3
 """Questions of an exam."""
-TASK, PREFIX = "task", "prefix"
+TASK, PREFIX, MORE = "task", "prefix", "more"
 _TINY = {"normalization": "token-mean", "clip_low": 0.2, "clip_high": 0.28}
 """What the demonstration's own algorithm has besides."""
 VARIANTS: Mapping[str, Variant] = {
     TASK: Variant("grpo", _TINY, "every group from its task"),
-    PREFIX: Variant("grpo", _TINY, "`trainer.sampling = prefix`", {"trainer.sampling": "prefix"}),
+    PREFIX: Variant("grpo", _TINY, "half behind prefixes (the default)", {"trainer.sampling": "prefix"}),
+    MORE: Variant(
+        "grpo", _TINY, "three quarters behind prefixes", {"trainer.sampling": "prefix", "trainer.task_share": 0.25}
+    ),
 }
 HEADS = (
     "groups",
@@ -53,6 +56,10 @@ HEADS = (
     "groups that taught",
     "CPU-hours",
 )
+REACHED = (
+    "groups", "seed", "held-out reward", "tokens to it, from the task", "with prefixes", "ratio", "ratio of seconds",
+    "held-out rewards, from the task", "with prefixes",
+)  # fmt: skip
 
 
 def exam(task: Task, llm: LLM) -> dict[str, float]:
@@ -122,30 +129,21 @@ def table(results: Sequence[Result]) -> str:
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     lines.append(f"| untrained | {len(befores)} evaluations | {spread(befores)} | | | | |")
     lines += [row(name, [*mine.values()]) for name, mine in arms.items() if mine]
-    return "\n".join([*lines, "", *map(said, sorted(arms[TASK].keys() & arms[PREFIX].keys()), *_by_seed(arms))])
+    others = [one for name in (PREFIX, MORE) for one in arms[name].values() if one.seed in arms[TASK]]
+    lines += ["", f"| {' | '.join(REACHED)} |", "|---" * len(REACHED) + "|"]
+    return "\n".join([*lines, *(beside(arms[TASK][one.seed], one) for one in others)])
 
 
-def _by_seed(arms: Mapping[str, Mapping[int, Result]]) -> tuple[list[Result], list[Result]]:
-    seeds = sorted(arms[TASK].keys() & arms[PREFIX].keys())
-    return [arms[TASK][seed] for seed in seeds], [arms[PREFIX][seed] for seed in seeds]
-
-
-def said(seed: int, task: Result, prefix: Result) -> str:
-    """What became of one seed: when each arm came to the lower of the rewards with which the two ended."""
-    ends = [max((reward for _, reward in one.evaluations if reward is not None), default=0.0) for one in (task, prefix)]
-    bar = min(ends)
-    curves = "; ".join(
-        f"{name} {', '.join(f'{step}: {reward:.2f}' for step, reward in one.evaluations if reward is not None)}"
-        for name, one in ((TASK, task), (PREFIX, prefix))
-    )
+def beside(task: Result, prefix: Result) -> str:
+    """When each of two arms came to the lower of their highest held-out rewards, in one seed."""
+    curves = [[reward for _, reward in one.evaluations if reward is not None] for one in (task, prefix)]
+    bar = min(max(curve) for curve in curves)
     first, second = reached(task, bar), reached(prefix, bar)
-    if first is None or second is None:
-        return f"- seed {seed}: one of the two never came above where it began ({curves})"
-    return (
-        f"- seed {seed}: a held-out reward of {bar:.2f} took {first[0]:,.0f} sampled tokens and {first[1]:.0f} s from the "
-        f"task, {second[0]:,.0f} and {second[1]:.0f} s with prefixes: {first[0] / second[0]:.1f} and "
-        f"{first[1] / second[1]:.1f} times as many ({curves})"
-    )
+    cells = [VARIANTS[prefix.variant].says, str(prefix.seed), f"{bar:.2f}", *(["never"] * 4)]
+    if first is not None and second is not None:
+        (tokens, seconds), (own, mine) = first, second
+        cells[3:] = [f"{tokens:,.0f}", f"{own:,.0f}", f"{tokens / own:.2f}", f"{seconds / mine:.2f}"]
+    return f"| {' | '.join([*cells, *(', '.join(f'{reward:.2f}' for reward in curve) for curve in curves)])} |"
 
 
 def note(results: Sequence[Result]) -> str:
