@@ -39,7 +39,7 @@ from lightning.trainer.model import with_one_policy
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.summary import Reporter
 from lightning.types import Task
-from lightning_branching.policies import find_model
+from lightning_branching.policies import EvaluatedModel, find_model
 from lightning_branching.prompt_texts import read_prompt, warn_of_name
 
 from lightning_debug.ab import Comparison, compare, promote, shuffled
@@ -235,13 +235,7 @@ def ab(
     folder = out or Path("runs") / f"ab-{timestamp()}"
     a, b = variants(folder, model, prompt, temperature, settings, runs)
     if promote_to and a.prompt is None:
-        if a.model.serves_as(b.model):
-            raise ConfigError(NOT_PROMOTED)
-        if several := [each.model.name for each in (a, b) if each.model.several]:
-            raise ConfigError(
-                f"--promote promotes one model, and {several[0]} is all policies of a run: compare one policy "
-                "(--model RUN/model/NAME@STEP,...), or leave --promote out"
-            )
+        _check_promoted(a.model, b.model)
     setup = Setup(function, agent, shuffled(listed, settings.trainer.seed), n, runner, folder, resume)
     with stoppable(f"the same command with --out {folder} --resume"), Reporter() as reporter:
         found = run_to_end(
@@ -257,6 +251,17 @@ def ab(
         if done:
             say(escape(done))
     raise typer.Exit(EXIT_CODES[found.better])
+
+
+def _check_promoted(a: EvaluatedModel, b: EvaluatedModel) -> None:
+    """Raise `ConfigError` unless the better one of two models could be promoted."""
+    if a.serves_as(b):
+        raise ConfigError(NOT_PROMOTED)
+    if several := next((each.name for each in (a, b) if each.several), ""):
+        raise ConfigError(
+            f"--promote promotes one model, and {several} is all policies of a run: compare one policy "
+            "(--model RUN/model/NAME@STEP,...), or leave --promote out"
+        )
 
 
 def _promoted(place: str, winner: Variant | None, alias: str, found: Comparison) -> str:
