@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -35,7 +35,7 @@ from lightning.batch import Group, Sample
 from lightning.config import Config
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import ConfigError, DataError
-from lightning.losses.protocol import check_updates
+from lightning.losses.protocol import Loss, check_updates
 from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import REUSE
@@ -56,8 +56,12 @@ from lightning_session.sampling import Queue, Stream, Wanted
 
 if TYPE_CHECKING:
     from lightning import Trainer
+    from lightning.losses.policy_gradient import OwnLoss
 
 logger = logging.getLogger(__name__)
+
+OF_NO_BATCH = -1
+"""The place of a row that is none of the step's batch."""
 
 
 @dataclass
@@ -398,15 +402,24 @@ class Session:
                     f"trainer.max_staleness = {trainer.max_staleness} steps, was changed, or branch() was interrupted on it"
                 )
 
-    async def forward_backward(self, batch: Batch, samples: Sequence[Sample] | None = None) -> Mapping[str, float]:
+    async def forward_backward(
+        self, batch: Batch, samples: Sequence[Sample] | None = None, *, loss: Loss | OwnLoss | None = None
+    ) -> Mapping[str, float]:
         """Add the gradient of a batch of this session, or of some of its rows. Return the metrics of all rows since the last
-        update. You may change weights and advantages: the step's record then says that its rows were changed. Raises
-        `DataError` for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError` for a
-        loss that several updates, or parts of a batch, would change."""
-        async with self._computing():
-            return await to_its_end(self._forward_backward(batch, samples))
+        update. You may change weights and advantages: the step's record then says that its rows were changed.
 
-    async def _forward_backward(self, batch: Batch, samples: Sequence[Sample] | None) -> Mapping[str, float]:
+        With `loss`, a `Loss` or a function that returns one loss for each token, these rows are trained with it instead of with
+        the algorithm's loss, and may be rows that no policy sampled (`lightning.batch.given_rows`). Gradients add up until
+        `optim_step()`, and the record says that rows were changed.
+
+        Raises `DataError` for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError`
+        for a loss that several updates, or parts of a batch, would change."""
+        async with self._computing():
+            return await to_its_end(self._forward_backward(batch, samples, loss))
+
+    async def _forward_backward(
+        self, batch: Batch, samples: Sequence[Sample] | None, own: Loss | OwnLoss | None
+    ) -> Mapping[str, float]:
         loop, now = self._loop, self._now
         if id(batch) not in self._batches:
             raise DataError("this batch was not made by session.batch() for this step: make one of the groups")
@@ -416,9 +429,10 @@ class Session:
         if not rows:
             left_out = ", ".join(f"{count} x {why}" for why, count in batch.skipped.items()) or "no group was given"
             raise DataError(f"the batch has no row to train on ({left_out}): sample other tasks, make another batch")
-        loss = batch.loss_for(loop.schedule.at(self.step + 1))
+        loss = batch.loss_for(loop.schedule.at(self.step + 1), own)
         check_updates(loss, several=bool(now.updates), parts=samples is not None)
-        given = await asyncio.to_thread(_given, rows, self._batches[id(batch)])
+        said = "" if own is None else rows_digest((), replace(batch, loss=loss))
+        given = await asyncio.to_thread(_given, rows, self._batches[id(batch)], said)
         await loop.writer.training()
         if now.batch is not batch:
             now.batch, now.rows = batch, set()
@@ -450,7 +464,7 @@ class Session:
         with loop.timed("train"):
             result = await asyncio.to_thread(loop.engine.optim_step, lr)
         now.updates.append(result)
-        now.rows |= {place for place, _ in now.given}  # not before: a gradient may be lost
+        now.rows |= {place for place, _ in now.given} - {OF_NO_BATCH}  # not before: a gradient may be lost
         assert now.batch is not None, "the gradient is of a batch"
         rows = rows_digest((row for _, row in sorted(now.given)), now.batch)
         now.computed.append((float(result.metrics["lr"]), rows))
@@ -570,18 +584,22 @@ class Session:
         self._loop.begin_step()
 
 
-def _given(rows: Sequence[Sample], made: _Made) -> list[tuple[int, tuple[str, str]]]:
-    """Return the places of the rows in the batch, with their present digests. Raises `DataError` for a row that is not the
-    batch's, since the record would not show it."""
+def _given(rows: Sequence[Sample], made: _Made, loss: str) -> list[tuple[int, tuple[str, str]]]:
+    """Return the places of the rows in the batch, with their present digests. `loss` is the digest of a loss that the loop has
+    given; empty for the algorithm's. With such a loss a row that is none of the batch's has the place `OF_NO_BATCH`; without
+    one it raises `DataError`, since nothing but the batch would say what is learned from it."""
     known = {_spans(row): place for place, row in enumerate(made.batch.samples)}
     given = []
     for row in rows:
-        place, digests = known.get(_spans(row)), row_digests(row)
-        if place is None or made.rows[place][0] != digests[0]:
+        place, digests = known.get(_spans(row), OF_NO_BATCH), row_digests(row)
+        if place != OF_NO_BATCH and made.rows[place][0] != digests[0]:
+            place = OF_NO_BATCH
+        if place == OF_NO_BATCH and not loss:
             raise DataError(
-                "a row is none of the batch's: give rows of batch.samples, with other weights or advantages at most"
+                "a row is none of the batch's: give rows of batch.samples, with other weights or advantages at most, or say "
+                "with loss=... what is learned from other rows"
             )
-        given.append((place, digests))
+        given.append((place, (digests[0], digests[1] + loss)))
     return given
 
 

@@ -11,12 +11,15 @@ from typing import Any
 import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.batch import given_rows
 from lightning.config import Config, with_settings
 from lightning.engines.step import NonFiniteError
 from lightning.errors import ConfigError, DataError, RunnerError
 from lightning.losses.correction import Correction
+from lightning.losses.protocol import TokenBatch, name_of
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Status, Task
+from lightning.types import Status, Task, token_ids
+from lightning_proof.recorded_step import own_step
 from lightning_session.session import Session
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
@@ -57,6 +60,39 @@ async def test_a_row_whose_tokens_were_changed_in_place_is_refused(bench: Open, 
         batch.samples[0].logprobs[:] -= 1
         with pytest.raises(DataError, match="a row is none of the batch's"):
             await session.forward_backward(batch)
+
+
+async def test_rows_with_a_loss_of_the_loops_own_add_up_and_are_said(bench: Open, tmp_path: Path) -> None:
+    """Imitation beside GRPO: answers that no policy sampled are trained in the same update, and the record says so."""
+
+    def imitate(tokens: TokenBatch) -> Any:
+        return -tokens.logprobs
+
+    shown = given_rows([(token_ids([1, 2]), token_ids([3]))])
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        for rows in (None, shown):
+            batch = await session.batch(await session.rollout(TASKS))
+            with pytest.raises(DataError, match=r"a row is none of the batch's.*loss=\.\.\."):
+                await session.forward_backward(batch, shown)
+            await session.forward_backward(batch)
+            if rows is not None:
+                await session.forward_backward(batch, rows, loss=imitate)
+            await session.optim_step(lr=0.5)
+            await session.publish()
+        plain, mixed = [own_step(record.context) for record in await made.store.steps("run")]
+        assert plain is not None
+        assert mixed is not None
+        assert (plain.changed, mixed.changed) == (False, True)
+        assert [name_of(getattr(loss, "given", loss)) for loss in made.engine.losses][-1] == "imitate"
+
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch, shown, loss=imitate)
+        await session.optim_step(lr=0.5)
+        with pytest.raises(DataError, match="of the batch were in no gradient"):
+            await session.publish()
+        await session.forward_backward(batch, loss=imitate)
+        await session.optim_step(lr=0.5)
+        await session.publish()
 
 
 async def test_a_state_is_on_disk_before_its_step_is_committed(bench: Open, tmp_path: Path) -> None:
