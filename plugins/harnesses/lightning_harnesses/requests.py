@@ -5,8 +5,10 @@ The invariant: a request of any shape is read without an error; parts of another
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
+from typing import Any
 
 SYSTEM = ("system", "developer")
 """The roles of messages that are part of the system prompt, if they stand before all others."""
@@ -25,28 +27,27 @@ class Asked:
 
 def read(body: Mapping[str, object]) -> Asked:
     """Return what rules read of a request's body."""
-    messages = [*_messages(body)]
+    messages = _messages(body)
     system = [text for key in ("system", "instructions") for text in _texts(body.get(key))]
-    for role, content in messages:
-        if role not in SYSTEM:
-            break
-        system += _texts(content)
+    for message in takewhile(_is_system, messages):
+        system += _texts(message.get("content"))
     # Messages of the system may follow the user's: Claude Code puts reminders there.
-    of_user = next((content for role, content in reversed(messages) if role not in SYSTEM), "")
-    last = next(reversed([*_texts(of_user)]), "")
+    last = next(dropwhile(_is_system, reversed(messages)), None)
+    texts = [*_texts(last.get("content"))] if isinstance(last, Mapping) and last.get("role") == "user" else []
     limit = next((body[key] for key in LIMITS if key in body), None)
-    return Asked("\n".join(system), last.lstrip(), limit)
+    return Asked("\n".join(system), texts[-1].lstrip() if texts else "", limit)
 
 
-def _messages(body: Mapping[str, object]) -> Iterator[tuple[object, object]]:
-    """Yield role and content of each message; the content of a message that is not the user's or the system's is empty."""
+def _messages(body: Mapping[str, object]) -> Sequence[Any]:
+    """Return the messages of a request, as they are: there may be thousands, of which few are looked at."""
     found = next((body[key] for key in ("messages", "input", "prompt") if key in body), None)
     if isinstance(found, str):
-        yield "user", found
-    for item in found if isinstance(found, list) else ():
-        if isinstance(item, Mapping):
-            role = item.get("role")
-            yield role, item.get("content") if role in ("user", *SYSTEM) else ""
+        return [{"role": "user", "content": found}]
+    return found if isinstance(found, list) else ()
+
+
+def _is_system(message: object) -> bool:
+    return isinstance(message, Mapping) and message.get("role") in SYSTEM
 
 
 def _texts(content: object) -> Iterator[str]:

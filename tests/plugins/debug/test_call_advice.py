@@ -28,13 +28,14 @@ BASE = "/models/Qwen/Qwen3-4B"
 
 
 class DeafStore(MemoryStore):
-    """A store that says once what a run is, to the stage that must know the run's policies, and then no more."""
+    """A store that says what a run is to the two stages that must know it, for the run's policies and for its rules of
+    untrained calls, and then no more."""
 
     asked = 0
 
     async def get_run(self, run):
         self.asked += 1
-        if self.asked > 1:
+        if self.asked > 2:
             raise StoreError("the store is away")
         return await super().get_run(run)
 
