@@ -93,7 +93,7 @@ def test_an_agent_is_compared_with_itself_in_the_rollouts_in_which_it_called() -
 
 
 @given(st.data())
-@pytest.mark.parametrize("credit", [identical, Decayed(0.5), Discounted(0.5), per_agent], ids=str)
+@pytest.mark.parametrize("credit", [identical, Decayed(0.5), Discounted(0.5), per_agent])
 def test_an_untrained_call_counts_as_one_of_another_agent(credit: Credit, data: st.DataObject) -> None:
     """Whatever is marked: trained calls get what they would get if the marked calls were another agent's, and only they
     make rows."""

@@ -56,7 +56,6 @@ class Nothing:
         (eager(group_size=0), r"eager has group_size=0: rollouts per task, 1 or more"),
         (eager(group_size=4.0), r"eager has group_size=4\.0: rollouts per task, 1 or more"),
         (eager(dynamic_sampling=True), r"dynamic_sampling=True, .* no method teaches\(group\)"),
-        (LightningRL(credit=Decayed), r"credit=Decayed is a class, .* give Decayed\(\.\.\.\)"),
     ],
 )
 def test_what_is_no_algorithm_is_refused_with_the_cure(algorithm: Any, says: str, tmp_path: Path) -> None:
