@@ -25,7 +25,7 @@ class StubProcess:
 
     made: list[StubProcess]
 
-    def __init__(self, args: list[str], env: dict[str, str], log: Path) -> None:
+    def __init__(self, args: list[str], env: dict[str, str], log: Path, cures: object = ()) -> None:
         self.pid, self.returncode = 4_000_000 + len(self.made), None
         self.args, self.env, self.log = args, env, log
         self.made.append(self)
