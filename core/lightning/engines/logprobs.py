@@ -110,11 +110,11 @@ def _log_p(table: torch.Tensor, heat: torch.Tensor | None, mask: SamplingMask | 
     """Return log p (B, V) of a block of logits, at least in float32; `heat` are the temperatures (N, 1)."""
     rows = table[part].to(torch.promote_types(table.dtype, torch.float32), copy=mask is not None)
     if mask is not None:
-        _restrict(rows, mask[part])
+        restrict(rows, mask[part])
     return torch.log_softmax(rows if heat is None else rows / heat[part], dim=-1)
 
 
-def _restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
+def restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
     """Add the biases of a mask to its tokens' logits (B, V), and set those of the ids that it leaves out to minus infinity."""
 
     def place(tokens: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
