@@ -8,6 +8,7 @@ with the gradient. The logits are the model's own, also where a family caps or s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -114,8 +115,8 @@ def _log_p(table: torch.Tensor, heat: torch.Tensor | None, mask: SamplingMask | 
     return torch.log_softmax(rows if heat is None else rows / heat[part], dim=-1)
 
 
-def restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
-    """Add the biases of a mask to its tokens' logits (B, V), and set those of the ids that it leaves out to minus infinity."""
+def restrict(rows: torch.Tensor, mask: SamplingMask, least: float = -math.inf) -> None:
+    """Add the biases of a mask to its tokens' logits (B, V), and set those of the ids that it leaves out to `least`."""
 
     def place(tokens: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(tokens).to(rows.device), torch.from_numpy(ids.astype(np.int64)).to(rows.device)
@@ -127,8 +128,8 @@ def restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
     is_left_out = mask.is_left_out[tokens]
     left_out, kept = (place(tokens[each], mask.ids.ids[each]) for each in (is_left_out, ~is_left_out))
     values = rows[kept]
-    rows[torch.from_numpy(np.flatnonzero(~mask.is_left_out)).to(rows.device)] = -torch.inf
-    rows[left_out] = -torch.inf
+    rows[torch.from_numpy(np.flatnonzero(~mask.is_left_out)).to(rows.device)] = least
+    rows[left_out] = least
     rows[kept] = values
 
 

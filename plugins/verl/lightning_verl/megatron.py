@@ -177,12 +177,10 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
         mask = found.of(batch["row"].tolist(), places.reshape(-1).cpu().numpy())
         if mask is None:
             return logits
-        words = logits.shape[-1]
-        own = logits.clone()
-        restrict(
-            own.view(-1, words), masks.cut_words(mask, parallel_state.get_tensor_model_parallel_rank() * words, words)
-        )
-        return own.clamp_min(_LEFT_OUT)
+        own, words = logits.clone(), logits.shape[-1]
+        first = parallel_state.get_tensor_model_parallel_rank() * words
+        restrict(own.view(-1, words), masks.cut_words(mask, first, words), _LEFT_OUT)
+        return own
 
     def _optimizers(self) -> list[Any]:
         """Return Megatron's optimizers, one for each kind of parameters, without those that have no parameters on this rank."""
