@@ -8,6 +8,7 @@ with the gradient. The logits are the model's own, also where a family caps or s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -110,12 +111,12 @@ def _log_p(table: torch.Tensor, heat: torch.Tensor | None, mask: SamplingMask | 
     """Return log p (B, V) of a block of logits, at least in float32; `heat` are the temperatures (N, 1)."""
     rows = table[part].to(torch.promote_types(table.dtype, torch.float32), copy=mask is not None)
     if mask is not None:
-        _restrict(rows, mask[part])
+        restrict(rows, mask[part])
     return torch.log_softmax(rows if heat is None else rows / heat[part], dim=-1)
 
 
-def _restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
-    """Add the biases of a mask to its tokens' logits (B, V), and set those of the ids that it leaves out to minus infinity."""
+def restrict(rows: torch.Tensor, mask: SamplingMask, least: float = -math.inf) -> None:
+    """Add the biases of a mask to its tokens' logits (B, V), and set those of the ids that it leaves out to `least`."""
 
     def place(tokens: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(tokens).to(rows.device), torch.from_numpy(ids.astype(np.int64)).to(rows.device)
@@ -127,8 +128,8 @@ def _restrict(rows: torch.Tensor, mask: SamplingMask) -> None:
     is_left_out = mask.is_left_out[tokens]
     left_out, kept = (place(tokens[each], mask.ids.ids[each]) for each in (is_left_out, ~is_left_out))
     values = rows[kept]
-    rows[torch.from_numpy(np.flatnonzero(~mask.is_left_out)).to(rows.device)] = -torch.inf
-    rows[left_out] = -torch.inf
+    rows[torch.from_numpy(np.flatnonzero(~mask.is_left_out)).to(rows.device)] = least
+    rows[left_out] = least
     rows[kept] = values
 
 

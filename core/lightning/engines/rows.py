@@ -210,11 +210,11 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
         reference=collect_some("reference"),
         begun=collect_some("begun"),
         prepared=collect_some("prepared"),
-        mask=_masks(samples, columns),
+        mask=masks_at(samples, columns),
     )
 
 
-def _masks(samples: Sequence[Sample], columns: Sequence[Ints]) -> SamplingMask | None:
+def masks_at(samples: Sequence[Sample], columns: Sequence[Ints]) -> SamplingMask | None:
     """Return the sampling masks of the tokens at these `columns` of each row; None if none is set."""
     size = next((sample.mask.vocab_size for sample in samples if sample.mask is not None), 0)
     if not size:

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from verl.utils.model import get_hf_auto_model_class as get_hf_auto_model_class
     from verl.utils.tensordict_utils import assign_non_tensor as assign_non_tensor
     from verl.utils.tensordict_utils import get_non_tensor_data as get_non_tensor_data
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_rank as get_ulysses_sequence_parallel_rank
     from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig
     from verl.workers.config import FSDPOptimizerConfig as FSDPOptimizerConfig
     from verl.workers.config import HFModelConfig as HFModelConfig
@@ -40,3 +41,10 @@ def megatron_engine() -> Any:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     return MegatronEngineWithLMHead
+
+
+def packed_for_megatron() -> Any:
+    """Import and return verl's function that packs rows and cuts them over ranks for Megatron."""
+    from verl.models.mcore.util import preprocess_thd_engine
+
+    return preprocess_thd_engine

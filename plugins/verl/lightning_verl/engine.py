@@ -32,9 +32,9 @@ from lightning.engines.step import (
     prepared,
     refuse_targets,
 )
-from lightning.errors import ConfigError, DataError, EngineError
+from lightning.errors import ConfigError, EngineError
 from lightning.losses.protocol import Loss
-from lightning.plugins import DISABLE, plugins
+from lightning.plugins import plugins
 from lightning.types import Json
 
 from lightning_verl.config import VerlConfig, whole_alpha
@@ -309,12 +309,6 @@ class VerlEngine:
         opened = self._ready()
         for sample in samples:
             rows.check(sample, opened.vocab_size)
-            if sample.mask is not None:
-                raise DataError(
-                    f"the training row of {rows.name(sample)} has sampling masks (top_p, a grammar, ...), which the engine "
-                    "'verl' does not train with: take the engine 'torch', or train such calls with the ratio 1, by "
-                    f"{DISABLE}=masks in the environment"
-                )
 
     def _dtype(self) -> str:
         from lightning_verl.settings import compute_dtype

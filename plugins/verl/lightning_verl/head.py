@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.batch import SamplingMask
 from lightning.engines.loading import unwrapped
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.engines.step import MadeHead
 from torch import nn
 
-from lightning_verl import api
+from lightning_verl import api, masks
 from lightning_verl.scores import TokenScores
 
 WANTED = "values_wanted"
@@ -40,12 +42,24 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         return module
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prepare a micro-batch as verl does, and tell the model which tokens follow."""
+        """Prepare a micro-batch as verl does, and tell the model which tokens follow, and among which ids they were drawn."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         self.scores.targets = arguments["input_ids_rmpad_rolled"]
         self.scores.temperatures = None if arguments["temperature_is_one"] else arguments["temperature_rmpad"]
+        self.scores.mask = self._mask(micro_batch, len(self.scores.targets))
         self.scores.wanted = api.get_non_tensor_data(micro_batch, WANTED, "none")
         return inputs, arguments
+
+    def _mask(self, micro_batch: Any, count: int) -> SamplingMask | None:
+        """Return the masks of the `count` targets that this rank computes, of all that the ranks with these rows share."""
+        found = masks.given(micro_batch)
+        if found is None:
+            return None
+        total = micro_batch["input_ids"].values().numel()
+        first = api.get_ulysses_sequence_parallel_rank() * count if self.use_ulysses_sp else 0
+        places = np.arange(first + 2, first + count + 2)  # the target is the next token, as verl rolls them
+        places[places > total] = 0
+        return found.of(micro_batch["row"].tolist(), places)
 
     def prepare_model_outputs(
         self, output: dict[str, torch.Tensor], output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any

@@ -16,17 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.config import LoraConfig
+from lightning.engines.logprobs import restrict
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_verl import api
+from lightning_verl import api, masks
 from lightning_verl.head import Learner
 from lightning_verl.megatron_cpu import no_cuda, without_transformer_engine
 from lightning_verl.strategy import ReferenceWeights
 
 _WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 _OUTPUT_LAYER = "output_layer.weight"
+_LEFT_OUT = -1e30
+"""A logit of an id that a mask leaves out. Its p is 0; minus infinity would make verl's entropy not a number."""
 
 
 @api.EngineRegistry.register(
@@ -148,6 +151,36 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
             self.bridge._DIRECT_MAPPING = {**self.bridge._DIRECT_MAPPING, _OUTPUT_LAYER: "lm_head.weight"}  # noqa: SLF001
         if api.get_device_name() == "cpu":
             without_transformer_engine(self.bridge)
+
+    def _lm_head_logits_processor(
+        self, logits: torch.Tensor, label: torch.Tensor, temperature: torch.Tensor, *, batch: Any, **named: Any
+    ) -> Any:
+        """Compute logprobs and entropies as verl does, from logits (1, T, V) under the rows' sampling masks."""
+        found = masks.given(batch)
+        if found is not None:
+            logits = self._masked(logits, batch, found)
+        return super()._lm_head_logits_processor(logits, label, temperature, batch=batch, **named)
+
+    def _masked(self, logits: torch.Tensor, batch: Any, found: masks.RowMasks) -> torch.Tensor:
+        """Return this rank's logits, of its words and its targets, under the masks. Numbers of tokens are packed and cut as
+        verl packs and cuts the targets."""
+        ids = batch["input_ids"]
+        numbers = torch.arange(1, ids.values().numel() + 1, device=ids.device)
+        model = self.module[-1]
+        places, *_ = api.packed_for_megatron()(
+            torch.nested.nested_tensor_from_jagged(numbers, ids.offsets()),
+            need_roll=True,
+            use_fp8_padding=model.config.fp8 in ("e4m3", "hybrid"),
+            pad_to_length_bucket=self.engine_config.pad_to_length_bucket if self.engine_config.pad_to_length else None,
+            cp_layout=self._get_context_parallel_layout(model),
+        )
+        mask = found.of(batch["row"].tolist(), places.reshape(-1).cpu().numpy())
+        if mask is None:
+            return logits
+        own, words = logits.clone(), logits.shape[-1]
+        first = parallel_state.get_tensor_model_parallel_rank() * words
+        restrict(own.view(-1, words), masks.cut_words(mask, first, words), _LEFT_OUT)
+        return own
 
     def _optimizers(self) -> list[Any]:
         """Return Megatron's optimizers, one for each kind of parameters, without those that have no parameters on this rank."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from lightning.batch import SamplingMask
 from lightning.engines.loading import unwrapped
 from lightning.engines.logprobs import Logits, chunks, outputs_of, same_output, token_logprobs, trunk
 from torch import nn
 
+Part = TypeVar("Part", torch.Tensor, SamplingMask)
 Wanted = Literal["none", "also", "only"]
 """Whether a pass computes values of hidden states: no values ("none"), values beside the tokens' logprobs ("also"), or values
 without logprobs ("only")."""
@@ -25,11 +27,12 @@ without logprobs ("only")."""
 
 class TokenScores:
     """Replaces a model's forward pass. It takes rows one behind another, T tokens in all, and returns `log_probs` and
-    `entropy` (T,) of the `targets` (T,) at their `temperatures` (T,), of None at 1; and the states `hidden` (T, H) if they are
-    wanted, or only these."""
+    `entropy` (T,) of the `targets` (T,) at their `temperatures` (T,), of None at 1, under their `mask` (T), of None over all
+    ids; and the states `hidden` (T, H) if they are wanted, or only these."""
 
     targets: torch.Tensor
     temperatures: torch.Tensor | None = None
+    mask: SamplingMask | None = None
     wanted: Wanted = "none"
 
     def __init__(self, model: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], folder: Path) -> None:
@@ -54,7 +57,8 @@ class TokenScores:
         """The output layer's forward pass."""
         trained = [parameter for parameter in self._layer.parameters() if parameter.requires_grad]
         parts = list(chunks(len(hidden), self._words, hidden.dtype, hidden.device))
-        return _Chunked.apply(hidden, self.targets, self.temperatures, self._logits, parts, *trained)  # type: ignore[no-untyped-call]
+        given = self.targets, self.temperatures, self.mask
+        return _Chunked.apply(hidden, *given, self._logits, parts, *trained)  # type: ignore[no-untyped-call]
 
 
 class _Chunked(torch.autograd.Function):
@@ -66,16 +70,19 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
+        mask: SamplingMask | None,
         logits: Logits,
         parts: Sequence[slice],
         *trained: nn.Parameter,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(hidden, targets, temperatures)
-        ctx.logits, ctx.parts, ctx.trained = logits, parts, trained
+        ctx.mask, ctx.logits, ctx.parts, ctx.trained = mask, logits, parts, trained
         kind = hidden.device.type
         ctx.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.set_materialize_grads(False)
-        found = [token_logprobs(hidden[own], targets[own], _of(temperatures, own), logits) for own in parts]
+        found = [
+            token_logprobs(hidden[own], targets[own], _of(temperatures, own), logits, _of(mask, own)) for own in parts
+        ]
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     @staticmethod
@@ -86,7 +93,8 @@ class _Chunked(torch.autograd.Function):
         for own in ctx.parts:
             with torch.enable_grad(), cast:
                 states = hidden[own].detach().requires_grad_()
-                found = token_logprobs(states, targets[own], _of(temperatures, own), ctx.logits)
+                given = states, targets[own], _of(temperatures, own)
+                found = token_logprobs(*given, ctx.logits, _of(ctx.mask, own))
             pairs = [(each, grad[own]) for each, grad in zip(found, grads, strict=True) if grad is not None]
             whole[own], *added = torch.autograd.grad(
                 [each for each, _ in pairs], [states, *ctx.trained], [grad for _, grad in pairs]
@@ -96,11 +104,11 @@ class _Chunked(torch.autograd.Function):
                     0
                 )  # popped, or it would live beside the next chunk's, which is as large as the layer
         kept = [total.to(own.dtype) for total, own in zip(sums, ctx.trained, strict=True)]
-        return whole, None, None, None, None, *kept
+        return whole, None, None, None, None, None, *kept
 
 
-def _of(temperatures: torch.Tensor | None, own: slice) -> torch.Tensor | None:
-    return None if temperatures is None else temperatures[own]
+def _of(whole: Part | None, own: slice) -> Part | None:
+    return None if whole is None else whole[own]
 
 
 def _find(

@@ -30,6 +30,7 @@ from lightning_attach.transfer import LocalSender
 
 from lightning_verl import api
 from lightning_verl.head import WANTED, Learner
+from lightning_verl.masks import MASKS, RowMasks
 from lightning_verl.passes import LossPass, Report
 from lightning_verl.scores import Wanted
 from lightning_verl.strategy import ReferenceWeights, Strategy, whole
@@ -245,6 +246,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             micro_batch_size_per_gpu=None,
             return_model_output=not calculate_entropy,
             **{WANTED: values},
+            **({MASKS: RowMasks(samples)} if any(sample.mask is not None for sample in samples) else {}),
         )
         return data
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,13 +165,3 @@ def test_a_row_whose_mask_cannot_be_is_refused() -> None:
     with pytest.raises(DataError, match="its sampling mask leaves out a token that is trained"):
         rows.check(replace(row, ids=(row.ids + 1) % VOCAB), VOCAB)
     rows.check(row, VOCAB)
-
-
-def test_verl_refuses_masks_with_the_cure() -> None:
-    from lightning_verl.engine import VerlEngine
-
-    samples = build_samples([rollouts(3)[0]], [[1.0] * 3])
-    opened = SimpleNamespace(_ready=lambda: SimpleNamespace(vocab_size=VOCAB))
-    said = "has sampling masks .* take the engine 'torch', or train such calls with the ratio 1, by LIGHTNING_DISABLE_PLUGINS"
-    with pytest.raises(DataError, match=said):
-        VerlEngine._checked(opened, samples)  # type: ignore[arg-type]

@@ -6,11 +6,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
+from itertools import chain
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+from lightning.batch import Ragged, Sample, SamplingMask
 from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.losses.correction import NO_CORRECTION
@@ -36,6 +41,30 @@ POLICIES = {
     "writer": TrainedPolicy(LoraConfig(rank=4, alpha=8), lr=2e-3),
 }
 OpenPolicies = Callable[..., PolicyEngine]
+
+
+def masked(samples: Sequence[Sample]) -> list[Sample]:
+    """The rows; every second one with sampling masks."""
+    return [
+        replace(sample, mask=random_mask(sample.ids, seed)) if seed % 2 == 0 else sample
+        for seed, sample in enumerate(samples)
+    ]
+
+
+def random_mask(tokens: npt.NDArray[np.integer], seed: int, words: int = VOCAB) -> SamplingMask:
+    """Masks of every kind of these tokens: few ids kept, few or none left out, and biases."""
+    dice = np.random.default_rng(seed)
+    is_left_out, ids, biased = dice.random(len(tokens)) < 0.7, list[list[int]](), list[list[int]]()
+    for own, token in zip(is_left_out, tokens, strict=True):
+        some = {int(each) for each in dice.integers(0, words, 5) if dice.random() < 0.8} - {int(token)}
+        ids.append(sorted(some if own else {*some, int(token)}))
+        biased.append(sorted({*dice.integers(0, words, 2).tolist()}) if dice.random() < 0.5 else [])
+    left, added = ragged(ids), ragged(biased)
+    return SamplingMask(words, is_left_out, left, replace(added, values=np.full(len(added.ids), 1.0, np.float32)))
+
+
+def ragged(lists: Sequence[Sequence[int]]) -> Ragged:
+    return Ragged(np.cumsum([0, *map(len, lists)]), np.fromiter(chain.from_iterable(lists), np.int32))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, UNCLIPPED, VOCAB, OpenVerl
+from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, UNCLIPPED, VOCAB, OpenVerl, masked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
 
@@ -180,10 +180,13 @@ def sent(sender: Sender, file: Path) -> dict[str, torch.Tensor]:
 
 def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
     """Logprobs, values, gradient, metrics and what was seen, over steps with different losses, of 7 rows each: the second
-    teaches the critic nothing, the fourth nothing else, and the last one's critic learns of one row, which is one rank's."""
+    teaches the critic nothing, the fourth nothing else, and the last one's critic learns of one row, which is one rank's.
+    Every second row of the first three has sampling masks."""
     losses: list[Loss] = [LOSS, CALLS, LOSS, LOSS, LOSS]
     for number, loss in enumerate(losses):
         batch = rows(number, temperature=0.7 if number == 2 else 1.0)
+        if number < 3:
+            batch = masked(batch)
         if number != 1:
             batch = valued(batch) if number != 4 else [*valued(batch)[:1], *batch[1:]]
         if number == 3:

@@ -19,7 +19,7 @@ from lightning.testing.tiny_models import make_tiny_model
 from lightning_ray.cluster import connect
 from safetensors.torch import load_file
 
-from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
+from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl, masked
 
 pytest.importorskip("megatron.core", reason="Megatron is not installed")
 pytest.importorskip("mbridge", reason="mbridge is not installed")
@@ -67,9 +67,9 @@ def trained_by_torch(model: Path) -> TorchEngine:
 
 
 def same_steps(engine: Engine, expected: Engine, seeds: range) -> None:
-    """Logprobs, metrics and norms over steps with different losses."""
+    """Logprobs, metrics and norms over steps with different losses; every second row has sampling masks."""
     for seed in seeds:
-        batch, loss = rows(seed), CALLS if seed == 1 else LOSS
+        batch, loss = masked(rows(seed)), CALLS if seed == 1 else LOSS
         for mine, theirs in zip(engine.logprobs(batch), expected.logprobs(batch), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-5)
         found, wanted = engine.step(batch, loss), expected.step(batch, loss)

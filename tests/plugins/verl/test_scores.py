@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lightning.batch import SamplingMask
 from lightning.config import LoraConfig
 from lightning.engines import logprobs
 from lightning.engines.loading import add_adapters
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from tests.live_bytes import Bytes
+from tests.plugins.verl.conftest import random_mask
 
 WORDS, COUNT = 61, 23
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -47,12 +49,25 @@ def scalar(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return (factors * log_probs).sum() + (factors.flip(0) * entropy).sum()
 
 
+def written_out(mask: SamplingMask | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ids each token's mask keeps, and the biases of their logits, as tables."""
+    kept, bias = torch.ones(COUNT, WORDS, dtype=torch.bool), torch.zeros(COUNT, WORDS)
+    for token in range(COUNT if mask is not None else 0):
+        assert mask is not None
+        own = mask[token : token + 1]
+        kept[token] = bool(own.is_left_out[0])
+        kept[token, own.ids.ids.tolist()] = not own.is_left_out[0]
+        bias[token, own.bias.ids.tolist()] = 1.0
+    return kept, bias
+
+
 @pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize(("family", "lora"), [*((name, []) for name in FAMILIES), ("plain", ["q_proj", "lm_head"])])
 def test_chunks_are_the_whole_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, lora: list[str], temperature: float | None
 ) -> None:
-    """Of three tokens each; also where logits are capped or divided, and where the output layer has an adapter."""
+    """Of three tokens each; also where logits are capped or divided, where the output layer has an adapter, and with a
+    temperature under sampling masks."""
     model = make(family)
     if lora:
         add_adapters(model, LoraConfig(rank=2, target_modules=lora))
@@ -61,15 +76,17 @@ def test_chunks_are_the_whole_table(
                 nn.init.normal_(own, std=0.2)
     ids = torch.arange(COUNT)[None] * 7 % WORDS
     targets, heat = ids[0].roll(-1), None if temperature is None else torch.full((COUNT,), temperature)
-    whole = (logits_of(model, ids)[0] / (temperature or 1.0)).log_softmax(-1)
-    expected = whole[torch.arange(COUNT), targets], -(whole.exp() * whole).sum(-1)
+    mask = None if temperature is None else random_mask(targets.numpy(), 0, WORDS)
+    kept, bias = written_out(mask)
+    whole = ((logits_of(model, ids)[0] + bias) / (temperature or 1.0)).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    expected = whole[torch.arange(COUNT), targets], -(whole.exp() * whole.masked_fill(~kept, 0.0)).sum(-1)
     scalar(*expected).backward()
     gradients = {name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None}
     model.zero_grad()
 
     monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 3 * 4 * WORDS)
     made = TokenScores(model, lambda given: logits_of(model, given), tmp_path)
-    made.targets, made.temperatures, made.wanted = targets, heat, "also"
+    made.targets, made.temperatures, made.mask, made.wanted = targets, heat, mask, "also"
     found = model(input_ids=ids, labels=None, use_cache=False)
     assert found["hidden"].shape == (COUNT, 32)
     torch.testing.assert_close((found["log_probs"], found["entropy"]), expected, atol=1e-5, rtol=1e-5)
@@ -99,7 +116,7 @@ def test_the_gradient_of_a_bfloat16_layer_is_summed_in_float32() -> None:
     for size in (500, 1):
         layer.zero_grad()
         parts = [slice(start, start + size) for start in range(0, 500, size)]
-        found, _ = _Chunked.apply(hidden, targets, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
+        found, _ = _Chunked.apply(hidden, targets, None, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
         found.sum().backward()
         assert layer.weight.grad is not None
         gradients.append(layer.weight.grad.float())
@@ -116,7 +133,7 @@ def peak(count: int, width: int) -> int:
         hidden = torch.empty(count, width, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.empty(count, dtype=torch.int64)
         parts = list(logprobs.chunks(count, words, torch.bfloat16, hidden.device))
-        found, entropy = _Chunked.apply(hidden, targets, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
+        found, entropy = _Chunked.apply(hidden, targets, None, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
         (found.sum() + entropy.sum()).backward()
     return counted.most
 
