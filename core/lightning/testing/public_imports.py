@@ -181,6 +181,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.config.fields",
+            "lightning.config.other_words",
             "lightning.trainer.gains",
             "lightning.trainer.summary",
             "lightning.trainer.metrics",

@@ -232,6 +232,7 @@ from lightning.errors import ConfigError
 
 class Pigeons:
     extension = "stranger.Extension"
+    cures = ()
     def args(self, alias):
         return ("--pigeons", "3")
     def check(self, device):
