@@ -66,10 +66,9 @@ class _Windows:
     def __init__(self, calls: Sequence[Transition], of_rule: Mapping[str, str]) -> None:
         self.calls, self._of_rule = calls, of_rule
         self._repeated: dict[tuple[str, int], Hashes] = {}
-        self.of_prompt = lru_cache(maxsize=2 * NEXT)(self._of_prompt)  # calls are asked for in order, `NEXT` at a time
-
-    def _of_prompt(self, place: int, size: int) -> Hashes:
-        return np.unique(_windows(self.calls[place].prompt_ids, size))
+        # Calls are asked for in order, `NEXT` at a time.
+        self.of_prompt = lru_cache(maxsize=2 * NEXT)(lambda place, size: _sorted(calls[place].prompt_ids, size))
+        self.of_answer = lru_cache(maxsize=2 * NEXT)(lambda place, size: _sorted(calls[place].response_ids, size))
 
     def repeated(self, rule: str, size: int) -> Hashes:
         """Return what the answers of several calls of a rule have. Choices of one call count as one."""
@@ -94,22 +93,22 @@ def _is_in(own: Sequence[int], rule: str, others: Sequence[int], windows: _Windo
         if size >= SHORTEST:
             parts = _windows(answer, size)
             new = ~(_among(parts, windows.of_prompt(place, size)) | _among(parts, windows.repeated(rule, size)))
-            wanted += [(size, parts, new)] if new.any() else []
+            wanted += [(size, parts, new, SHARE * new.sum())] if new.any() else []
     if not wanted:
         return None
-    return any(
-        _has(_among(parts, windows.of_prompt(place, size)), new) for place in others for size, parts, new in wanted
-    )
+    for place in others:
+        for size, parts, new, share in wanted:
+            if _has(_among(parts, windows.of_prompt(place, size)), new, share):
+                return True
+            new &= ~_among(parts, windows.of_answer(place, size))  # later prompts may have it from this call
+    return False
 
 
-def _has(there: npt.NDArray[np.bool_], new: npt.NDArray[np.bool_]) -> bool:
-    """Return whether a prompt has an answer of which the windows `there` are in the prompt. Only `new` windows count; the
-    others do not end a run."""
+def _has(there: npt.NDArray[np.bool_], new: npt.NDArray[np.bool_], share: float) -> bool:
+    """Return whether a prompt has an answer of which the windows `there` are in the prompt. Only `new` windows count, of which
+    `share` are enough; the others do not end a run."""
     hits = there & new
-    if hits.sum() >= SHARE * new.sum():
-        return True
-    runs = np.bincount(np.cumsum(~there)[hits]) if hits.any() else np.zeros(1)
-    return bool(runs.max() >= RUN)
+    return bool(hits.any()) and bool(hits.sum() >= share or np.bincount(np.cumsum(~there)[hits]).max() >= RUN)
 
 
 def _among(parts: Hashes, known: Hashes) -> npt.NDArray[np.bool_]:
@@ -118,6 +117,10 @@ def _among(parts: Hashes, known: Hashes) -> npt.NDArray[np.bool_]:
         return np.zeros(len(parts), dtype=np.bool_)
     found: npt.NDArray[np.bool_] = known[np.minimum(np.searchsorted(known, parts), len(known) - 1)] == parts
     return found
+
+
+def _sorted(ids: TokenIds, size: int) -> Hashes:
+    return np.unique(_windows(ids, size))
 
 
 def _windows(ids: TokenIds, size: int) -> Hashes:

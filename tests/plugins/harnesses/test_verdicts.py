@@ -32,6 +32,7 @@ CASES = [
     ("another agent has it", [at(2, (1, *SUMMARY, 7), (8,), "other")], True),
     ("the agent went on with its history", [at(2, (*HISTORY, 7), (8,))], False),
     ("a few words are the same", [at(2, (*HISTORY, *SUMMARY[:9]), (8,))], False),
+    ("it wrote the same itself", [at(2, HISTORY, SUMMARY), at(3, (*HISTORY, *SUMMARY), (8,))], False),
     ("only another agent went on", [at(2, (1, 2, 3), (8,), "other")], None),
     ("nothing followed", [], None),
 ]
