@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -308,7 +309,7 @@ def read_marks(scope: Scope) -> tuple[str, dict[str, str]]:
                 untrained = read_reason(said, f"The header {recorded.UNTRAINED_HEADER}")
             elif name == REJECTED_HEADER:
                 call, _, reason = said.strip().partition(" ")
-                rejects[_checked_id(call)] = read_reason(
+                rejects[_checked_id(call, reason)] = read_reason(
                     reason or REJECTED, f"The reason in {recorded.REJECTED_HEADER}"
                 )
             else:
@@ -321,7 +322,15 @@ def read_marks(scope: Scope) -> tuple[str, dict[str, str]]:
     return untrained, rejects
 
 
-def _checked_id(call: str) -> str:
+def _checked_id(call: str, reason: str) -> str:
+    """Return the id. Raises `DataError` for one that no call has, and for several in one header: programs and proxies join
+    headers of one name by commas, and a reason may have commas itself."""
+    kind = re.match("[a-z]+[-_]", call)
+    if "," in call or (kind is not None and f", {kind[0]}" in reason):
+        raise DataError(
+            f"The header {recorded.REJECTED_HEADER} names several calls: {f'{call} {reason}'!r:.200}. Send one header for each "
+            "call, and where your client joins headers of one name, send them with several requests"
+        )
     if not 0 < len(call) <= LONGEST_ID or not call.isascii() or not call.isprintable():
         raise DataError(
             f"The header {recorded.REJECTED_HEADER} names the call {call!r:.120}: give the `id` of an earlier reply to this "

@@ -80,6 +80,8 @@ def without_adapter() -> str:
 
 
 TRACE_HEADER = "traceparent"
+MARKED = "lightning.marked"
+"""The request extension that has the headers which `mark` added."""
 ID_HEADER = "x-request-id"
 FAILED = 400
 """From this status on a reply is a refusal or a failure, to which no reward can belong."""
@@ -147,6 +149,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
     `hosts` are the hosts whose requests are sent to the gateway instead; None for a library whose requests cannot be rerouted.
     """
     try:
+        _unmark(request)
         if hosts is not None:
             reroute(request, hosts)
         if not is_gateway(request.url) or (hosts is not None and send_elsewhere(request)):
@@ -157,7 +160,10 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         headers = headers_for(request.url, caller)
         # An instrumented client sends the span that it is in, and a client may say itself that a call is not trained.
         said = {name: request.headers[name] for name in (TRACE_HEADER, UNTRAINED_HEADER) if name in request.headers}
-        request.headers.update({**headers, **said})
+        ours = {name: value for name, value in headers.items() if name not in said}
+        request.headers.update(ours)
+        if (extensions := getattr(request, "extensions", None)) is not None:
+            extensions[MARKED] = ours
         attempt = certain_attempt() or attempt_of(_key(request)) or calling_attempt()
         if attempt is None or not attempt.serves(request.url):
             return None
@@ -165,6 +171,13 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
     return attempt, caller.name if caller is not None else UNNAMED.name
+
+
+def _unmark(request: HttpxRequest) -> None:
+    """Take out the headers that `mark` added when the same request object was sent before, maybe by another agent."""
+    for name, value in getattr(request, "extensions", {}).pop(MARKED, {}).items():
+        if request.headers.get(name) == value:
+            del request.headers[name]
 
 
 def _noted(caller: Caller | None) -> Caller | None:

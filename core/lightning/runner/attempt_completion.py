@@ -52,6 +52,8 @@ OUTLIVED = (
     "the agent's API key expired under it, so that a model call was refused: raise gateway.token_ttl of the server above the "
     "client's runner.timeout"
 )
+OF_ROLLOUT = "use the `id` of a reply that the gateway gave to this rollout"
+"""The cure for a label or a rejection of an unknown call."""
 
 
 async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, line: Line = NO_LINE) -> Rollout:
@@ -65,7 +67,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
     if (kept := await store.get_rollout(rollout)) is not None:
         kept = replace(kept, attempt=attempt)
         outcome = with_rejections(outcome, calls)
-        _check_labels(kept, outcome, calls)
+        check_labels(kept, outcome, calls)
         if outcome.fault is None or not outcome.fault.is_loss:
             outcome = judge(outcome, calls, branch=kept.parent is not None)
             if kept.parent is not None and outcome.reward is not None and (why := line.why_not("branch")):
@@ -153,18 +155,18 @@ def with_rejections(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     return replace(outcome, untrained={**rejected, **outcome.untrained}) if rejected else outcome
 
 
-def _check_labels(rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> None:
+def check_labels(rollout: Rollout, outcome: Outcome, calls: Sequence[Transition], cure: str = OF_ROLLOUT) -> None:
     """Warn of labels and rejections of calls that are not recorded; the store ignores them. Branches get no warning: they may
-    name parents' calls."""
+    name parents' calls. `cure` is what to do about it."""
     known = {call.id for call in calls}
     for what, named in (("lightning.label()", outcome.labels), ("a rejection", outcome.untrained)):
         if (unknown := sorted(named.keys() - known)) and rollout.parent is None:
             logger.warning(
-                "rollout %s, attempt %d: %s named %d responses that are not recorded, such as %.200r: "
-                "use the `id` of a reply that the gateway gave to this rollout",
+                "rollout %s, attempt %d: %s named %d responses that are not recorded, such as %.200r: %s",
                 rollout.id,
                 rollout.attempt,
                 what,
                 len(unknown),
                 unknown[0],
+                cure,
             )

@@ -147,7 +147,8 @@ def step_metrics(
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         **({"truncated": count_truncated(trained) / len(trained)} if trained else {}),
-        **{f"{UNTRAINED}{reason}": float(number) for reason, number in untrained_reasons(calls_of(groups)).items()},
+        **{f"{UNTRAINED}{name}": count for name, count in most_reasons(untrained_reasons(calls_of(groups))).items()},
+        **wholly_untrained(groups),
     }
 
 
@@ -186,9 +187,34 @@ def untrained_reasons(calls: Iterable[Transition]) -> Counter[str]:
     return Counter(call.untrained for call in calls if call.untrained and not call.choice)
 
 
+def most_reasons(found: Mapping[str, float]) -> dict[str, float]:
+    """Return numbers of untrained calls by reason, the most first, then by name: at most `MOST_NAMES` reasons, since agents may
+    make them up, and the sum of the rest as `other`."""
+    named = sorted((each for each in found.items() if each[0] != OTHER), key=lambda each: (-each[1], each[0]))
+    rest = found.get(OTHER, 0.0) + sum(number for _, number in named[MOST_NAMES:])
+    return dict(named[:MOST_NAMES]) | ({OTHER: rest} if rest else {})
+
+
 def said_reasons(found: Mapping[str, float]) -> str:
-    """Format numbers of untrained calls by reason, the most first: `3 title, 1 compaction, rejected`."""
-    return "; ".join(f"{number:.0f} {reason}" for reason, number in sorted(found.items(), key=lambda each: -each[1]))
+    """Format numbers of untrained calls by reason, the most first: `3 title; 1 compaction, rejected`."""
+    return "; ".join(f"{number:.0f} {reason}" for reason, number in most_reasons(found).items())
+
+
+def wholly_untrained(groups: Sequence[Group]) -> dict[str, float]:
+    """Return how many rollouts have marked calls and none that is trained, and the mean rewards of these and of the others;
+    nothing if there are none. Their rewards count in their groups' means, but no token of theirs gets an advantage."""
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for group in groups:
+        for member in group.trajectories:
+            marked = any(call.untrained for call in member.transitions)
+            rewards[marked and not any(member.of_interest or member.trainable)].append(member.reward)
+    if not rewards[True]:
+        return {}
+    means = {"wholly_untrained/reward": rewards[True], "wholly_untrained/reward_of_others": rewards[False]}
+    return {
+        "wholly_untrained/rollouts": float(len(rewards[True])),
+        **{name: float(np.mean(values)) for name, values in means.items() if values},
+    }
 
 
 def are_untrained(found: Mapping[str, float]) -> str:
@@ -240,6 +266,8 @@ def sampled_tokens(groups: Sequence[Group]) -> int:
 
 UNTRAINED: Final = "calls_untrained/"
 """What the metrics of untrained calls begin with; the reason follows."""
+OTHER: Final = "other"
+"""Stands for the reasons of untrained calls beyond the most frequent ones."""
 REASONS: Mapping[str, str] = {
     "all_rewards_equal": "all rollouts that were compared earned the same",
     "nothing_to_train": "no call belongs to an agent that is trained",
@@ -257,7 +285,7 @@ REASONS: Mapping[str, str] = {
 ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})
 """Reasons that also occur in a healthy run."""
 MOST_NAMES: Final = 20
-"""Most callers that a sentence names."""
+"""Most callers, or reasons of untrained calls, that a sentence or the metrics of a step name."""
 CURE_OF_GREEDY = (
     "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
     "all its calls with --set gateway.override_sampling.temperature=1"
@@ -302,6 +330,17 @@ class Remarks:
             logger.warning("step %d: %s", step, are_media(media, media + len(calls)))
         if metrics.get("too_long") and self._said.first("too_long"):
             logger.warning("step %d: %s", step, are_too_long(int(metrics["too_long"])))
+        earned, others = (metrics.get(f"wholly_untrained/{name}") for name in ("reward", "reward_of_others"))
+        if earned is not None and others is not None and earned < others and self._said.first("wholly untrained"):
+            logger.warning(
+                "step %d: the mean reward of %.0f rollouts is %.3g, and %.3g of the others: these rollouts have calls that are "
+                "marked as untrained and none that is trained, so what they did wrong is not unlearned. Look which calls are "
+                "marked, and by whom (docs/untrained.md)",
+                step,
+                metrics["wholly_untrained/rollouts"],
+                earned,
+                others,
+            )
 
     def _say_idle(
         self,

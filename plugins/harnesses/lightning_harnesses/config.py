@@ -26,7 +26,7 @@ PREFIXES = ("!", "model:", "policy:")
 
 
 class RuleConfig(Section):
-    """A rule. A call matches if all conditions hold that are given."""
+    """A rule. A call matches if all conditions hold that are given. To the requests of a known rule, `prompt` adds one."""
 
     agents: tuple[str, ...] = ()
     """Globs on the caller path or the agent's name. A glob after `!` takes out what it matches."""
@@ -46,7 +46,8 @@ class RuleConfig(Section):
 class RulesConfig(NamedSettings):
     """Calls that are recorded and not trained, by rules, of which the first that matches a call counts. The rules `title`,
     `topic`, `summary`, `recap`, `quota`, `warmup` and `compaction` are there without settings and match the side calls and
-    compactions of known programs, also those of Claude Code, opencode and Codex; a table with such a name changes the rule."""
+    compactions of known programs, also those of Claude Code, opencode and Codex. In a table with such a name, `prompt` adds a
+    request, and `agents` and `models` narrow the rule."""
 
     place: ClassVar[str] = "untrained"
     of_run: ClassVar[tuple[str, ...]] = tuple(RuleConfig.model_fields)

@@ -31,17 +31,15 @@ class Rule:
 
     def why(self, caller: Caller, model: str, asked: Asked) -> str:
         """Return what shows that the rule has a call: a known program's name, or the rule's settings; empty if nothing does."""
-        of_program = next((each.program for each in self.patterns if each.matches(asked)), "")
-        return of_program or (f"untrained.{self.name}" if self._as_set(caller, model, asked) else "")
-
-    def _as_set(self, caller: Caller, model: str, asked: Asked) -> bool:
         rule = self.given
-        return (
-            bool(rule.agents or rule.models or rule.prompt)
-            and (not rule.agents or is_trainable(caller, rule.agents))
-            and (not rule.models or is_trainable(caller, [f"{OF_MODEL}{glob}" for glob in rule.models], model))
-            and (rule.prompt in asked.system or asked.last.startswith(rule.prompt))
-        )
+        if rule.agents and not is_trainable(caller, rule.agents):
+            return ""
+        if rule.models and not is_trainable(caller, [f"{OF_MODEL}{glob}" for glob in rule.models], model):
+            return ""
+        if of_program := next((each.program for each in self.patterns if each.matches(asked)), ""):
+            return of_program
+        prompted = rule.prompt and (rule.prompt in asked.system or asked.last.startswith(rule.prompt))
+        return f"untrained.{self.name}" if prompted or not (self.patterns or rule.prompt) else ""
 
 
 def rules_of(given: Mapping[str, RuleConfig]) -> tuple[Rule, ...]:

@@ -26,7 +26,7 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import bearer
 from lightning.redaction import redacted
-from lightning.runner.attempt_completion import with_rejections
+from lightning.runner.attempt_completion import check_labels, with_rejections
 from lightning.types import Json, Outcome, Rollout
 from starlette.types import Receive, Scope, Send
 
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 FIELDS = frozenset({"response_id", "reward", "note"})
 LONGEST_NOTE = 4096
 """Most characters of a note."""
+OF_CONVERSATION = (
+    "a call can be rejected by a later call of its conversation only, and a call that names no conversation is one of its own: "
+    "send the header X-Lightning-Conversation with each call"
+)
+"""The cure for a rejection of a call that is not in the rated conversation."""
 ADMIN_TOKEN = "lt_"  # noqa: S105 — how the tokens of people begin, none itself
 
 
@@ -119,6 +124,7 @@ class FeedbackEndpoint:
         try:
             calls = await self._store.transitions(rollout.id, rollout.attempt)
             outcome = with_rejections(Outcome(reward=float(str(said["reward"]))), calls)
+            check_labels(rollout, outcome, calls, OF_CONVERSATION)
             outcome = await self._parts.line.ended(rollout, outcome, calls)
             return await self._store.complete(rollout.id, rollout.attempt, outcome)
         except StaleAttemptError as error:

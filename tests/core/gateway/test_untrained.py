@@ -53,6 +53,12 @@ BAD = [
     (REJECTED, "", "names the call '': give the `id` of an earlier reply"),
     (REJECTED, "i" * 201, "give the `id` of an earlier reply to this attempt, such as 'chatcmpl-1a2b'"),
     (REJECTED, "chatcmpl-1 " + "r" * 81, "The reason in x-lightning-rejected is 'rrr"),
+    (
+        REJECTED,
+        "chatcmpl-1, chatcmpl-2",
+        "names several calls: 'chatcmpl-1, chatcmpl-2'. Send one header for each call",
+    ),
+    (REJECTED, "chatcmpl-1 summary, rejected, chatcmpl-2", "names several calls"),
     ("x-lightning-untrain", "title", "There is no header 'x-lightning-untrain': send x-lightning-untrained"),
     ("x-lightning-rejects", "chatcmpl-1", "or x-lightning-rejected for an earlier one"),
 ]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import httpx
 import pytest
 from lightning.errors import DataError
 from lightning.instrument import (
@@ -50,6 +51,24 @@ def test_calls_inside_say_why_and_the_innermost_block_counts(attempt: ActiveAtte
             assert sent() == "summary"
         assert sent(x_lightning_untrained="by the client") == "by the client"
     assert (sent(), component_path()) == ("", ())
+
+
+def test_a_request_that_is_sent_twice_is_marked_anew_and_keeps_what_its_client_said(attempt: ActiveAttempt) -> None:
+    url, seen = f"{LLM_.base_url}/chat/completions", list[tuple[str, str]]()
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        seen.append((request.headers.get(HEADER, ""), request.headers.get("x-lightning-caller", "")))
+        return httpx.Response(200)
+
+    with httpx.Client(transport=httpx.MockTransport(reply)) as client:
+        for request in (httpx.Request("POST", url), httpx.Request("POST", url, headers={HEADER: "its own"})):
+            with component("namer"), untrained("title"):
+                client.send(request)
+            client.send(request)
+            with untrained("summary"):
+                client.send(request)
+    assert [said for said, _ in seen] == ["title", "", "summary", *["its own"] * 3]
+    assert ["namer" in caller for _, caller in seen] == [True, False, False] * 2
 
 
 async def test_it_holds_in_threads_and_tasks_that_are_started_inside_and_in_no_other(attempt: ActiveAttempt) -> None:

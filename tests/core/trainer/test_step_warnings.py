@@ -13,8 +13,17 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
-from lightning.testing.trajectories import make_group
-from lightning.trainer.metrics import Remarks, nothing_trained, staleness, step_metrics, unmatched
+from lightning.testing.trajectories import make_call, make_group
+from lightning.trainer.metrics import (
+    Remarks,
+    most_reasons,
+    nothing_trained,
+    staleness,
+    step_metrics,
+    unmatched,
+    untrained_reasons,
+    wholly_untrained,
+)
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Status, Task
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))
@@ -98,6 +107,33 @@ def test_a_step_whose_calls_are_all_marked_says_why_and_one_without_marks_has_no
     for seen, counted in ((groups, {"calls_untrained/title": 2.0}), ([group(0.0, 1.0)], {})):
         metrics = step_metrics([], seen, LightningRL("grpo", group_size=2).batch(seen), StepResult({}, {}))
         assert {name: value for name, value in metrics.items() if name.startswith("calls_untrained")} == counted
+
+
+def test_many_reasons_are_few_metrics() -> None:
+    """Reasons are free text. The most frequent have a metric each, the rest one together."""
+    calls = [replace(make_call((1,), (2,), seq=seq), untrained=f"bad answer {seq}") for seq in range(1000)]
+    title = [replace(make_call((1,), (2,), seq=seq), untrained="title") for seq in range(1000, 1003)]
+    other = replace(title[0], untrained="other")
+    found = most_reasons(untrained_reasons([*calls, *title, other]))
+    assert len(found) == 21
+    assert (found["title"], found["other"], sum(found.values())) == (3, 982, 1004)
+    assert next(iter(found)) == "title"
+
+
+def test_rollouts_all_of_whose_calls_are_marked_are_counted_beside_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    marked, other = group(0.0, 0.5, untrained="title", trained=False), group(0.5, 1.0)
+    remarks = Remarks()
+    for step in range(1, 3):
+        tell(remarks, step, [marked, other])
+    assert caplog.text.count("the mean reward of 2 rollouts is 0.25, and 0.75 of the others") == 1
+    assert wholly_untrained([marked, other]) == {
+        "wholly_untrained/rollouts": 2.0,
+        "wholly_untrained/reward": 0.25,
+        "wholly_untrained/reward_of_others": 0.75,
+    }
+    assert wholly_untrained([other]) == wholly_untrained([group(1.0, trained=False)]) == {}
 
 
 def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

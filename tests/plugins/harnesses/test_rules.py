@@ -59,6 +59,23 @@ async def test_the_first_rule_that_matches_counts_and_what_the_agent_says_before
     assert await ask("team/helper", **{"x-lightning-untrained": "its own"}) == "its own"
 
 
+async def test_agents_and_models_narrow_a_known_rule_and_a_prompt_adds_to_it(build: Any) -> None:
+    ask = await asking(
+        build,
+        'untrained.title.agents=["main"]',
+        'untrained.topic.models=["gpt-*"]',
+        'untrained.topic.prompt="New topic?"',
+    )
+    title, topic = (
+        "You are a title generator. You output ONLY a thread title.",
+        "Analyze if this message indicates a new",
+    )
+    topic += " conversation topic."
+    assert [await ask("main"), await ask("main", title), await ask("other", title)] == ["", "title", ""]
+    assert [await ask("main", topic), await ask("main", "New topic?")] == ["", ""]
+    assert [await ask("main", said, model="gpt-5") for said in (topic, "New topic?", "")] == ["topic", "topic", ""]
+
+
 REFUSED = [
     (["untrained.titel.train=true"], "[untrained.titel] matches no call; did you mean 'title'?"),
     (["untrained.x.reason=\"y\""], "matches no call. Set untrained.x.agents, untrained.x.models or untrained.x.prompt"),

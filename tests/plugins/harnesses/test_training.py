@@ -77,7 +77,7 @@ async def test_only_accepted_calls_are_trained_counted_proved_and_shown(trained:
     said = await asyncio.to_thread(
         CliRunner().invoke, build("runs"), ["runs", "show", "run", "--runs", str(tmp_path / "run")]
     )
-    assert f"calls recorded and not trained: {len(members)} title; {len(members)} rejected" in said.output
+    assert f"calls recorded and not trained: {len(members)} rejected; {len(members)} title" in said.output
     places = Places(str(tmp_path / "run"))
     page = str((await show(places, str(Address("rollout", ("run", members[0].rollout.id), {})))).to_json())
     await places.close()

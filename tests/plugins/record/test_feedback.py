@@ -70,6 +70,15 @@ async def test_what_a_client_said_of_its_calls_is_in_the_rated_conversation(hous
     assert [call.untrained for call in await house.store.transitions(rated)] == ["title", "rejected", ""]
 
 
+async def test_a_rejection_outside_of_a_named_conversation_is_said(house, caplog) -> None:
+    http = await house.http(await opened(house))
+    rejected = await ask(http)
+    last = await http.post("/chat/completions", json=ASK, headers={"x-lightning-rejected": rejected})
+    assert (await rate(http, last.json()["id"])).status_code == 200
+    assert f"a rejection named 1 responses that are not recorded, such as '{rejected}': a call can be" in caplog.text
+    assert "send the header X-Lightning-Conversation with each call" in caplog.text
+
+
 async def test_a_stream_is_rated_by_the_id_of_its_chunks(house) -> None:
     http = await house.http(await opened(house))
     reply = await http.post("/chat/completions", json=ASK | {"stream": True})
