@@ -1,4 +1,4 @@
-"""The code of one token's mask, made in vLLM's worker, and of the masks of a chunk of an answer, made in vLLM's API.
+"""The code of one token's mask, made in vLLM's worker, of which answers carry many (`texts`).
 
 The invariant: a code has all ids that were kept, or all that were left out, whichever are fewer; and codes of several tokens
 put one behind another can be read again without anything else.
@@ -8,9 +8,6 @@ ascending order, how many ids lie between it and the one before.
 """
 
 from __future__ import annotations
-
-import base64
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -69,20 +66,3 @@ def unpacked(data: Bytes) -> npt.NDArray[np.int64]:
         chosen = sizes > place
         found[chosen] |= (data[(ends - sizes)[chosen] + place] & 0x7F).astype(np.int64) << (7 * place)
     return found
-
-
-def text_of(vocab_size: int, codes: Sequence[bytes]) -> str:
-    """Return the text in an answer for the masks of some tokens."""
-    return f"{vocab_size}:{','.join(base64.b64encode(code).decode() for code in codes)}"
-
-
-def joined(texts: Sequence[str]) -> tuple[int, list[bytes]]:
-    """Return the vocabulary's size and each token's code from the texts of all chunks of an answer, of which there is at least
-    one. Raises `ValueError` for other texts, and for texts of several vocabularies."""
-    parts = [text.partition(":") for text in texts]
-    if len({size for size, _, _ in parts}) != 1:
-        raise ValueError("the masks are of several vocabularies")
-    found = [base64.b64decode(code, validate=True) for *_, codes in parts for code in codes.split(",")]
-    if not all(found):
-        raise ValueError("a token has no code")
-    return int(parts[0][0]), found

@@ -19,7 +19,7 @@ from lightning.errors import DataError
 from lightning.plugins import Plugins
 from lightning.testing.trajectories import make_call
 from lightning.types import Transition
-from lightning_masks.codes import code_of, joined, packed, text_of, unpacked
+from lightning_masks.codes import code_of, packed, unpacked
 from lightning_masks.extra import HEAD, read, written
 
 Kept = Sequence[Sequence[int]]
@@ -30,8 +30,7 @@ def call_of(kept: Kept, vocab: int, bias: dict[int, float] | None = None) -> Tra
     table = np.zeros((len(kept), vocab), np.bool_)
     for row, ids in zip(table, kept, strict=True):
         row[list(ids)] = True
-    texts = [text_of(vocab, [code_of(row)]) for row in table]
-    extra = written(*joined(texts), bias or {})
+    extra = written(vocab, [code_of(row) for row in table], bias or {})
     call = make_call((1,), [min(ids) for ids in kept])
     return replace(call, constrained=True, extras={"masks": extra})
 
@@ -121,11 +120,3 @@ def test_masks_that_no_plugin_reads_are_said_once(monkeypatch: pytest.MonkeyPatc
     (said,) = [line for line in caplog.messages if "sampling masks" in line]
     assert "calls have sampling masks by 'masks', which no plugin reads here" in said
     assert "The plugin 'masks' brings it. Run: pip install" in said
-
-
-@pytest.mark.parametrize(
-    "texts", [["9"], ["9:!"], ["9:AgE=", "8:AgE="], ["x:AgE="]], ids=["short", "text", "two", "size"]
-)
-def test_texts_of_another_shape_are_refused(texts: Any) -> None:
-    with pytest.raises(ValueError):
-        joined(texts)

@@ -20,7 +20,7 @@ from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import Transition, logprobs
-from lightning_masks.codes import code_of, joined, text_of
+from lightning_masks.codes import code_of
 from lightning_masks.extra import written
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def masked(call: Transition, generator: np.random.Generator, vocab: int = VOCAB)
         row[:] = generator.random(vocab) < generator.choice([0.02, 0.5, 0.99, 1.0])
         row[token] = True
     bias = dict.fromkeys(generator.integers(0, vocab, 3).tolist(), 2.5) if generator.random() < 0.5 else {}
-    extra = written(*joined([text_of(vocab, [code_of(row) for row in table])]), bias)
+    extra = written(vocab, [code_of(row) for row in table], bias)
     values = logprobs(generator.uniform(-4, -1, len(table)).tolist())
     return replace(call, constrained=True, logprobs=values, extras={"masks": extra})
 
