@@ -14,12 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.batch import Sample, Trajectory, build_samples, mask_of, transition_digest
 from lightning.engines import rows
+from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import TokenBatch
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import Transition, logprobs
+from lightning_finetuning.distillation_loss import DistillationLoss
+from lightning_finetuning.dpo import PreferenceLoss
+from lightning_finetuning.sft import NegativeLogLikelihood
 from lightning_masks.codes import code_of
 from lightning_masks.extra import written
 from transformers import AutoModelForCausalLM
@@ -142,6 +147,46 @@ def test_values_are_read_under_the_mask_too(open_engine: OpenEngine, kind: str) 
     changed = np.abs(under - free) > 1e-6
     assert changed.any()
     assert not changed[~row.mask.is_set].any()
+
+
+@pytest.mark.parametrize("kind", ["linear", "tree"])
+def test_losses_that_need_no_sampler_learn_over_all_tokens(open_engine: OpenEngine, kind: str) -> None:
+    """Their gradient is that of the same rows without masks, whose masked tokens have no sampler's logprob."""
+    trajectories = rollouts(4)
+    samples = build_samples(trajectories, [[1.0, -1.0, 1.0]] * 3)
+    wanted = {call.key: transition_digest(call) for each in trajectories for call in each.transitions}
+    free = [
+        replace(row, mask=None, logprobs=np.where(row.mask.is_set, np.float32(np.nan), row.logprobs))
+        if row.mask
+        else row
+        for row in samples
+    ]
+    own = ClippedPolicyGradient(surrogate=FreeLoss())
+    for loss in (NegativeLogLikelihood(), DistillationLoss(), PreferenceLoss(pairs=(("r0", "r1"),)), own):
+        engine, other = (open_engine(step=kind, dtype="float64") for _ in range(2))
+        for opened in (engine, other):
+            opened.step(free, NegativeLogLikelihood())  # away from the reference
+        results = [engine.forward_backward(samples, loss), other.forward_backward(free, loss)]
+        ours, theirs = (
+            torch.cat([each.grad.flatten() for each in opened._parameters.values() if each.grad is not None])
+            for opened in (engine, other)
+        )
+        assert theirs.abs().max() > 0
+        assert torch.equal(ours, theirs), loss
+        assert results[0].metrics == results[1].metrics
+        assert results[0].seen == wanted, "the digest still has the masks"
+    engine, other = (open_engine(step=kind, dtype="float64") for _ in range(2))
+    engine._driver._config = other._driver._config = OptimizerConfig(epochs=2, minibatches=2)
+    assert engine.step(samples, own).metrics == other.step(free, own).metrics
+
+
+class FreeLoss:
+    """A user's loss with a ratio, over all tokens."""
+
+    over_all_tokens = True
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        return -torch.exp(tokens.logprobs - tokens.old_logprobs) * tokens.advantages
 
 
 def test_a_mask_of_another_vocabulary_is_refused(open_engine: OpenEngine) -> None:
