@@ -119,9 +119,13 @@ def _mask_problem(sample: Sample, mask: SamplingMask, vocab_size: int) -> str:
             f"its sampling mask is of a vocabulary of {mask.vocab_size} ids, and the model has {vocab_size}: make the policy "
             "server serve the model that is trained"
         )
-    if not mask.keeps(sample.ids)[sample.weights != 0].all():
-        return "its sampling mask leaves out a token that is trained"
-    return mask.flaw()
+    if flaw := mask.flaw():
+        return flaw
+    return (
+        ""
+        if mask.keeps(sample.ids)[sample.weights != 0].all()
+        else "its sampling mask leaves out a token that is trained"
+    )
 
 
 def _can_be_valued(span: TokenSpan) -> bool:

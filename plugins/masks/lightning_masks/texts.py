@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MOST_CODES = 1 << 26
-"""The most bytes of different codes for one request."""
+MOST_CODES = 1 << 24
+"""The most bytes of different codes for one request. Each may be an id, so four bytes in the trainer."""
 MOST_SENT = 1 << 25
 """The most characters of texts for one request: half of the longest answer that the gateway takes (`LONGEST_ANSWER`)."""
 SPENT = "spent"

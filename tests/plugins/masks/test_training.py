@@ -80,10 +80,11 @@ def expected(model: Path, calls: Sequence[tuple[Transition, float]], weights: Se
             row, kept = logits[place], torch.ones(VOCAB, dtype=torch.bool)
             if mask is not None:
                 one = mask[place : place + 1]
-                ids_of = one.ids.ids.tolist()
+                ids_of = one.ids.expanded()[1].tolist()
                 kept[:] = bool(one.is_left_out[0])
                 kept[ids_of] = not one.is_left_out[0]
-                for biased, value in zip(one.bias.ids.tolist(), one.bias.values.tolist(), strict=True):
+                _, biased_ids, values = one.bias.expanded()
+                for biased, value in zip(biased_ids.tolist(), values.tolist(), strict=True):
                     row = row + value * (torch.arange(VOCAB) == biased)
             chances = torch.exp(row / call.temperature) * kept
             chances = chances / chances.sum()
