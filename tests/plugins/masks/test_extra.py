@@ -22,7 +22,7 @@ from lightning.plugins import Plugins
 from lightning.testing.trajectories import make_call, make_trajectory
 from lightning.trainer.training_data import rollout_digest
 from lightning.types import Transition
-from lightning_masks.codes import code_of, packed, unpacked
+from lightning_masks.codes import Codes, code_of, packed, unpacked
 from lightning_masks.extra import HEAD, read, written
 
 Kept = Sequence[Sequence[int]]
@@ -96,6 +96,14 @@ def test_a_mask_is_read_as_it_was_noted(given_masks: tuple[Kept, int], bias: dic
 @given(st.lists(st.integers(0, 2**35 - 1)))
 def test_numbers_are_read_as_they_were_packed(numbers: list[int]) -> None:
     assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers
+
+
+def test_a_workers_codes_are_those_of_the_masks_and_bounded() -> None:
+    codes, generator = Codes(most=3), np.random.default_rng(0)
+    masks = [generator.random(40_000) < chance for chance in (0.001, 0.1, 0.3, 0.5, 0.9, 0.999)]
+    for mask in [*masks, *masks[::-1], *masks]:
+        assert codes.of(mask) == code_of(mask)
+    assert len(codes._kept) == 3
 
 
 def test_equal_masks_are_kept_once() -> None:
