@@ -34,9 +34,10 @@ from lightning.policy_server.packed_logprobs import HEADER as PACKED
 from lightning.policy_server.packed_logprobs import WANTED as YES
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.types import Rollout, Task, Transition, logprobs, token_ids
-from lightning_masks.codes import HEADER, NAME, WANTED, joined
+from lightning_masks.codes import HEADER, NAME, WANTED
 from lightning_masks.extra import written
 from lightning_masks.stage import bias_of
+from lightning_masks.texts import joined
 
 SCHEMA = {
     "type": "object",
@@ -91,7 +92,9 @@ def recorded(answers: Sequence[Any], asked: Mapping[str, Any]) -> list[Transitio
     for place, answer in enumerate(answers):
         choice = answer["choices"][0]
         ids, said = choice["token_ids"], choice["logprobs"]
-        extra = written(*joined([said[BESIDE][NAME]]), bias_of(dict(asked)) or {})
+        known = joined([said[BESIDE][NAME]])
+        assert known is not None, "more masks than vLLM sends"
+        extra = written(*known, bias_of(dict(asked)) or {})
         prompt, response = token_ids(unpack_ids(answer["prompt_token_ids"])), token_ids(ids)
         call = Transition(
             f"r{place}",

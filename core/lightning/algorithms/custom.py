@@ -23,7 +23,7 @@ from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.custom_loss import as_loss, check_callable, is_whole
-from lightning.losses.protocol import Loss, name_of
+from lightning.losses.protocol import Loss, name_of, over_all_tokens
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
@@ -105,6 +105,7 @@ def _with_reference(function: OwnLoss) -> OwnLoss:
     """Return a wrapper of the function that has `needs_reference = True`; the user's own object is not changed."""
     wrapped = partial(function)
     wrapped.needs_reference = True  # type: ignore[attr-defined]
+    wrapped.over_all_tokens = over_all_tokens(function)  # type: ignore[attr-defined]
     if hasattr(function, "prepare"):
         wrapped.prepare = function.prepare  # type: ignore[attr-defined]
     return wrapped

@@ -54,7 +54,8 @@ class Sample:
     normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) have a meaning
     only where `weights[t] != 0`. `versions[t]` is the policy version that sampled the token (-1 for tokens that were not
     sampled). All responses of the row were sampled at `temperature`, by the `policy` of this name. `mask` has the sampling
-    masks of all tokens of the row; None if no token has one. The engine fills in `reference` (logprobs under the reference
+    masks of all tokens of the row; None if no token has one. With `over_all`, which a step sets for a loss that is
+    `over_all_tokens`, the mask is only part of the digest. The engine fills in `reference` (logprobs under the reference
     model) and `prepared` (the numbers of a `StepLoss`) for losses that ask for them, and `begun` (the trainer's own logprobs at
     the start of the step) for a step's later updates; None means that the engine did not compute them.
     """
@@ -71,6 +72,7 @@ class Sample:
     prepared: npt.NDArray[np.floating] | None = None
     policy: str = POLICY
     mask: SamplingMask | None = None
+    over_all: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -121,16 +121,17 @@ def restrict(rows: torch.Tensor, mask: SamplingMask, least: float = -math.inf) -
     def place(tokens: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(tokens).to(rows.device), torch.from_numpy(ids.astype(np.int64)).to(rows.device)
 
-    if mask.bias.values is not None and len(mask.bias.ids):
-        added = torch.from_numpy(mask.bias.values).to(rows.device, rows.dtype)
-        rows.index_put_(place(mask.bias.tokens, mask.bias.ids), added, accumulate=True)
-    tokens = mask.ids.tokens
+    biased, ids, values = mask.bias.expanded()
+    if values is not None and len(ids):
+        added = torch.from_numpy(values).to(rows.device, rows.dtype)
+        rows.index_put_(place(biased, ids), added, accumulate=True)
+    tokens, ids, _ = mask.ids.expanded()
     is_left_out = mask.is_left_out[tokens]
-    left_out, kept = (place(tokens[each], mask.ids.ids[each]) for each in (is_left_out, ~is_left_out))
-    values = rows[kept]
+    left_out, kept = (place(tokens[each], ids[each]) for each in (is_left_out, ~is_left_out))
+    logits = rows[kept]
     rows[torch.from_numpy(np.flatnonzero(~mask.is_left_out)).to(rows.device)] = least
     rows[left_out] = least
-    rows[kept] = values
+    rows[kept] = logits
 
 
 def _by_logits(

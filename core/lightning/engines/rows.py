@@ -48,6 +48,13 @@ def is_trained(sample: Sample) -> bool:
     return bool(sample.weights.any()) or any(span.value_weight != 0.0 for span in sample.spans)
 
 
+def unknown(sample: Sample) -> npt.NDArray[np.bool_]:
+    """Return whether each token of a row (T,) has no old logprob by the sampler: it gave none, or one under a mask, while the
+    loss is over all tokens."""
+    missing: npt.NDArray[np.bool_] = np.isnan(sample.logprobs)
+    return missing if sample.mask is None or not sample.over_all else missing | sample.mask.is_set
+
+
 def trained_length(sample: Sample) -> int:
     """Return the length of a row up to the end of its last trained token or span; later tokens cannot influence the loss."""
     trained = np.flatnonzero(sample.weights)
@@ -112,9 +119,13 @@ def _mask_problem(sample: Sample, mask: SamplingMask, vocab_size: int) -> str:
             f"its sampling mask is of a vocabulary of {mask.vocab_size} ids, and the model has {vocab_size}: make the policy "
             "server serve the model that is trained"
         )
-    if not mask.keeps(sample.ids)[sample.weights != 0].all():
-        return "its sampling mask leaves out a token that is trained"
-    return mask.flaw()
+    if flaw := mask.flaw():
+        return flaw
+    return (
+        ""
+        if mask.keeps(sample.ids)[sample.weights != 0].all()
+        else "its sampling mask leaves out a token that is trained"
+    )
 
 
 def _can_be_valued(span: TokenSpan) -> bool:
@@ -143,8 +154,9 @@ Numbers = npt.NDArray[np.floating]
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """N wanted tokens of some rows, as arrays of shape (N,). Token i stands at index `columns[i]` of row `rows[i]`; the hidden
-    state at `columns[i] - 1` predicts it. `temperatures` is None if all are 1; `reference`, `begun` and `prepared` are None if
-    the rows lack them; `mask` is None if no token's is set."""
+    state at `columns[i] - 1` predicts it. `unknown` says whose `sampled` is no old logprob. `temperatures` is None if all are
+    1; `reference`, `begun` and `prepared` are None if the rows lack them; `mask` is None if no token's is set, or if the loss
+    is over all tokens."""
 
     rows: Ints
     columns: Ints
@@ -152,6 +164,7 @@ class Tokens:
     weights: Floats
     advantages: Floats
     sampled: Floats
+    unknown: npt.NDArray[np.bool_]
     versions: npt.NDArray[np.int32]
     temperatures: Floats | None
     reference: Numbers | None
@@ -205,6 +218,9 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
         weights=collect("weights", np.float32),
         advantages=collect("advantages", np.float32),
         sampled=collect("logprobs", np.float32),
+        unknown=np.concatenate(
+            [np.zeros(0, np.bool_), *(unknown(row)[own] for row, own in zip(samples, columns, strict=True))]
+        ),
         versions=collect("versions", np.int32),
         temperatures=None if bool((temperatures == 1.0).all()) else temperatures[rows],
         reference=collect_some("reference"),
@@ -216,12 +232,13 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
 
 def masks_at(samples: Sequence[Sample], columns: Sequence[Ints]) -> SamplingMask | None:
     """Return the sampling masks of the tokens at these `columns` of each row; None if none is set."""
-    size = next((sample.mask.vocab_size for sample in samples if sample.mask is not None), 0)
+    masks = [None if sample.over_all else sample.mask for sample in samples]
+    size = next((mask.vocab_size for mask in masks if mask is not None), 0)
     if not size:
         return None
     parts = [
-        SamplingMask.none(len(own), size) if sample.mask is None else sample.mask[own]
-        for sample, own in zip(samples, columns, strict=True)
+        SamplingMask.none(len(own), size) if mask is None else mask[own]
+        for mask, own in zip(masks, columns, strict=True)
     ]
     found = SamplingMask.joined(parts)
     return found if found.is_set.any() else None
@@ -256,8 +273,8 @@ def row_order(entries: Tokens | States) -> Ints:
 
 
 def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:
-    """Return a loss function's batch of some tokens (N,), and the tensor of the sampler's logprobs of them. Where these are
-    NaN, the batch's old logprobs are those that the step began with, or the current ones if these are not known."""
+    """Return a loss function's batch of some tokens (N,), and the tensor of the sampler's logprobs of them. Where these
+    are unknown, the batch's old logprobs are those that the step began with, or the current ones if these are not known."""
     kind, device = logprobs.dtype, logprobs.device
 
     def tensor(numbers: Numbers) -> torch.Tensor:
@@ -265,7 +282,7 @@ def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -
 
     sampled = torch.from_numpy(tokens.sampled).to(device)
     old = sampled.to(kind)
-    has_old = ~old.isnan()
+    has_old = torch.from_numpy(~tokens.unknown).to(device)
     began = logprobs.detach() if tokens.begun is None else tensor(tokens.begun)
     batch = TokenBatch(
         logprobs=logprobs,

@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.protocol import Head, OptimizerConfig, StepResult
-from lightning.engines.rows import Numbers, Tally, Tokens, is_trained, name
+from lightning.engines.rows import Numbers, Tally, Tokens, is_trained, name, unknown
 from lightning.errors import DataError, EngineError
 from lightning.losses.protocol import (
     Loss,
@@ -38,6 +38,7 @@ from lightning.losses.protocol import (
     TokenBatch,
     check_updates,
     needs_reference,
+    over_all_tokens,
     prepared_by,
 )
 
@@ -192,7 +193,7 @@ class StepDriver:
         config = self._config
         check_updates(loss, several=config.minibatches * config.epochs > 1, parts=config.minibatches > 1)
         self._pending = None
-        trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite
+        trained, before = _trained(samples, loss), self._nonfinite
         made = _Updates(self._config.lr if lr is None else lr)
         try:
             if trained:
@@ -208,7 +209,7 @@ class StepDriver:
         update. Raises the errors of `Computer.accumulate`; then no gradient is left."""
         made = self._pending or _Updates(0.0, parts_add_up=True)
         self._pending = None
-        trained = [sample for sample in samples if is_trained(sample)]
+        trained = _trained(samples, loss)
         if trained:
             made.add(computer.accumulate(computer.prepare(trained, loss), loss, self.steps + 1), None, first=True)
         self._pending = made if made.parts else None
@@ -265,6 +266,12 @@ class StepDriver:
         )
 
 
+def _trained(samples: Sequence[Sample], loss: Loss) -> list[Sample]:
+    """Return the rows with a share of the loss, marked if that is over all tokens."""
+    over_all = over_all_tokens(loss)
+    return [replace(row, over_all=over_all) if over_all else row for row in samples if is_trained(row)]
+
+
 def _ordinal(number: int) -> str:
     return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
@@ -280,10 +287,10 @@ class _Present:
 
 
 def _begun(computer: Computer, samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return the rows with the policy's own logprobs before the first update (`Sample.begun`), if the sampler gave none for
-    some trained token. The ratio of later updates is taken against these logprobs; without them nothing would bound the
+    """Return the rows with the policy's own logprobs before the first update (`Sample.begun`), if some trained token has no
+    old one by the sampler. The ratio of later updates is taken against these logprobs; without them nothing would bound the
     ratio."""
-    if not any(np.isnan(sample.logprobs[sample.weights != 0]).any() for sample in samples):
+    if not any(unknown(sample)[sample.weights != 0].any() for sample in samples):
         return samples
     try:
         found = computer.prepare(samples, _Present())
@@ -402,7 +409,7 @@ def _numbers_of(
     Raises `EngineError`, naming the loss, if the loss does not give one number for each token, `ConfigError` if it fails on
     numbers that nobody computed, and `NonFiniteError` if a number is not finite.
     """
-    missing, began = np.isnan(tokens.sampled), logprobs if tokens.begun is None else tokens.begun
+    missing, began = tokens.unknown, logprobs if tokens.begun is None else tokens.begun
     calls, spans = _calls_of(samples, tokens)
     step = StepTokens(
         logprobs=logprobs,

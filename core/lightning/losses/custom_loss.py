@@ -14,7 +14,16 @@ import numpy.typing as npt
 
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
-from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch, name_of, needs_reference, said_by
+from lightning.losses.protocol import (
+    Loss,
+    LossOutput,
+    StepTokens,
+    TokenBatch,
+    name_of,
+    needs_reference,
+    over_all_tokens,
+    said_by,
+)
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
@@ -57,6 +66,11 @@ class GivenLoss:
     def needs_reference(self) -> bool:
         """Whether `given` asks for the reference model's logprobs."""
         return needs_reference(self.given)
+
+    @property
+    def over_all_tokens(self) -> bool:
+        """Whether `given` is over all tokens, also where a mask was sampled under."""
+        return over_all_tokens(self.given)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the loss and its metrics. Raises `ConfigError` if `given` returns neither a `LossOutput` nor one loss for each

@@ -19,7 +19,16 @@ import torch
 
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import MASKED, Correction, of_calls
-from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch, name_of, needs_reference, said_by
+from lightning.losses.protocol import (
+    KlEstimator,
+    LossOutput,
+    StepTokens,
+    TokenBatch,
+    name_of,
+    needs_reference,
+    over_all_tokens,
+    said_by,
+)
 from lightning.losses.terms import (
     cispo_surrogate,
     clamped,
@@ -35,8 +44,8 @@ OwnLoss: TypeAlias = "Callable[[TokenBatch], torch.Tensor | tuple[torch.Tensor, 
 metrics of its own beside: `(loss, {"name": values})` with a value for each token, shape (N,), of numbers or bools. The step's
 metric of that name is their weighted mean, or their maximum if the name ends in `_max`.
 
-Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, and a method `prepare` like
-`StepLoss`'s."""
+Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, `over_all_tokens = True`, with which
+logprobs are over all tokens also where the sampler drew among some, and a method `prepare` like `StepLoss`'s."""
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
@@ -99,6 +108,11 @@ class ClippedPolicyGradient:
     def needs_reference(self) -> bool:
         """Whether the loss needs the reference model's logprobs."""
         return self.kl_coefficient != 0.0 or needs_reference(self.surrogate)
+
+    @property
+    def over_all_tokens(self) -> bool:
+        """Whether the user's surrogate is over all tokens, also where a mask was sampled under."""
+        return over_all_tokens(self.surrogate)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the loss with its metrics: as weighted sums `clip_fraction`, `dual_clip_fraction`, `masked_share`,

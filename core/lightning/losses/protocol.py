@@ -103,7 +103,8 @@ class LossOutput:
 
 class Loss(Protocol):
     """A pure function from tokens to a loss. The loss must be a sum over tokens of `weights * something`, so that splitting the
-    tokens over micro-batches does not change it."""
+    tokens over micro-batches does not change it. Optional attributes: `needs_reference` and `over_all_tokens`, both False if
+    they are absent."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the loss of one micro-batch's tokens with its metrics."""
@@ -126,6 +127,13 @@ class StepLoss(Loss, Protocol):
 def needs_reference(loss: object) -> bool:
     """Whether a loss compares with the reference model (the one that training began with): it has `needs_reference = True`."""
     return bool(getattr(loss, "needs_reference", False))
+
+
+def over_all_tokens(loss: object) -> bool:
+    """Whether a loss is over the softmax of all tokens, also where the sampler drew among some alone (a sampling mask): it has
+    `over_all_tokens = True`. Then a token that a grammar forced is learned too, and the sampler's logprob of a token with a
+    mask is no old logprob: it is of another distribution."""
+    return bool(getattr(loss, "over_all_tokens", False))
 
 
 def check_updates(loss: object, *, several: bool, parts: bool) -> None:

@@ -191,7 +191,7 @@ def rollout_digest(trajectory: Trajectory) -> str:
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
             digest.update(np.asarray(values, dtype=kind).data)
-        if (mask := mask_of(call)) is not None:
+        if trainable and (mask := mask_of(call)) is not None:  # a damaged mask of another call ends no step
             mask.update(digest)
     for event in trajectory.tool_events:
         digest_text(digest, event.name, event.status, event.call_id, event.response_id)

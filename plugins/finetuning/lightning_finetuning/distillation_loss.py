@@ -27,6 +27,11 @@ class DistillationLoss(ClippedPolicyGradient):
         """True: the loss needs the teacher's logprobs as those of the reference model."""
         return True
 
+    @property
+    def over_all_tokens(self) -> bool:
+        """True: the teacher's whole distribution is learned, also where a grammar left few tokens."""
+        return True
+
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the loss, the metrics of `ClippedPolicyGradient`, and `teacher_kl`, the weighted sum of log p - log p_teacher.
         Raises `EngineError` without the teacher's logprobs."""

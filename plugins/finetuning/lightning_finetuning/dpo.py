@@ -52,6 +52,7 @@ class PreferenceLoss:
     _measured: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     needs_reference: ClassVar[bool] = True
+    over_all_tokens: ClassVar[bool] = True
     whole_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 from lightning.algorithms.intake import Intake, reason_to_skip, trains, with_rules
@@ -22,7 +22,10 @@ from lightning.losses.protocol import Loss, LossOutput, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class NegativeLogLikelihood:
-    """The loss of supervised fine-tuning, sum_t w_t * -logprob_t. Advantages and old logprobs are not used."""
+    """The loss of supervised fine-tuning, sum_t w_t * -logprob_t. Advantages and old logprobs are not used. Logprobs are
+    over all tokens, so that the format of answers under a grammar is learned too."""
+
+    over_all_tokens: ClassVar[bool] = True
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the weighted sum over tokens. The engine reports its weighted mean over the step as `loss`."""

@@ -1,4 +1,4 @@
-"""The code of one token's mask, made in vLLM's worker, and of the masks of a chunk of an answer, made in vLLM's API.
+"""The code of one token's mask, made in vLLM's worker, of which answers carry many (`texts`).
 
 The invariant: a code has all ids that were kept, or all that were left out, whichever are fewer; and codes of several tokens
 put one behind another can be read again without anything else.
@@ -9,8 +9,7 @@ ascending order, how many ids lie between it and the one before.
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Sequence
+from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,8 @@ MIDDLEWARE = "lightning_masks.middleware.SamplingMasks"
 WORKER = "lightning_masks.worker:install"
 LIMITS = 1 << np.arange(7, 35, 7)
 """The numbers from which on LEB128 needs 2, 3, 4 and 5 bytes."""
+LONG = 1 << 11
+"""From so many ids on, to find a code by its bitmask is much quicker than to make it."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -40,18 +41,43 @@ def code_of(kept: npt.NDArray[np.bool_]) -> bytes:
     is_left_out = 2 * count > len(kept)
     ids = np.flatnonzero(~kept if is_left_out else kept)
     gaps = np.diff(ids, prepend=-1) - 1
-    return packed(np.concatenate([[2 * len(ids) + is_left_out], gaps])).tobytes()
+    return packed(np.array([2 * len(ids) + is_left_out])).tobytes() + packed(gaps).tobytes()
+
+
+class Codes:
+    """Returns the codes of tokens, and keeps the last `most` long ones, because a grammar makes equal masks again and again."""
+
+    def __init__(self, most: int = 128) -> None:
+        self._most = most
+        self._kept: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def of(self, kept: npt.NDArray[np.bool_]) -> bytes:
+        """Return `code_of(kept)`."""
+        count = int(np.count_nonzero(kept))
+        if min(count, len(kept) - count) < LONG:
+            return code_of(kept)
+        bits = np.packbits(kept).tobytes()
+        found = self._kept.pop(bits, None)
+        self._kept[bits] = code = code_of(kept) if found is None else found
+        if len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return code
 
 
 def packed(numbers: npt.NDArray[np.int64]) -> Bytes:
     """Return non-negative numbers below 2**35 as LEB128."""
-    sizes = 1 + np.searchsorted(LIMITS, numbers, side="right")
-    ends = np.cumsum(sizes)
-    found = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
-    for place in range(int(sizes.max(initial=0))):
-        chosen = sizes > place
+    large = np.flatnonzero(numbers >= LIMITS[0])  # of a third of a vocabulary few gaps are
+    if not len(large):
+        return numbers.astype(np.uint8)
+    sizes = np.ones(len(numbers), np.int64)
+    sizes[large] += np.searchsorted(LIMITS, numbers[large], side="right")
+    starts = np.cumsum(sizes) - sizes
+    found = np.zeros(int(sizes.sum()), np.uint8)
+    found[starts] = (numbers & 0x7F) | (sizes > 1) << 7
+    for place in range(1, int(sizes.max())):
+        chosen = large[sizes[large] > place]
         more = (sizes[chosen] > place + 1) << 7
-        found[(ends - sizes)[chosen] + place] = ((numbers[chosen] >> (7 * place)) & 0x7F) | more
+        found[starts[chosen] + place] = ((numbers[chosen] >> (7 * place)) & 0x7F) | more
     return found
 
 
@@ -69,20 +95,3 @@ def unpacked(data: Bytes) -> npt.NDArray[np.int64]:
         chosen = sizes > place
         found[chosen] |= (data[(ends - sizes)[chosen] + place] & 0x7F).astype(np.int64) << (7 * place)
     return found
-
-
-def text_of(vocab_size: int, codes: Sequence[bytes]) -> str:
-    """Return the text in an answer for the masks of some tokens."""
-    return f"{vocab_size}:{','.join(base64.b64encode(code).decode() for code in codes)}"
-
-
-def joined(texts: Sequence[str]) -> tuple[int, list[bytes]]:
-    """Return the vocabulary's size and each token's code from the texts of all chunks of an answer, of which there is at least
-    one. Raises `ValueError` for other texts, and for texts of several vocabularies."""
-    parts = [text.partition(":") for text in texts]
-    if len({size for size, _, _ in parts}) != 1:
-        raise ValueError("the masks are of several vocabularies")
-    found = [base64.b64decode(code, validate=True) for *_, codes in parts for code in codes.split(",")]
-    if not all(found):
-        raise ValueError("a token has no code")
-    return int(parts[0][0]), found

@@ -79,10 +79,6 @@ def _read(data: bytes) -> SamplingMask:
     return SamplingMask(
         vocab_size,
         (numbers[heads] & 1).astype(np.bool_)[which],
-        Ragged(offsets, ids.astype(np.int32))[which],
-        Ragged(
-            np.arange(tokens + 1, dtype=np.int64) * biased,
-            np.tile(bias_ids, tokens).astype(np.int32),
-            np.tile(bias, tokens).astype(np.float32),
-        ),
+        Ragged(which, offsets, ids.astype(np.int32)),
+        Ragged(np.zeros(tokens, np.int64), np.array([0, biased]), bias_ids.astype(np.int32), bias.astype(np.float32)),
     )

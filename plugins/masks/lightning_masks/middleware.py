@@ -18,7 +18,8 @@ from typing import Any
 
 from lightning.policy_server import packed_logprobs
 
-from lightning_masks.codes import ASKED, HEADER, NAME, WANTED, text_of
+from lightning_masks.codes import ASKED, HEADER, NAME, WANTED
+from lightning_masks.texts import Budget, Texts
 from lightning_masks.worker import in_front
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 MARK = (HEADER.encode(), WANTED.encode())
 
-_wanted: ContextVar[bool] = ContextVar("lightning_masks", default=False)
+_wanted: ContextVar[Budget | None] = ContextVar("lightning_masks", default=None)
 
 
 class SamplingMasks:
@@ -42,7 +43,7 @@ class SamplingMasks:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Serve one request, marked if it has the header."""
-        token = _wanted.set(MARK in scope.get("headers", ()))
+        token = _wanted.set(Budget() if MARK in scope.get("headers", ()) else None)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -50,13 +51,14 @@ class SamplingMasks:
 
 
 class Carrying:
-    """The part of a list of logprobs that carries the mask of each."""
+    """The part of a list of logprobs that carries the number of the mask of each, and the choice's `texts`."""
 
-    masks: list[tuple[int, bytes] | None]
+    masks: list[int | None]
+    texts: Texts
 
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place)  # type: ignore[misc]  # the list's
-        return carrying(found, self.masks[place]) if isinstance(place, slice) else found
+        return carrying(found, self.texts, self.masks[place]) if isinstance(place, slice) else found
 
     def extend(self, others: Iterable[Any]) -> None:
         """Append logprobs, with their masks if they carry any."""
@@ -64,12 +66,14 @@ class Carrying:
         if isinstance(others, Carrying):
             self.masks.extend(others.masks)
 
+    def note(self, count: int, mask: tuple[int, bytes] | None) -> None:
+        """Take the mask of the last of the logprobs, of which `count` are new; of several, none is known."""
+        self.masks.extend([None] * (count - 1))
+        self.masks.append(None if count != 1 or mask is None else self.texts.note(*mask))
+
     def text(self, count: int) -> str:
         """Return the text of the first `count` masks for the answer; empty if one is missing."""
-        known = [mask for mask in self.masks[:count] if mask is not None]
-        if not known or len(known) != count or len({size for size, _ in known}) != 1:
-            return ""
-        return text_of(known[0][0], [code for _, code in known])
+        return self.texts.text(self.masks[:count]) if len(self.masks) >= count else ""
 
 
 class CarryingNumbers(Carrying, array):  # type: ignore[type-arg]  # array takes no argument at run time
@@ -80,10 +84,10 @@ class CarryingList(Carrying, list[Any]):
     """Logprobs in OpenAI's form with masks."""
 
 
-def carrying(values: Any, masks: Iterable[tuple[int, bytes] | None] = ()) -> CarryingNumbers | CarryingList:
+def carrying(values: Any, texts: Texts, masks: Iterable[int | None] = ()) -> CarryingNumbers | CarryingList:
     """Return logprobs that carry masks."""
     made = CarryingNumbers("f", values) if isinstance(values, array) else CarryingList(values)
-    made.masks = list(masks)
+    made.texts, made.masks = texts, list(masks)
     return made
 
 
@@ -114,8 +118,8 @@ def _asking(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
         made = ordinary(cls, tokenizer, request)
-        if _wanted.get() and isinstance(made.logprobs, array | list):
-            made.logprobs = carrying(made.logprobs)
+        if (budget := _wanted.get()) is not None and isinstance(made.logprobs, array | list):
+            made.logprobs = carrying(made.logprobs, Texts(budget))
             request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), ASKED: True}
         return made
 
@@ -130,7 +134,7 @@ def _collecting(ordinary: Callable[..., None]) -> Callable[..., None]:
         ordinary(self, output)
         held, new = self.logprobs, output.new_logprobs
         if isinstance(held, Carrying) and new is not None and (count := len(held) - len(held.masks)):  # type: ignore[arg-type]
-            held.masks.extend([in_front(new.sampled_token_ranks)] if count == 1 else [None] * count)
+            held.note(count, in_front(new.sampled_token_ranks))
 
     return update_from_output
 

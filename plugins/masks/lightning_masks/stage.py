@@ -23,16 +23,19 @@ from lightning.policy_server.launch import PARTS
 from lightning.store.rows import LARGEST_EXTRA
 from lightning.types import GREEDY_BELOW, CallStatus
 
-from lightning_masks.codes import HEADER, MIDDLEWARE, NAME, WANTED, WORKER, joined
+from lightning_masks.codes import HEADER, MIDDLEWARE, NAME, WANTED, WORKER
 from lightning_masks.extra import written
+from lightning_masks.texts import joined
 
 log = logging.getLogger(__name__)
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-OTHER = ("thinking_token_budget", "use_beam_search", "vllm_xargs")
-"""Parameters that change logits, or the choice of tokens, in ways that the trainer does not repeat."""
-LARGE = 1 << 16
-"""Texts of more characters are compressed in a thread."""
+OTHER = ("thinking_token_budget", "use_beam_search", "vllm_xargs", "echo")
+"""Parameters that change logits, or the choice of tokens, in ways that the trainer does not repeat, and `echo` (`UNKNOWN`)."""
+CHANGES = "the trainer does not repeat what it changes"
+UNKNOWN = {"echo": "vLLM sends no sampling masks with the prompt's logprobs"}
+LARGE = 1 << 13
+"""Texts of more characters are read, and compressed again, in a thread."""
 LARGEST_BIAS = 100.0
 """vLLM takes a larger bias for this (`SamplingParams.from_optional`)."""
 NO_MASKS = (
@@ -40,9 +43,13 @@ NO_MASKS = (
     f"1. Start vLLM with `--middleware {MIDDLEWARE}` and {PARTS}={WORKER} in its environment, where lightning is installed; "
     "its log says why if it has both (said once)"
 )
+INCOMPLETE = (
+    "the policy server sent sampling masks of a part of a call's tokens alone: such calls are trained with the ratio 1. vLLM "
+    "sends none of tokens that came several in a step, as in speculative decoding (said once)"
+)
 TOO_LARGE = (
-    f"the sampling masks of a call are larger than the {LARGEST_EXTRA} bytes that a store takes: such calls are trained with "
-    "the ratio 1. Sample fewer tokens, or from fewer ids, such as by top_k (said once)"
+    f"the sampling masks of a call are larger than vLLM sends, or than the {LARGEST_EXTRA} bytes that a store takes: such "
+    "calls are trained with the ratio 1. Sample fewer tokens, or from fewer ids, such as by top_k (said once)"
 )
 
 
@@ -56,11 +63,12 @@ class MasksStage(CallStage):
         self._said = Once()
 
     async def sending(self, call: Call, body: Body) -> None:
-        """Ask for the masks of a call that is sampled under one, unless its policy is never trained."""
-        if call.frozen or temperature_of(body) < GREEDY_BELOW or not is_constrained(body):
+        """Ask for the masks of a call that is sampled under one, unless the call or its policy is never trained."""
+        never = call.frozen or call.untrained or temperature_of(body) < GREEDY_BELOW
+        if never or not is_constrained(body):
             return
         if (why := why_not(body)) and self._said.first(why):
-            log.info("calls with %s are trained with the ratio 1: the trainer does not repeat what it changes", why)
+            log.info("calls with %s are trained with the ratio 1: %s", why, UNKNOWN.get(why, CHANGES))
         bias = None if why else bias_of(body)
         if bias is not None:
             call.headers.append((HEADER, WANTED))
@@ -69,7 +77,7 @@ class MasksStage(CallStage):
     async def settled(self, call: Call, answer: Answer) -> None:
         """Keep the masks of an answered call."""
         bias = self._asked.pop(call, None)
-        if bias is None or answer.outcome is not CallStatus.OK:
+        if bias is None or call.untrained or answer.outcome is not CallStatus.OK:
             return
         choices = [choice for choice in call.capture.choices.values() if choice.response_ids]
         for choice in choices:
@@ -77,8 +85,8 @@ class MasksStage(CallStage):
                 extra = await asyncio.to_thread(extra_of, choice, bias)
             else:
                 extra = extra_of(choice, bias)
-            if extra is None or len(extra) > LARGEST_EXTRA:
-                self._say(NO_MASKS if extra is None else TOO_LARGE)
+            if isinstance(extra, str) or len(extra) > LARGEST_EXTRA:
+                self._say(extra if isinstance(extra, str) else TOO_LARGE)
             else:
                 choice.extras[NAME] = extra
 
@@ -105,15 +113,17 @@ def bias_of(body: Body) -> Mapping[int, float] | None:
     return {own: min(LARGEST_BIAS, max(-LARGEST_BIAS, value)) for own, value in found.items()}
 
 
-def extra_of(choice: Choice, bias: Mapping[int, float]) -> bytes | None:
-    """Return the extra with a choice's masks; None if a token has none. Raises `UpstreamError` for masks of another shape."""
+def extra_of(choice: Choice, bias: Mapping[int, float]) -> bytes | str:
+    """Return the extra with a choice's masks, or what to say if a token has none. Raises `UpstreamError` for masks of another
+    shape."""
     texts = choice.beside.get(NAME)
     if not texts:
-        return None
+        return NO_MASKS
     try:
-        vocab_size, codes = joined(texts)
+        found = joined(texts)
     except (AttributeError, ValueError) as error:
         raise UpstreamError(f"its answer has sampling masks of another shape ({error})") from error
-    if len(codes) != len(choice.response_ids):
-        return None
-    return written(vocab_size, codes, bias)
+    if found is None:
+        return TOO_LARGE
+    size, codes = found
+    return written(size, codes, bias) if len(codes) == len(choice.response_ids) else INCOMPLETE

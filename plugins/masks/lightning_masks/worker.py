@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_masks.codes import ASKED, code_of
+from lightning_masks.codes import ASKED, Codes
 
 logger = logging.getLogger(__name__)
 
 NEEDED = ("_sample", "sampler", "input_batch", "requests")
-Codes = Mapping[int, bytes]
+Rows = Mapping[int, bytes]
 """The codes of some rows of a step, by the row."""
 
 
@@ -46,7 +46,7 @@ def install(runner: Any) -> None:
 def _noting(runner: Any, sample: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `_sample` whose logprobs carry the masks of the requests that ask for them."""
     _, tensors = _carrying()
-    draw = runner.sampler.sample
+    draw, known = runner.sampler.sample, Codes()
 
     @wraps(sample)
     def sampled(logits: Any, spec_decode_metadata: Any = None, *args: Any, **named: Any) -> Any:
@@ -62,7 +62,7 @@ def _noting(runner: Any, sample: Callable[..., Any]) -> Callable[..., Any]:
             if logprobs is not None:
                 size = logprobs.shape[1]
                 kept = (logprobs[asking] > -np.inf).cpu().numpy()
-                codes.update((row, code_of(own)) for row, own in zip(asking, kept, strict=True))
+                codes.update((row, known.of(own)) for row, own in zip(asking, kept, strict=True))
             return token_ids, logprobs
 
         runner.sampler.sample = noting
@@ -108,7 +108,7 @@ def _carrying() -> tuple[Any, Any]:
     class Lists(LogprobsLists):  # type: ignore[misc]  # a class of vLLM's, known only where that is
         """The logprobs of a step's rows."""
 
-        codes: Codes
+        codes: Rows
         size: int
 
         def __reduce__(self) -> Any:
@@ -125,11 +125,11 @@ def _carrying() -> tuple[Any, Any]:
     class Tensors(LogprobsTensors):  # type: ignore[misc]  # as above
         """The same before they are copied from the device."""
 
-        codes: Codes
+        codes: Rows
         size: int
 
         @classmethod
-        def carrying(cls, values: Sequence[Any], codes: Codes, size: int) -> Tensors:
+        def carrying(cls, values: Sequence[Any], codes: Rows, size: int) -> Tensors:
             """Return logprobs with codes."""
             made = cls(*values)
             made.codes, made.size = codes, size
@@ -146,7 +146,7 @@ def _carrying() -> tuple[Any, Any]:
     return Lists, Tensors
 
 
-def _lists(values: Sequence[Any], codes: Codes, size: int) -> Any:
+def _lists(values: Sequence[Any], codes: Rows, size: int) -> Any:
     """Return a step's logprobs as lists, with codes. A worker in a process of its own sends them so."""
     made = _carrying()[0](*values)
     made.codes, made.size = codes, size

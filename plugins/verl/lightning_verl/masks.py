@@ -50,4 +50,5 @@ def cut_words(mask: SamplingMask, first: int, width: int) -> SamplingMask:
 def _cut(lists: Ragged, first: int, width: int) -> Ragged:
     own = (lists.ids >= first) & (lists.ids < first + width)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(own)])
-    return Ragged(ends[lists.offsets], lists.ids[own] - first, None if lists.values is None else lists.values[own])
+    values = None if lists.values is None else lists.values[own]
+    return Ragged(lists.which, ends[lists.offsets], lists.ids[own] - first, values)

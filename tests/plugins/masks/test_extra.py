@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import tracemalloc
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,14 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.batch import mask_of, transition_digest
+from lightning.batch import Ragged, SamplingMask, mask_of, transition_digest
 from lightning.batch import masks as core_masks
 from lightning.bounded import Once
 from lightning.errors import DataError
 from lightning.plugins import Plugins
-from lightning.testing.trajectories import make_call
+from lightning.testing.trajectories import make_call, make_trajectory
+from lightning.trainer.training_data import rollout_digest
 from lightning.types import Transition
-from lightning_masks.codes import code_of, joined, packed, text_of, unpacked
+from lightning_masks.codes import Codes, code_of, packed, unpacked
 from lightning_masks.extra import HEAD, read, written
 
 Kept = Sequence[Sequence[int]]
@@ -30,8 +33,7 @@ def call_of(kept: Kept, vocab: int, bias: dict[int, float] | None = None) -> Tra
     table = np.zeros((len(kept), vocab), np.bool_)
     for row, ids in zip(table, kept, strict=True):
         row[list(ids)] = True
-    texts = [text_of(vocab, [code_of(row)]) for row in table]
-    extra = written(*joined(texts), bias or {})
+    extra = written(vocab, [code_of(row) for row in table], bias or {})
     call = make_call((1,), [min(ids) for ids in kept])
     return replace(call, constrained=True, extras={"masks": extra})
 
@@ -45,6 +47,29 @@ def masks(draw: st.DrawFn) -> tuple[Kept, int]:
     return [sorted(ids) for ids in draw(st.lists(one, min_size=1, max_size=5))], vocab
 
 
+def apart(mask: SamplingMask) -> SamplingMask:
+    """The same with a list of its own for each token."""
+    parts = []
+    for part in (mask.ids, mask.bias):
+        _, ids, values = part.expanded()
+        parts.append(Ragged(np.arange(len(part)), np.cumsum([0, *part.counts]), ids, values))
+    return SamplingMask(mask.vocab_size, mask.is_left_out, *parts)
+
+
+def said(mask: SamplingMask) -> str:
+    """The digest of a mask."""
+    digest = hashlib.sha256()
+    mask.update(digest)
+    return digest.hexdigest()
+
+
+def biases(mask: SamplingMask) -> dict[int, float]:
+    """The biases of the tokens of a mask, by id."""
+    _, ids, values = mask.bias.expanded()
+    assert values is not None
+    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
 @given(masks(), st.dictionaries(st.integers(0, 4), st.floats(-100, 100, width=32)))
 def test_a_mask_is_read_as_it_was_noted(given_masks: tuple[Kept, int], bias: dict[int, float]) -> None:
     kept, vocab = given_masks
@@ -53,15 +78,19 @@ def test_a_mask_is_read_as_it_was_noted(given_masks: tuple[Kept, int], bias: dic
     assert mask.vocab_size == vocab
     for place, ids in enumerate(kept):
         one = mask[place : place + 1]
-        held = set(one.ids.ids.tolist())
+        held = set(one.ids.expanded()[1].tolist())
         assert (set(range(vocab)) - held if one.is_left_out[0] else held) == set(ids)
         assert 2 * len(held) <= vocab
-        assert bias == dict(zip(one.bias.ids.tolist(), one.bias.values.tolist(), strict=True))
+        assert bias == biases(one)
     assert mask.is_set.tolist() == [len(ids) < vocab or bool(bias) for ids in kept]
     backwards = mask[np.arange(len(mask))[::-1]]
-    assert backwards[::-1].ids.ids.tolist() == mask.ids.ids.tolist()
-    assert pickle.loads(pickle.dumps(mask)).bias.ids.tolist() == mask.bias.ids.tolist()
-    assert read(call).ids.offsets.tolist() == mask.ids.offsets.tolist()
+    same = (backwards[::-1], pickle.loads(pickle.dumps(mask)), SamplingMask.joined([mask[:1], mask[1:]]), apart(mask))
+    assert {said(each) for each in (*same, read(call))} == {said(mask)}, (
+        "a digest does not depend on which lists are shared"
+    )
+    tokens = np.random.default_rng(0).integers(0, vocab, len(kept))
+    for own in (tokens, np.array([max(ids) for ids in kept])):
+        assert mask.keeps(own).tolist() == [int(token) in set(ids) for token, ids in zip(own, kept, strict=True)]
 
 
 @given(st.lists(st.integers(0, 2**35 - 1)))
@@ -69,10 +98,40 @@ def test_numbers_are_read_as_they_were_packed(numbers: list[int]) -> None:
     assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers
 
 
+def test_a_workers_codes_are_those_of_the_masks_and_bounded() -> None:
+    codes, generator = Codes(most=3), np.random.default_rng(0)
+    masks = [generator.random(40_000) < chance for chance in (0.001, 0.1, 0.3, 0.5, 0.9, 0.999)]
+    for mask in [*masks, *masks[::-1], *masks]:
+        assert codes.of(mask) == code_of(mask)
+    assert len(codes._kept) == 3
+
+
 def test_equal_masks_are_kept_once() -> None:
     kept = [list(range(0, 40_000, 3)), list(range(0, 40_000, 7))]
     one, many = (len(call_of(kept * times, 40_000).extras["masks"]) for times in (1, 100))
     assert many < one + 50
+
+
+def test_equal_masks_take_the_memory_of_one() -> None:
+    one = code_of(np.arange(150_000) % 3 == 0)
+    call = replace(make_call((1,), [0] * 1000), constrained=True)
+    call = replace(call, extras={"masks": written(150_000, [one] * 1000, {})})
+    tracemalloc.start()
+    mask = mask_of(call)
+    assert mask is not None
+    row = SamplingMask.placed(2000, {9: mask})
+    assert row[np.arange(5, 1500)].keeps(np.zeros(1495, np.int64)).all()
+    assert said(row)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_lists_that_are_not_ascending_are_a_flaw() -> None:
+    mask = mask_of(call_of([[1, 2], [3]], 9))
+    assert mask is not None
+    wrong = replace(mask, ids=replace(mask.ids, ids=mask.ids.ids[::-1]))
+    assert wrong.flaw() == "its sampling mask has ids that are not in ascending order"
 
 
 def test_a_digest_tells_masks_apart() -> None:
@@ -110,6 +169,15 @@ def test_a_damaged_mask_is_refused_by_its_call(extra: bytes, said: str) -> None:
         mask_of(call)
 
 
+def test_a_damaged_mask_of_a_call_that_is_not_trained_ends_no_step() -> None:
+    call = replace(call_of([[1, 2], [3]], 9), extras={"masks": b"damaged"}, untrained="a title")
+    made = replace(make_trajectory([((1,), (1, 3))]), transitions=(call,), trainable=(False,))
+    other = replace(made, transitions=(replace(call, untrained="another"),))
+    assert rollout_digest(made) != rollout_digest(other)
+    with pytest.raises(DataError, match="its sampling masks are of version"):
+        rollout_digest(replace(made, trainable=(True,)))
+
+
 def test_masks_that_no_plugin_reads_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     there = Plugins()
     monkeypatch.setattr(there, "names", lambda kind: [])
@@ -121,11 +189,3 @@ def test_masks_that_no_plugin_reads_are_said_once(monkeypatch: pytest.MonkeyPatc
     (said,) = [line for line in caplog.messages if "sampling masks" in line]
     assert "calls have sampling masks by 'masks', which no plugin reads here" in said
     assert "The plugin 'masks' brings it. Run: pip install" in said
-
-
-@pytest.mark.parametrize(
-    "texts", [["9"], ["9:!"], ["9:AgE=", "8:AgE="], ["x:AgE="]], ids=["short", "text", "two", "size"]
-)
-def test_texts_of_another_shape_are_refused(texts: Any) -> None:
-    with pytest.raises(ValueError):
-        joined(texts)

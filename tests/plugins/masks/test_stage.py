@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import pickle
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.batch import mask_of, sampler_logprobs
 from lightning.gateway.dialects import Choice
 from lightning.gateway.http import UpstreamError
 from lightning.types import CallStatus
+from lightning.types.recorded import UNTRAINED_HEADER
 from lightning_masks import stage, worker
-from lightning_masks.codes import ASKED, HEADER, code_of, text_of
+from lightning_masks.codes import ASKED, HEADER, code_of
 from lightning_masks.middleware import carrying
 from lightning_masks.stage import extra_of
+from lightning_masks.texts import SPENT, Budget, Texts, joined
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -36,6 +41,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"min_tokens": 3}, True),
         ({"top_p": 0.9, "frequency_penalty": 0.1}, False),
         ({"top_p": 0.9, "vllm_xargs": {"a": 1}}, False),
+        ({"top_p": 0.9, "echo": True}, False),
     ],
 )
 async def test_only_calls_under_a_mask_ask_for_it(house: Any, asked: dict[str, Any], wants: bool) -> None:
@@ -43,6 +49,14 @@ async def test_only_calls_under_a_mask_ask_for_it(house: Any, asked: dict[str, A
     assert (await http.post("/chat/completions", json={"messages": HI, **asked})).status_code == 200
     assert (house.fake.requests[0].headers.get(HEADER) == "1") is wants
     assert ASKED not in str(house.fake.requests[0].body)
+
+
+async def test_a_call_that_is_not_trained_asks_for_none(house: Any) -> None:
+    http = await house.http()
+    await http.post("/chat/completions", json={"messages": HI, "top_p": 0.9}, headers={UNTRAINED_HEADER: "a title"})
+    assert HEADER not in house.fake.requests[0].headers
+    (call,) = await house.transitions()
+    assert call.untrained == "a title"
 
 
 async def test_an_agent_cannot_ask(house: Any) -> None:
@@ -75,11 +89,11 @@ class Kept:
     """A call with one choice."""
 
     def __init__(self, choice: Choice) -> None:
-        self.capture = SimpleNamespace(choices={0: choice})
+        self.capture, self.untrained = SimpleNamespace(choices={0: choice}), ""
 
 
 async def test_masks_that_no_store_takes_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    texts = [text_of(300, [code_of(np.arange(300) % 2 == 0)])]
+    texts = texts_of(300, [code_of(np.arange(300) % 2 == 0)])
     choice = Choice(response_ids=array("i", [0]), beside={"masks": texts})
     kept = Kept(choice)
     answered = SimpleNamespace(outcome=CallStatus.OK)
@@ -93,32 +107,74 @@ async def test_masks_that_no_store_takes_are_left_out_and_said(monkeypatch: pyte
     made._asked, choice.extras = {kept: {}}, {}  # type: ignore[assignment]
     await made.settled(kept, answered)  # type: ignore[arg-type]
     assert not choice.extras
-    assert "the sampling masks of a call are larger than the" in caplog.text
+    assert "the sampling masks of a call are larger than vLLM sends, or than the" in caplog.text
+
+
+def texts_of(size: int, *chunks: Sequence[bytes], budget: Budget | None = None) -> list[str]:
+    """The texts of the chunks of a choice, whose tokens have these codes."""
+    texts = Texts(budget or Budget())
+    return [texts.text([texts.note(size, code) for code in codes]) for codes in chunks]
+
+
+CODES = [code_of(np.random.default_rng(seed).random(4000) < 0.3) for seed in range(4)]
+
+
+@given(st.lists(st.lists(st.sampled_from(CODES), min_size=1), min_size=1))
+def test_texts_are_read_as_they_were_written(chunks: list[list[bytes]]) -> None:
+    every = [code for chunk in chunks for code in chunk]
+    assert joined(texts_of(4000, *chunks)) == (4000, every)
+    assert joined(texts_of(4000, every)) == (4000, every)
+
+
+def test_equal_codes_are_sent_once_and_none_beyond_the_budget() -> None:
+    one, many = (len("".join(texts_of(4000, *[CODES] * times))) for times in (1, 1000))
+    assert many < one + 1000 * 20
+    assert one < 4 * len(CODES[0])
+    assert texts_of(4000, CODES[:1], CODES, budget=Budget(codes=len(CODES[0])))[1] == SPENT
+    assert texts_of(4000, CODES[:1], CODES, CODES, budget=Budget(sent=one))[2] == SPENT
+    choice = Choice(response_ids=array("i", [0]), beside={"masks": texts_of(4000, CODES, budget=Budget(sent=9))})
+    assert extra_of(choice, {}) == stage.TOO_LARGE
 
 
 def test_masks_of_some_tokens_alone_are_not_kept() -> None:
-    code = code_of(np.array([True, False, True]))
-    choice = Choice(response_ids=array("i", [0, 2]), beside={"masks": [text_of(3, [code])]})
-    assert extra_of(choice, {}) is None
-    choice.beside["masks"].append(text_of(3, [code]))
-    assert extra_of(choice, {}) is not None
-    choice.beside["masks"].append(text_of(4, [code]))
-    with pytest.raises(UpstreamError, match="sampling masks of another shape"):
-        extra_of(choice, {})
+    code, other = code_of(np.array([True, False, True])), code_of(np.array([True, True, False]))
+    first, second, third = texts_of(3, [code], [other], [code])
+    choice = Choice(response_ids=array("i", [0, 0, 2]), beside={"masks": [first, second]})
+    assert extra_of(choice, {}) == stage.INCOMPLETE
+    choice.beside["masks"] = [first, third, third]
+    assert extra_of(choice, {}) == stage.INCOMPLETE, "one text is lost"
+    choice.beside["masks"] = [first, second, third]
+    assert isinstance(extra_of(choice, {}), bytes)
+    for wrong in (*texts_of(4, [code]), "3:0:0:9:", "3:0:0::", "3:2:9::", "3:0:0:0:", "3:0:0:3:AAAA", "x", 7):
+        choice.beside["masks"] = [first, second, wrong]  # type: ignore[list-item]
+        with pytest.raises(UpstreamError, match="sampling masks of another shape"):
+            extra_of(choice, {})
 
 
 @pytest.mark.parametrize("values", [array("f", [-1.0, -2.0, -3.0]), [{1: "a"}, {2: "b"}, {3: "c"}]])
 def test_masks_go_with_their_logprobs_through_slices_and_merged_chunks(values: Any) -> None:
-    masks = [(9, code_of(np.arange(9) == own)) for own in range(3)]
-    held = carrying(values, masks)
-    merged = held[:1]
-    merged.extend(held[-2:])
+    codes = [code_of(np.arange(9) == own) for own in range(3)]
+
+    def held() -> Any:
+        made = carrying(values, Texts(Budget()))
+        for code in codes:
+            made.note(1, (9, code))
+        return made
+
+    whole = held()
+    merged = whole[:1]
+    merged.extend(whole[-2:])
     assert list(merged) == list(values)
-    assert merged.text(3) == held.text(3) == text_of(9, [code for _, code in masks])
-    assert held[:0].text(0) == ""
-    assert held.text(2) == text_of(9, [code for _, code in masks[:2]]), "tokens behind a stop are left out"
-    held.masks[1] = None
-    assert held.text(3) == ""
+    assert joined([merged.text(3)]) == (9, codes)
+    assert held()[:0].text(0) == ""
+    assert joined([held().text(2)]) == (9, codes[:2]), "tokens behind a stop are left out"
+    streamed = held()
+    assert joined([streamed[place : place + 1].text(1) for place in range(3)]) == (9, codes)
+    for count, mask in ((1, None), (2, (9, codes[0]))):
+        broken = held()
+        broken.note(count, mask)
+        assert broken.text(3 + count) == ""
+        assert broken.text(5 + count) == ""
 
 
 class Runner:

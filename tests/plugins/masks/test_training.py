@@ -13,13 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.batch import Sample, Trajectory, build_samples, mask_of, transition_digest
 from lightning.engines import rows
+from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import TokenBatch
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import Transition, logprobs
-from lightning_masks.codes import code_of, joined, text_of
+from lightning_finetuning.distillation_loss import DistillationLoss
+from lightning_finetuning.dpo import PreferenceLoss
+from lightning_finetuning.sft import NegativeLogLikelihood
+from lightning_masks.codes import code_of
 from lightning_masks.extra import written
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +40,7 @@ def masked(call: Transition, generator: np.random.Generator, vocab: int = VOCAB)
         row[:] = generator.random(vocab) < generator.choice([0.02, 0.5, 0.99, 1.0])
         row[token] = True
     bias = dict.fromkeys(generator.integers(0, vocab, 3).tolist(), 2.5) if generator.random() < 0.5 else {}
-    extra = written(*joined([text_of(vocab, [code_of(row) for row in table])]), bias)
+    extra = written(vocab, [code_of(row) for row in table], bias)
     values = logprobs(generator.uniform(-4, -1, len(table)).tolist())
     return replace(call, constrained=True, logprobs=values, extras={"masks": extra})
 
@@ -74,10 +79,11 @@ def expected(model: Path, calls: Sequence[tuple[Transition, float]], weights: Se
             row, kept = logits[place], torch.ones(VOCAB, dtype=torch.bool)
             if mask is not None:
                 one = mask[place : place + 1]
-                ids_of = one.ids.ids.tolist()
+                ids_of = one.ids.expanded()[1].tolist()
                 kept[:] = bool(one.is_left_out[0])
                 kept[ids_of] = not one.is_left_out[0]
-                for biased, value in zip(one.bias.ids.tolist(), one.bias.values.tolist(), strict=True):
+                _, biased_ids, values = one.bias.expanded()
+                for biased, value in zip(biased_ids.tolist(), values.tolist(), strict=True):
                     row = row + value * (torch.arange(VOCAB) == biased)
             chances = torch.exp(row / call.temperature) * kept
             chances = chances / chances.sum()
@@ -141,6 +147,46 @@ def test_values_are_read_under_the_mask_too(open_engine: OpenEngine, kind: str) 
     changed = np.abs(under - free) > 1e-6
     assert changed.any()
     assert not changed[~row.mask.is_set].any()
+
+
+@pytest.mark.parametrize("kind", ["linear", "tree"])
+def test_losses_that_need_no_sampler_learn_over_all_tokens(open_engine: OpenEngine, kind: str) -> None:
+    """Their gradient is that of the same rows without masks, whose masked tokens have no sampler's logprob."""
+    trajectories = rollouts(4)
+    samples = build_samples(trajectories, [[1.0, -1.0, 1.0]] * 3)
+    wanted = {call.key: transition_digest(call) for each in trajectories for call in each.transitions}
+    free = [
+        replace(row, mask=None, logprobs=np.where(row.mask.is_set, np.float32(np.nan), row.logprobs))
+        if row.mask
+        else row
+        for row in samples
+    ]
+    own = ClippedPolicyGradient(surrogate=FreeLoss())
+    for loss in (NegativeLogLikelihood(), DistillationLoss(), PreferenceLoss(pairs=(("r0", "r1"),)), own):
+        engine, other = (open_engine(step=kind, dtype="float64") for _ in range(2))
+        for opened in (engine, other):
+            opened.step(free, NegativeLogLikelihood())  # away from the reference
+        results = [engine.forward_backward(samples, loss), other.forward_backward(free, loss)]
+        ours, theirs = (
+            torch.cat([each.grad.flatten() for each in opened._parameters.values() if each.grad is not None])
+            for opened in (engine, other)
+        )
+        assert theirs.abs().max() > 0
+        assert torch.equal(ours, theirs), loss
+        assert results[0].metrics == results[1].metrics
+        assert results[0].seen == wanted, "the digest still has the masks"
+    engine, other = (open_engine(step=kind, dtype="float64") for _ in range(2))
+    engine._driver._config = other._driver._config = OptimizerConfig(epochs=2, minibatches=2)
+    assert engine.step(samples, own).metrics == other.step(free, own).metrics
+
+
+class FreeLoss:
+    """A user's loss with a ratio, over all tokens."""
+
+    over_all_tokens = True
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        return -torch.exp(tokens.logprobs - tokens.old_logprobs) * tokens.advantages
 
 
 def test_a_mask_of_another_vocabulary_is_refused(open_engine: OpenEngine) -> None:
