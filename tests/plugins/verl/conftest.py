@@ -64,7 +64,8 @@ def random_mask(tokens: npt.NDArray[np.integer], seed: int, words: int = VOCAB) 
 
 
 def ragged(lists: Sequence[Sequence[int]]) -> Ragged:
-    return Ragged(np.cumsum([0, *map(len, lists)]), np.fromiter(chain.from_iterable(lists), np.int32))
+    ids = np.fromiter(chain.from_iterable(lists), np.int32)
+    return Ragged(np.arange(len(lists)), np.cumsum([0, *map(len, lists)]), ids)
 
 
 @pytest.fixture(scope="session")

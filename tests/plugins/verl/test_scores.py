@@ -56,8 +56,8 @@ def written_out(mask: SamplingMask | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert mask is not None
         own = mask[token : token + 1]
         kept[token] = bool(own.is_left_out[0])
-        kept[token, own.ids.ids.tolist()] = not own.is_left_out[0]
-        bias[token, own.bias.ids.tolist()] = 1.0
+        kept[token, own.ids.expanded()[1].tolist()] = not own.is_left_out[0]
+        bias[token, own.bias.expanded()[1].tolist()] = 1.0
     return kept, bias
 
 
