@@ -350,7 +350,7 @@ class Stack:
 
     def upstreams(self) -> list[Upstream]:
         """Where the policy is served."""
-        return [each.upstream for each in self._served]
+        return [upstream_of(server) for server in self.servers]
 
     def there(self) -> list[Upstream | None]:
         """Where each server of the policy is; None while it is started again, until it has its weights."""
