@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch import Group
 from lightning.cli.output import with_store
+from lightning.config import Config, with_settings
 from lightning.credit import Decayed
+from lightning.errors import ConfigError
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatServer
 from lightning.testing.decisions import branch_of
@@ -28,6 +31,7 @@ from lightning_branching.recorded import VOID
 from lightning_console.places import Places
 from lightning_debug.credit_audit import KEPT, CreditAudit, credits_of, fates, kept_audit
 from lightning_debug.credit_choice import Recorded, _in_turns
+from lightning_debug.credit_command import _model
 from lightning_debug.judge import Judge
 
 from tests.plugins.console.reading import shown, texts, to
@@ -289,3 +293,15 @@ def test_rollouts_are_taken_by_tasks_and_those_that_cannot_be_taken_are_counted(
     assert sorted(tasks[:2]) == sorted(tasks[2:4]) == [False, True]
     assert len(tasks) == 6
     assert left_out == {"rollouts that are branches themselves": 1, "rollouts without a trained call": 1}
+
+
+async def test_weights_that_an_audit_cannot_have_are_said_with_the_cure() -> None:
+    several = with_settings(Config(), {"policies.writer.agents": ["writer"], "engine.lora.rank": 8})
+    evaluated = Run("first", "first", {"evaluates": "crew@2", "config": several.model_dump(mode="json")})
+    for run, told in (
+        (evaluated, "first evaluated all policies of crew@2 together, .*: audit the run that trained them"),
+        (Run("first", "first"), "the folder of the run first is not here, .* name the run by its folder"),
+    ):
+        parent = cast("Any", SimpleNamespace(run=run, folder=None))
+        with pytest.raises(ConfigError, match=told):
+            await _model(cast("Any", None), parent, 1, Path("models"), Config())
