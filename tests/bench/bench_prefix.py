@@ -118,7 +118,7 @@ def run(learner: Learner, seed: int, share: float) -> list[tuple[int, float]]:
                 chooser.add(str(task), step, group)
             else:
                 parent = parent_of(learner, Begun(begin.parent.id, 1, float(begin.parent.reward or 0)), str(task))
-                chooser.add_behind(str(task), step, parent, begin.seq, [one.reward for one in group])
+                chooser.add_behind(str(task), step, parent, begin.seq, group)
         curve.append((sampled, learner.success))
     return curve
 
@@ -126,7 +126,7 @@ def run(learner: Learner, seed: int, share: float) -> list[tuple[int, float]]:
 def parent_of(learner: Learner, begun: Begun, task: str) -> Parent:
     """A rollout with the calls at which groups may begin: all but the first."""
     rollout = Rollout(begun.rollout, "run", Task(task, id=task), "", reward=begun.reward, attempt=1)
-    return Parent(rollout, tuple(Place(seq, 1 - seq / learner.calls) for seq in range(1, learner.calls)))
+    return Parent(rollout, tuple(Place(seq, 1 - seq / learner.calls) for seq in range(1, learner.calls)), begun.reward)
 
 
 def reached(curve: Sequence[tuple[int, float]], bar: float) -> int | None:

@@ -150,9 +150,10 @@ def local_model(model: str | Path) -> Path | None:
     return None
 
 
-def resolve_model(model: str | Path) -> Path:
-    """The folder of a model, which is fetched from the model hub if it is not on this machine. Raises `ConfigError` if there is
-    no such model, or if the folder is no model's."""
+def resolve_model(model: str | Path, *, fetch: bool = True) -> Path:
+    """The folder of a model, which is fetched from the model hub if it is not on this machine. Without `fetch`, as for a name
+    that stands in a run's record, the hub is not asked. Raises `ConfigError` if there is no such model, or if the folder is no
+    model's."""
     if (folder := local_model(model)) is not None:
         return folder
     try:
@@ -161,8 +162,13 @@ def resolve_model(model: str | Path) -> Path:
     except ImportError as error:
         raise MissingExtraError("torch", "huggingface_hub") from error
     try:
-        return Path(snapshot_download(str(model)))
+        return Path(snapshot_download(str(model), local_files_only=not fetch))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if not fetch:
+            raise ConfigError(
+                f"the model {model} of a hub is not on this machine, and a run's record fetches none: fetch it first "
+                f"(hf download {model})"
+            ) from error
         raise ConfigError(
             f"no model {model!r}: there is no such folder here, and the hub did not give it ({type(error).__name__}: {error})"
         ) from error

@@ -352,6 +352,10 @@ class Stack:
         """Where the policy is served."""
         return [upstream_of(server) for server in self.servers]
 
+    def there(self) -> list[Upstream | None]:
+        """Where each server of the policy is; None while it is started again, until it has its weights."""
+        return [None if each.away else each.upstream for each in self._served]
+
     async def tell_how_to_call(self) -> None:
         """Tell other servers over the store how this run's agents are to call the model."""
         await self._how.keep(self.store, self.run.id)

@@ -1,7 +1,8 @@
 """Find the model that a user names for `lightning branch`, `eval` or `ab`: a model, a run's step, a version of a run's weights.
 
 The invariant: the weights are exactly the named ones, or an error says which ones exist. A step's weights come from its
-checkpoint or are computed again from the store; the files of a version are compared with its digests.
+checkpoint or are computed again from the store; the files of a version are compared with its digests. A run's record may come
+from a stranger, so no model that it names is fetched: those that its policies began as must be on this machine, as its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import fcntl
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from lightning.trainer.context import Epoch, base_digest, is_over, read_epochs
 from lightning.trainer.model import check_policy, models_in, policies_of, policy_set_of, resolve_model
 from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.trainer.summary import BEST
-from lightning.types import POLICY, Run
+from lightning.types import POLICY, Json, Run
 from lightning_proof.fork import RunAt, model_of
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import list_resources
@@ -63,13 +64,21 @@ class EvaluatedModel:
 
     def serves_as(self, other: EvaluatedModel) -> bool:
         """Whether the same servers with the same weights answer for both."""
-        ours, theirs = ((each.folder, each.several is None, each.trained) for each in (self, other))
+        ours, theirs = ((each.folder, each.trained, _told(each.several)) for each in (self, other))
         return ours == theirs
 
     @property
     def title(self) -> str:
         """The name, followed by its place if it has one, so that two models of one name can be told apart."""
         return f"{self.name} of {self.place}" if self.place else self.name
+
+
+def _told(several: PolicySet | None) -> tuple[object, ...]:
+    """Return what two sets of policies have in common that the same servers answer."""
+    if several is None:
+        return ()
+    globs = {name: tuple(found) for name, found in several.globs.items()}
+    return dict(several.bases), dict(several.adapters), globs, tuple(several.untrained)
 
 
 def find_model(what: str, runs: Path, into: Path, config: Config, *, together: bool = False) -> EvaluatedModel:
@@ -194,6 +203,7 @@ async def _of_run(
     made = into / f"{run.id}@{at}-{which_run}"
     if policy is None and several is not None:
         _check_begin(there)
+        several = _policies_here(run, several)
         base, exported = _base(run, folder), final / ADAPTERS_OF_ALL if delivered and 0 < at == kept else None
         weights = None if begins else await _of_all(there, made.with_name(f"{made.name}-all"), base, config, exported)
         return EvaluatedModel(f"{run.id}@{at}", base, place, several=several, trained=weights)
@@ -212,9 +222,27 @@ async def _of_run(
     base = _base(run, folder)
     if begins:
         name = f"{run.id}/{final.name}/{policy}@0" if own else f"{run.id}@0"
-        return EvaluatedModel(name, resolve_model(own) if own else base, place)
+        return EvaluatedModel(name, resolve_model(own, fetch=False) if own else base, place)
     await _make(there, made, lambda engine, folder: engine.export(folder), base, config)
     return found_in(made)
+
+
+def _policies_here(run: Run, several: PolicySet) -> PolicySet:
+    """Return the policies of a run with the folders of the models that they begin as. Raises `ConfigError` for one that is not
+    on this machine."""
+    said = run.config.get("config")
+    own = said.get("policies") if isinstance(said, Mapping) else None
+    if not several.bases or not isinstance(said, Mapping) or not isinstance(own, Mapping):
+        return several
+    here: dict[str, Json] = {}
+    for name, policy in own.items():
+        here[name] = policy
+        if name in several.bases and isinstance(policy, Mapping):
+            try:
+                here[name] = {**policy, "base": str(resolve_model(several.bases[name], fetch=False))}
+            except ConfigError as error:
+                raise ConfigError(f"the policy {name} of the run {run.id}: {error}") from error
+    return policy_set_of({**run.config, "config": {**said, "policies": here}}) or several
 
 
 async def _of_all(there: RunAt, made: Path, base: Path, config: Config, exported: Path | None) -> Path:

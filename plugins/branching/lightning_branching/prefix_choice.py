@@ -8,8 +8,10 @@ than a quarter of the rollouts succeed gets the prefix of a good rollout as a he
 succeed, the prefix of a bad rollout as a handicap. Moving the beginning away from the end as success rises is a reverse
 curriculum (R3, arXiv 2402.05808).
 
-What a rollout is *worth*: 0 for the smallest reward that its task has earned so far, 1 for the largest. With rewards of 0 and 1
-the mean worth of a group is the share that succeeded.
+A rollout's *reward* is here its return: what the agent returned and all step rewards. What it is *worth*: 0 for the smallest
+reward that a rollout of its task has earned so far without a failure, 1 for the largest. With rewards of 0 and 1 the mean worth
+of a group is the share that succeeded. A failure is worth at least 0, however much `trainer.policy_fault` takes off, so
+that one does not make all others look good; only where all others earned the same do failures set the lower end.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ WINDOW: Final = 16
 """Number of steps whose groups are counted so."""
 FADING: Final = 0.8
 """How much less the groups of each older of these steps count."""
+LENT: Final = 4
+"""Most rollouts of a task that another run lends at either end of its rewards."""
 BELIEF: Final = 1.0
 """How many groups the expectation without any group counts for."""
 
@@ -60,48 +64,66 @@ class Place(NamedTuple):
 
 
 class Parent(NamedTuple):
-    """A rollout behind whose prefixes groups may begin: its places, early ones first."""
+    """A rollout behind whose prefixes groups may begin: its places, early ones first, and its reward."""
 
     rollout: Rollout
     places: tuple[Place, ...]
+    reward: float
 
 
 class Beginning(NamedTuple):
-    """Where a group begins: at the call `seq` of a parent. `expected` is the mean worth that its rollouts are expected to
-    have."""
+    """Where a group begins: at the call `seq` of a parent."""
 
     parent: Rollout
     seq: int
-    expected: float
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a task. `groups` are its latest ones that began at the task; `borrowed` are another run's rollouts, the
-    worst and the best."""
+    """What is known of a task. `groups` are its latest ones that began at the task; `borrowed` are another run's rollouts, some
+    of the worst and of the best. `low` and `high` are the ends of the rewards without a failure, `failed` is the lowest of
+    failures."""
 
     groups: deque[tuple[Begun, ...]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     borrowed: tuple[Begun, ...] = ()
     low: float = np.inf
     high: float = -np.inf
+    failed: float = np.inf
     step: int = 0
     prefixes: int = 0
 
-    def spread(self, rewards: Sequence[float]) -> None:
+    def spread(self, group: Sequence[Begun]) -> None:
         """Widen the range of rewards that the task has earned."""
+        rewards = [one.reward for one in group if one.able]
         self.low, self.high = min([self.low, *rewards]), max([self.high, *rewards])
+        self.failed = min([self.failed, *(one.reward for one in group if not one.able)])
+
+    @property
+    def least(self) -> float:
+        """The reward that is worth 0."""
+        return self.low if self.low < self.high else min(self.low, self.failed)
 
     def worth(self, reward: float) -> float:
         """Return what a reward is worth, from 0 to 1. The task must have earned two different ones."""
-        return (reward - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, (reward - self.least) / (self.high - self.least)))
+
+    def mean(self, group: Sequence[Begun]) -> float:
+        """Return the mean worth of rollouts, one at least."""
+        return fmean(self.worth(one.reward) for one in group)
 
     @property
     def rate(self) -> float | None:
         """The mean worth of the rollouts that began at the task, later groups counting more; None where it is unknown."""
-        if not self.low < self.high or not self.groups:
+        if not self.least < self.high or not self.groups:
             return None
-        means = [self.worth(fmean(one.reward for one in group)) for group in self.groups]
+        means = [self.mean(group) for group in self.groups]
         return float(np.average(means, weights=FORGETTING ** np.arange(len(means), dtype=np.float64)[::-1]))
+
+
+def ends(rollouts: Sequence[Begun]) -> list[Begun]:
+    """Return the worst and the best of some rollouts, `LENT` at most of each."""
+    ordered = sorted(rollouts, key=lambda one: one.reward)
+    return ordered if len(ordered) <= 2 * LENT else [*ordered[:LENT], *ordered[-LENT:]]
 
 
 class Chooser:
@@ -115,11 +137,10 @@ class Chooser:
         """How many of the latest groups behind prefixes were void as a whole, in a row."""
 
     def lend(self, task: str, rollouts: Sequence[Begun]) -> None:
-        """Add the rollouts that another run made of a task."""
+        """Add the rollouts that another run made of a task (`ends`)."""
         known = self._tasks.setdefault(task, _Known())
-        ordered = sorted(rollouts, key=lambda one: one.reward)
-        known.borrowed = (ordered[0], ordered[-1])
-        known.spread([one.reward for one in known.borrowed])
+        known.borrowed = tuple(rollouts)
+        known.spread(known.borrowed)
 
     def add(self, task: str, step: int, group: Sequence[Begun]) -> None:
         """Add a group of a step that began at its task; `group` are its rollouts with a reward."""
@@ -127,23 +148,23 @@ class Chooser:
             known = self._tasks.setdefault(task, _Known())
             known.groups.append(tuple(group))
             known.step = step
-            known.spread([one.reward for one in group])
+            known.spread(group)
 
-    def add_behind(self, task: str, step: int, parent: Parent | None, seq: int, rewards: Sequence[float]) -> None:
+    def add_behind(self, task: str, step: int, parent: Parent | None, seq: int, group: Sequence[Begun]) -> None:
         """Add a group of a step that began behind a prefix: the parent (None if it cannot be read any more), the call, and the
-        rewards that the group earned, none if it was void as a whole (`add_void`)."""
+        group's rollouts with a reward, none if it was void as a whole (`add_void`)."""
         known = self._tasks.setdefault(task, _Known())
         known.prefixes += 1
-        if not rewards:
+        if not group:
             return
         self.voided, before = 0, known.rate
         place = next((one for one in parent.places if one.seq == seq), None) if parent else None
-        if place and parent and before is not None and parent.rollout.reward is not None:
-            end = known.worth(parent.rollout.reward)
+        if place and parent and before is not None:
+            end = known.worth(parent.reward)
             if abs(end - before) > SKEWED:
-                share = (known.worth(fmean(rewards)) - before) / (end - before)
+                share = (known.mean(group) - before) / (end - before)
                 self._shares.append((step, place.left, float(np.clip(share, 0.0, 1.0))))
-        known.spread(rewards)
+        known.spread(group)
 
     def add_void(self, parent: str) -> None:
         """Add a group that was void as a whole: no further group begins behind that rollout."""
@@ -170,15 +191,15 @@ class Chooser:
     def choose(self, task: str, parent: Parent, step: int) -> Beginning | None:
         """Return the call of a parent behind which about half of a group is expected to succeed; None if there is none."""
         known = self._tasks[task]
-        rate, reward = known.rate, parent.rollout.reward
-        if rate is None or reward is None or not parent.places:
+        rate = known.rate
+        if rate is None or not parent.places:
             return None
-        share, end = self._share(step), known.worth(reward)
+        share, end = self._share(step), known.worth(parent.reward)
         expected = [rate + (end - rate) * float(np.interp(place.left, *share)) for place in parent.places]
         found = min(range(len(expected)), key=lambda index: (round(abs(expected[index] - HALF), 9), -index))
         if abs(expected[found] - HALF) > ASTRAY:
             return None
-        return Beginning(parent.rollout, parent.places[found].seq, expected[found])
+        return Beginning(parent.rollout, parent.places[found].seq)
 
     def _share(self, step: int) -> tuple[list[float], list[float]]:
         """Return, at the knots of the way that is left, which share of the difference between the task and the parent a prefix

@@ -10,28 +10,32 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
-from typing import Final
+from typing import Final, cast
 
 from lightning.batch import Group, Trajectory, is_prefix
 from lightning.bounded import Bounded, Once
+from lightning.credit import rollout_return
+from lightning.credit.advantage import all_equal
+from lightning.credit.protocol import group_returns
 from lightning.errors import ConfigError
 from lightning.safe_text import counted
-from lightning.store.pages import each_rollout
+from lightning.store.pages import batched, each_rollout
 from lightning.trainer.algorithm import samples_dynamically
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.samplers import Asked, Sampled, TurnSampler
 from lightning.trainer.training_data import all_rollouts, scored
-from lightning.types import Rollout, Status, by_key
+from lightning.types import Json, Rollout, Status, by_key
 from lightning_record.exchanges import why_not_replayable
+from pydantic import TypeAdapter
 
 from lightning_branching.branch_points import places_of
 from lightning_branching.config import PREFIX, BranchingConfig
 from lightning_branching.planned import check_branching
-from lightning_branching.prefix_choice import Beginning, Begun, Chooser, Parent, Place
+from lightning_branching.prefix_choice import Beginning, Begun, Chooser, Parent, Place, ends
 from lightning_branching.recorded import is_void, void_reason
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,11 @@ TRIED: Final = 4
 """Most rollouts of a task that are read to find one with calls to begin at; and, for each group of a step, most tasks."""
 PARENTS: Final = 4096
 """Most rollouts whose places are kept in memory."""
+READ_AT_ONCE: Final = 256
+"""Rollouts of another run whose step rewards are read at a time."""
+LENT: Final = "prefix_sampling/lent"
+"""The key in a run's state, before the name of another run, for the rollouts of that run behind which groups may begin."""
+_LENT_OF_TASKS: Final = TypeAdapter(dict[str, list[Begun]])
 
 
 def prefix_sampler(asked: Asked) -> PrefixSampler | None:
@@ -126,13 +135,13 @@ class PrefixSampler(TurnSampler):
             first = group[0]
             known = [one for rollout in group if (one := scored(rollout, fault)) is not None]
             if first.parent is None:
-                self._chooser.add(first.task.id, step, list(map(_begun, known)))
+                self._chooser.add(first.task.id, step, await self._begun(known))
                 continue
             name, attempt, seq = first.parent
             if all(map(is_void, group)):
                 self._chooser.add_void(name)
-            rewards = [one.reward for one in known if one.reward is not None]
-            self._chooser.add_behind(first.task.id, step, await self._parent(name, attempt), seq, rewards)
+            parent = await self._parent(name, attempt)
+            self._chooser.add_behind(first.task.id, step, parent, seq, await self._begun(known))
         self._learned = step
 
     async def _parent(self, name: str, attempt: int) -> Parent | None:
@@ -162,30 +171,59 @@ class PrefixSampler(TurnSampler):
         return Parent(
             rollout,
             tuple(Place(call.seq, (len(calls) - rank) / (len(calls) + 1)) for rank, call in enumerate(calls)),
+            rollout_return(member),
         )
 
     async def _borrow(self, name: str) -> None:
-        if await self.stack.store.get_run(name) is None or name == self.stack.run.id:
-            raise ConfigError(
-                f"trainer.prefix_run = {name!r}: the store of this run has no other run of that name. Keep both runs "
-                "in one store (--store), or leave the setting out"
+        """Lend the chooser another run's rollouts: those of the first start, which the run's state keeps, because that run may
+        have gone on or been pruned since."""
+        store, run = self.stack.store, self.stack.run.id
+        if (kept := await store.get_state(run, f"{LENT}/{name}")) is None:
+            if await store.get_run(name) is None or name == run:
+                raise ConfigError(
+                    f"trainer.prefix_run = {name!r}: the store of this run has no other run of that name. Keep both runs "
+                    "in one store (--store), or leave the setting out"
+                )
+            found = await self._lent(name)
+            await self._check_lent(name, found)
+            kept = await store.keep_state(run, f"{LENT}/{name}", cast("Json", found))
+        for task, lent in _LENT_OF_TASKS.validate_python(kept).items():
+            self._chooser.lend(task, lent)
+
+    async def _lent(self, name: str) -> dict[str, list[Begun]]:
+        """Return by task the worst and the best rollouts that another run began at this run's tasks."""
+        wanted, lent = {task.id for task in self.tasks}, dict[str, list[Begun]]()
+        async for some in batched(each_rollout(self.stack.store, name, split=TRAIN), READ_AT_ONCE):
+            fit = [one for one in some if one.parent is None and one.reward is not None and one.task.id in wanted]
+            for rollout, begun in zip(fit, await self._begun(fit), strict=True):
+                lent[rollout.task.id] = ends([*lent.get(rollout.task.id, ()), begun])
+        return lent
+
+    async def _check_lent(self, name: str, lent: Mapping[str, Sequence[Begun]]) -> None:
+        """Raise `ConfigError` if no group can begin behind one of these rollouts."""
+        for one in (one for rollouts in lent.values() for one in rollouts):
+            parent = await self._parent(one.rollout, one.attempt)
+            if parent is not None and parent.places:
+                return
+        why = (
+            "its rollouts cannot be begun behind (the log says why)"
+            if lent
+            else "none of its rollouts with a reward is of a training task of this run"
+        )
+        raise ConfigError(f"trainer.prefix_run = {name!r}: {why}. Name another run, or leave the setting out")
+
+    async def _begun(self, rollouts: Sequence[Rollout]) -> list[Begun]:
+        """Return rollouts with a reward as the chooser knows them, with their returns."""
+        attempts = await self.stack.store.attempts_of([(one.id, one.attempt) for one in rollouts])
+        return [
+            Begun(
+                one.id,
+                one.attempt,
+                (one.reward or 0.0) + sum(reward.value for reward in attempt.step_rewards),
+                one.status is Status.SUCCEEDED,
             )
-        wanted = {task.id for task in self.tasks}
-        lent: dict[str, list[Begun]] = {}
-        async for rollout in each_rollout(self.stack.store, name, split=TRAIN):
-            if rollout.parent is None and rollout.reward is not None and rollout.task.id in wanted:
-                lent.setdefault(rollout.task.id, []).append(_begun(rollout))
-        for task, rollouts in lent.items():
-            self._chooser.lend(task, rollouts)
-        some = [one for rollouts in lent.values() for one in rollouts][:TRIED]
-        parents = [await self._parent(one.rollout, one.attempt) for one in some]
-        if not any(parent is not None and parent.places for parent in parents):
-            why = (
-                "its rollouts cannot be begun behind (the log says why)"
-                if some
-                else "none of its rollouts with a reward is of a training task of this run"
-            )
-            raise ConfigError(f"trainer.prefix_run = {name!r}: {why}. Name another run, or leave the setting out")
+            for one, attempt in zip(rollouts, attempts, strict=True)
+        ]
 
     def _tell_void(self, rollouts: Sequence[Rollout]) -> None:
         """Warn of groups that are void as a whole, and once of each reason for void rollouts."""
@@ -212,11 +250,6 @@ class PrefixSampler(TurnSampler):
             )
 
 
-def _begun(rollout: Rollout) -> Begun:
-    assert rollout.reward is not None, "asked of rollouts with a reward"
-    return Begun(rollout.id, rollout.attempt, rollout.reward, rollout.status is Status.SUCCEEDED)
-
-
 def _begun_at(planned: Rollout, beginning: Beginning) -> Rollout:
     """Return a planned rollout as a branch: its task and its resources are those of its parent."""
     parent = beginning.parent
@@ -227,7 +260,7 @@ def _begun_at(planned: Rollout, beginning: Beginning) -> Rollout:
 
 def prefix_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of a step's prefixes: the share of groups that began at one (`prefix_groups`), the mean reward of
-    their rollouts (`prefix_reward`; `reward` is that of the others), the share of groups of each kind whose rewards differ
+    their rollouts (`prefix_reward`; `reward` is that of the others), the share of groups of each kind whose returns differ
     (`differing/prefix`, `differing/task`), the void rollouts (`prefix_void`, and by reason `prefix_void/...`), the tokens that
     were sampled (`sampled_tokens`), and those that prefixes took from the record instead (`prefix_tokens`)."""
     behind = {rollout.group for rollout in rollouts if rollout.parent is not None}
@@ -249,7 +282,7 @@ def prefix_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
 
 
 def _differs(group: Group) -> bool:
-    return len({member.reward for member in group.trajectories}) > 1
+    return not all_equal(group_returns(group))
 
 
 def _tokens_kept(member: Trajectory) -> int:

@@ -2,7 +2,8 @@
 
 The invariant: the value of a state and the worth of a recorded answer are means over continuations that were sampled for the
 audit, by the weights that made the decision; the recorded return stands for the worth of an answer only where the answer ended
-its rollout. A branch that is void or has no reward is counted, and in no figure. The audited run does not change: the branches
+its rollout. A branch that is void or has no reward is counted, and in no figure; one that
+failed by the policy's own fault has the reward that training gives it. The audited run does not change: the branches
 are a run of their own in its store, whose state keeps the result.
 
 So the values of states are estimated as in VinePPO (arXiv 2410.01679). The branches at a call serve twice: they give the value
@@ -25,9 +26,10 @@ from lightning.errors import ConfigError, DataError, RunnerError
 from lightning.plugins import plugins
 from lightning.safe_text import counted
 from lightning.store.protocol import Store
+from lightning.trainer.context import PolicyFault
 from lightning.trainer.summary import Reporter
-from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.types import Json, Rollout, Run, Task, Transition
+from lightning.trainer.training_data import all_rollouts, load_groups, scored
+from lightning.types import Json, Rollout, Run, Status, Task, Transition
 from lightning_branching.branching import SPLIT, Answering, run_branches
 from lightning_branching.recorded import CHANGES, is_void
 from pydantic import TypeAdapter, ValidationError
@@ -88,8 +90,9 @@ class CreditAudit:
     """The result of an audit. `share` is the share of decisions that mattered, `alone` the number of those whose interval
     excludes 0 without the correction for their number. `ceiling` is the correlation that the true advantages would have with
     the executed ones. `agreements` are by credit; `own` is the run's credit. `states` were branched at, `n` times each.
-    `tokens` were sampled in `rollouts` branches, of which some are `void` and some `failed`, in `seconds`. `left_out` counts
-    recorded calls and rollouts that could not be executed, by reason."""
+    `tokens` were sampled in `rollouts` branches, in `seconds`. Of these branches those that are `void` or `failed` are in no
+    figure, and `faults` failed by the policy's own fault and are worth what the run's `trainer.policy_fault` says. `left_out`
+    counts recorded calls and rollouts that could not be executed, by reason."""
 
     run: str
     step: int
@@ -109,6 +112,7 @@ class CreditAudit:
     rollouts: int
     void: int
     failed: int
+    faults: int
     tokens: int
     seconds: float
     left_out: Mapping[str, int]
@@ -143,9 +147,12 @@ class Plan:
         return {call.key: tasks[call.rollout] for call in calls}
 
 
-def credits_of(recorded: Recorded, names: Sequence[str], judge: Judge | None) -> dict[str, Credit]:
-    """Return the credit functions to compare: those with these names, or else all registered ones that these groups can be
-    given. Raises `ConfigError` for a name that is unknown or needs what the groups do not have."""
+def credits_of(
+    recorded: Recorded, names: Sequence[str], judge: Judge | None
+) -> tuple[dict[str, Credit], tuple[str, ...]]:
+    """Return the credit functions to compare, and warnings: those with these names, or else all registered ones that these
+    groups can be given; and the run's own with its settings, if it can be called. Raises `ConfigError` for a name that is
+    unknown or needs what the groups do not have."""
     known = plugins().names("credits")
     found: dict[str, Credit] = {}
     for name in names or known:
@@ -157,9 +164,31 @@ def credits_of(recorded: Recorded, names: Sequence[str], judge: Judge | None) ->
             raise ConfigError(f"--credit {name}: {why}")
         if not why:
             found[name] = credit
+    own, of_run, why = own_credit(recorded)
+    if of_run is not None:
+        found.setdefault(own, of_run)
     if judge is not None:
         found[JUDGE] = _Scores(judge)
-    return found
+    return found, (f"the run's own credit, {own}, is not compared: {why}",) if why else ()
+
+
+def own_credit(recorded: Recorded) -> tuple[str, Credit | None, str]:
+    """Return the name of the credit that the run trained with, the function, and why it cannot be called; all empty for a run
+    without one. A credit with settings of its own has the name of its type."""
+    if recorded.algorithm is None:
+        said = recorded.described_credit
+        name = said if isinstance(said, str) else "a function" if said else ""
+        return name, None, "only your own code can make the run's algorithm again" if name else ""
+    credit = getattr(recorded.algorithm, "credit", None)
+    if not credit:
+        return "", None, ""
+    name = credit if isinstance(credit, str) else type(credit).__name__
+    if isinstance(credit, str):
+        if credit not in plugins().names("credits"):
+            return name, None, "no plugin that is installed here registers it"
+        credit = plugins().credit(credit)
+    why = _why_not(name, credit, recorded)
+    return name, None if why else credit, why
 
 
 def _why_not(name: str, credit: Credit, recorded: Recorded) -> str:
@@ -197,6 +226,7 @@ async def execute(store: Store, plan: Plan, reporter: Reporter) -> CreditAudit:
     """Run the branches of an audit, and keep and return its result. Raises `RunnerError` if no decision can be told because all
     its branches are void or failed."""
     began = time.monotonic()
+    _check_bounds(plan.bounds, [rollout_return(each) for group in plan.recorded.groups for each in group.trajectories])
     given = _given(plan)  # a credit function that fails, or a judge that is silent, costs no branches
     run = await _new_run(store, plan)
     states = list(plan.states.items())
@@ -209,7 +239,7 @@ async def execute(store: Store, plan: Plan, reporter: Reporter) -> CreditAudit:
     groups = await load_groups(store, ended, recorded.train_agents, recorded.policy_fault)
     returns = {
         states[int(group.id.rpartition("/")[2])][0]: [
-            rollout_return(member) for member in recorded.rewarded(group).trajectories
+            rollout_return(member) for member in recorded.rewarded_branches(group).trajectories
         ]
         for group in groups
     }
@@ -318,6 +348,7 @@ def report(
     members = {each.rollout.id: each for group in plan.recorded.groups for each in group.trajectories}
     seen = [value for values in returns.values() for value in values]
     seen += [rollout_return(member) for member in members.values()]
+    _check_bounds(plan.bounds, seen, f"; the branches are kept as the run {run}")
     bounds = plan.bounds or (min(seen), max(seen))
     left_out, told = dict(plan.choice.left_out), []
     for decision in plan.choice.decisions:
@@ -327,8 +358,7 @@ def report(
             left_out[reason] = left_out.get(reason, 0) + 1
         else:
             told.append((decision, found))
-    void = [rollout for rollout in ended if is_void(rollout)]
-    failed = [rollout for rollout in ended if rollout.reward is None and not is_void(rollout)]
+    void, failed, faults = fates(ended, plan.recorded.policy_fault)
     if not told:
         why = next((rollout.error for rollout in (*void, *failed)), "")
         raise RunnerError(
@@ -338,12 +368,11 @@ def report(
     results = [found for _, found in told]
     mattered = that_mattered([found.p_value for found in results])
     calls = tuple(
-        _audited(decision, found, returns, given, mattered=judged)
+        _audited(decision, found, members, returns, given, mattered=judged)
         for (decision, found), judged in zip(told, mattered, strict=True)
     )
     recorded = plan.recorded
-    own = getattr(recorded.algorithm, "credit", "")
-    credit_name = own if isinstance(own, str) else type(own).__name__
+    credit_name = own_credit(recorded)[0]
     return CreditAudit(
         recorded.run.id,
         recorded.step,
@@ -363,11 +392,30 @@ def report(
         len(ended),
         len(void),
         len(failed),
+        len(faults),
         tokens,
         seconds,
         left_out,
         (*plan.warnings, *_remarks(calls, void, failed, bounds)),
     )
+
+
+def fates(ended: Sequence[Rollout], policy_fault: PolicyFault) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
+    """Return of ended branches those that are void, those that failed and have no reward, and those that failed by the policy's
+    own fault and have one."""
+    void = [rollout for rollout in ended if is_void(rollout)]
+    lost = [rollout for rollout in ended if rollout.status is not Status.SUCCEEDED and not is_void(rollout)]
+    failed = [rollout for rollout in lost if scored(rollout, policy_fault) is None]
+    return void, failed, [rollout for rollout in lost if scored(rollout, policy_fault) is not None]
+
+
+def _check_bounds(bounds: tuple[float, float] | None, seen: Sequence[float], kept: str = "") -> None:
+    """Raise `ConfigError` if returns are outside the bounds, whose intervals would then be wrong. `kept` ends the message."""
+    if bounds is not None and seen and not bounds[0] <= min(seen) <= max(seen) <= bounds[1]:
+        raise ConfigError(
+            f"--bounds {bounds[0]:g},{bounds[1]:g}: there are returns from {min(seen):g} to {max(seen):g}. A return is the "
+            f"reward with all step rewards, and with what the algorithm's rules add: give bounds that no return exceeds{kept}"
+        )
 
 
 def _executed(
@@ -389,6 +437,7 @@ def _executed(
 def _audited(
     decision: Decision,
     found: Executed,
+    members: Mapping[str, Trajectory],
     returns: Mapping[Key, Sequence[float]],
     given: Mapping[str, Mapping[Key, float]],
     *,
@@ -402,7 +451,7 @@ def _audited(
         call.seq,
         decision.call.number,
         call.caller.name,
-        decision.group,
+        members[call.rollout].rollout.task.id,
         after is None,
         len(returns[call.key]),
         0 if after is None else len(returns[after.transition.key]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -21,7 +21,7 @@ from lightning.trainer.context import PolicyFault, epoch_at, read_epochs
 from lightning.trainer.plan import VAL
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import agents_of_step, all_rollouts, load_groups
-from lightning.types import Run
+from lightning.types import Json, Run, by_key
 from lightning_branching.recorded import Prefix, RecordedCall, live_tools, prefix_of, version_of
 from lightning_branching.replay_command import Found, found_in
 from lightning_proof.recorded_step import recorded_values, rollouts_of
@@ -30,7 +30,8 @@ from lightning_proof.recorded_step import recorded_values, rollouts_of
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """The groups that a step trained on, or that an evaluation sampled, with the rewards that the algorithm's rules add.
-    `train_agents` and `policy_fault` are those of their run. `algorithm` is None if only the user's own code can make it."""
+    `train_agents` and `policy_fault` are those of their run. `algorithm` is None if only the user's own code can make it;
+    `described_credit` is the credit in the record of the algorithm, None if that has none."""
 
     run: Run
     step: int
@@ -38,10 +39,16 @@ class Recorded:
     train_agents: tuple[str, ...]
     policy_fault: PolicyFault
     algorithm: Algorithm | None
+    described_credit: Json = None
 
-    def rewarded(self, group: Group) -> Group:
-        """Return a group with the rewards that the algorithm's rules add."""
-        return rewarded(group, self.algorithm)
+    def rewarded_branches(self, group: Group) -> Group:
+        """Return a group of branches of these rollouts with the rewards that the algorithm's rules add. The calls that a branch
+        repeats of its parent count, too: a whole rollout is too long or not, wherever its record ends."""
+        wanted = {member.rollout.parent[0] for member in group.trajectories if member.rollout.parent is not None}
+        every = (member for each in self.groups for member in each.trajectories)
+        parents = tuple(member for member in every if member.rollout.id in wanted)
+        found = rewarded(Group(group.id, (*parents, *group.trajectories)), self.algorithm)
+        return Group(group.id, found.trajectories[len(parents) :])
 
     @property
     def has_values(self) -> bool:
@@ -83,7 +90,10 @@ async def read_recorded(store: Store, run: Run, step: int | None, *, held_out: b
     if algorithm is not None and head_of(algorithm) and not held_out:
         groups = await recorded_values(store, run.id, chosen, groups)
     sound = (Intake().sound(rewarded(group, algorithm)) for group in groups)
-    return Recorded(run, chosen, tuple(sound), globs, epoch.policy_fault, algorithm)
+    described = epoch.config.get("algorithm")
+    arguments = described.get("arguments") if isinstance(described, Mapping) else None
+    credit = arguments.get("credit") if isinstance(arguments, Mapping) else None
+    return Recorded(run, chosen, tuple(sound), globs, epoch.policy_fault, algorithm, credit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,7 @@ async def choose(store: Store, recorded: Recorded, rollouts: int, calls: int | N
     version, first = _version_of(recorded.groups), None
     chosen: list[Decision] = []
     taken = 0
-    for group, member in _in_turns(recorded.groups, rng):
+    for group, member in _in_turns(recorded.groups, rng, left_out):
         if taken == rollouts:
             break
         if len(member.transitions) < 2:
@@ -145,14 +155,22 @@ async def choose(store: Store, recorded: Recorded, rollouts: int, calls: int | N
     return Choice(first, version, tuple(chosen), left_out)
 
 
-def _in_turns(groups: Sequence[Group], rng: random.Random) -> Iterator[tuple[Group, Trajectory]]:
-    """Yield the rollouts that are no branches and have trained calls, in random order: one of each group, then another one of
-    each, and so on."""
-    shuffled = []
-    for group in rng.sample(groups, len(groups)):
-        own = [member for member in group.trajectories if member.rollout.parent is None]
-        own = [member for member in own if any(map(is_trained, member.transitions, member.trainable))]
-        shuffled.append([(group, member) for member in rng.sample(own, len(own))])
+def _in_turns(
+    groups: Sequence[Group], rng: random.Random, left_out: Counter[str]
+) -> Iterator[tuple[Group, Trajectory]]:
+    """Yield the rollouts that are no branches and have trained calls, in random order: one of each task, then another one of
+    each, and so on. Count the others."""
+    able = []
+    for group in groups:
+        for member in group.trajectories:
+            if member.rollout.parent is not None:
+                left_out["rollouts that are branches themselves"] += 1
+            elif any(map(is_trained, member.transitions, member.trainable)):
+                able.append((group, member))
+            else:
+                left_out["rollouts without a trained call"] += 1
+    of_tasks = list(by_key(able, lambda each: each[1].rollout.task.id).values())
+    shuffled = [rng.sample(own, len(own)) for own in rng.sample(of_tasks, len(of_tasks))]
     for turn in zip_longest(*shuffled):
         yield from (each for each in turn if each is not None)
 

@@ -35,6 +35,7 @@ from lightning.runner.protocol import Agent
 from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
+from lightning.trainer.model import policy_set_of
 from lightning.trainer.summary import Reporter
 from lightning_branching.branch_parent import Parent, config_of, folder_of_run
 from lightning_branching.branching import Answering
@@ -65,7 +66,8 @@ Calls = Annotated[
     int | None, typer.Option(min=1, help="Most decisions of each rollout, chosen at random; default: all.")
 ]
 Credits = Annotated[
-    list[str] | None, typer.Option(help="A credit function to compare; may be repeated. Default: all that can be.")
+    list[str] | None,
+    typer.Option(help="A credit function to compare beside the run's; may be repeated. Default: all that can be."),
 ]
 JudgeName = Annotated[
     str, typer.Option(metavar="MODULE:JUDGE", help="A lightning.Judge, whose scores are compared as well.")
@@ -182,7 +184,7 @@ async def _planned(store: Store, asked: _Asked) -> Plan:
     if run is None:
         raise ConfigError(f"the store {redacted(asked.url)} has no run {asked.run}")
     recorded = await read_recorded(store, run, asked.step, held_out=asked.held_out)
-    compared = credits_of(recorded, asked.credits, asked.judge)
+    compared, missing = credits_of(recorded, asked.credits, asked.judge)
     choice = await choose(store, recorded, asked.rollouts, asked.calls, asked.seed)
     _check_tools(choice, asked.n, run_tools=asked.run_tools)
     first = choice.decisions[0]
@@ -191,7 +193,9 @@ async def _planned(store: Store, asked: _Asked) -> Plan:
     place = (asked.out or (asked.folder or Path("runs")) / "branches").resolve()
     model = await _model(store, parent, choice.version, place / "models", config)
     how = Answering(asked.url, config, model, choice.version, asked.agent, asked.runner, choice.first.prompts, place)
-    return Plan(recorded, choice, asked.held_out, asked.n, compared, how, asked.agent_name, asked.bounds, tuple(said))
+    return Plan(
+        recorded, choice, asked.held_out, asked.n, compared, how, asked.agent_name, asked.bounds, (*said, *missing)
+    )
 
 
 def _judge(name: str) -> Judge | None:
@@ -215,6 +219,17 @@ def _check_tools(choice: Choice, n: int, *, run_tools: bool) -> None:
 
 async def _model(store: Store, parent: Parent, version: int, into: Path, config: Config) -> EvaluatedModel:
     """Return the weights that made the decisions. Raises `ConfigError` if they are gone."""
+    run = parent.run
+    if (whose := run.config.get("evaluates")) and policy_set_of(run.config) is not None:
+        raise ConfigError(
+            f"{run.id} evaluated all policies of {whose} together, and does not keep their weights: audit the run that trained "
+            "them, of which --held-out takes an evaluation"
+        )
+    if parent.folder is None and version:
+        raise ConfigError(
+            f"the folder of the run {run.id} is not here, and with it the weights {run.id}@{version}, which made these "
+            "decisions: name the run by its folder, where that is"
+        )
     try:
         return await model_at(store, parent.run, parent.folder, version, into, config)
     except ConfigError as error:
@@ -259,7 +274,8 @@ def show(report: CreditAudit, limit: int) -> None:
         say(f"{len(report.calls) - len(shown)} more, with smaller advantages (--limit)")
     _show_agreements(report)
     say(
-        f"cost: {counted(report.rollouts, 'branch', 'branches')} ({report.void} void, {report.failed} failed), "
+        f"cost: {counted(report.rollouts, 'branch', 'branches')} ({report.void} void, {report.failed} failed, "
+        f"{report.faults} by the policy's own fault), "
         f"{counted(report.tokens, 'sampled token')}, {report.seconds:.0f} s"
     )
     for reason, number in report.left_out.items():
@@ -279,7 +295,7 @@ def _row(call: AuditedCall) -> list[str]:
 
 
 def _show_agreements(report: CreditAudit) -> None:
-    rows = sorted(report.agreements.items(), key=lambda each: -(each[1].correlation.value or -2.0))
+    rows = sorted(report.agreements.items(), key=lambda each: each[1].correlation.order)
     if not rows:
         return
     print_table(

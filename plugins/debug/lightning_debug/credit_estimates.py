@@ -120,6 +120,11 @@ class Measured:
     value: float | None = None
     interval: tuple[float, float] | None = None
 
+    @property
+    def order(self) -> float:
+        """A key to sort figures by: the largest first, unknown ones last."""
+        return math.inf if self.value is None else -self.value
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lightning.asyncio_utils import cancel
 from lightning.config import Config
@@ -137,7 +137,7 @@ class Evaluator:
         self._url, self._store, self._serving = url, store, serving
         self.store = of_project(store, project_of(variants[0].config))
         """The open store, restricted to the project of the runs."""
-        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with the address of vLLM that its gateway has
+        self._stacks: dict[str, Stack] = {}
         self._served: EvaluatedModel | None = None
         self._runs = {variant.run: self._run_of(variant, known) for variant in variants}
 
@@ -216,10 +216,9 @@ class Evaluator:
             await self._serving.aclose()
         self._served = variant.model
         if variant.run not in self._stacks:
-            stack = await self._opened(variant)
-            self._stacks[variant.run] = stack, stack.upstreams()
+            self._stacks[variant.run] = await self._opened(variant)
         self._moved(variant.run)
-        return self._stacks[variant.run][0]
+        return self._stacks[variant.run]
 
     async def _follow(self, run: str) -> None:
         while True:
@@ -227,18 +226,22 @@ class Evaluator:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _moved(self, run: str) -> None:
-        """Tell the gateway of a run the address of each vLLM that was restarted, unless the gateway follows restarts itself."""
-        stack, before = self._stacks[run]
-        now = stack.upstreams()
-        for was, new in zip(before, now, strict=True):
-            if new != was and stack is not self._supervised:
-                stack.gateway.own.pool.replace(was, new)
-        self._stacks[run] = stack, now
+        """Tell the gateway of a run which vLLM is started again, and its address once it has its weights, unless the gateway
+        follows restarts itself."""
+        stack, lead = self._stacks[run], self._supervised
+        if lead is None or stack is lead:
+            return
+        pool = stack.gateway.own.pool
+        for slot, now in zip(pool.slots, lead.there(), strict=True):
+            if now is None:
+                slot.vacate()
+            elif slot.vacant or slot.upstream != now:
+                pool.replace(slot.upstream, now)
 
     @property
     def _supervised(self) -> Stack | None:
         """The stack that started vLLM, whose gateway follows a restart by itself; None if none is open."""
-        return next((stack for stack, _ in self._stacks.values()), None)
+        return next(iter(self._stacks.values()), None)
 
     async def _opened(self, variant: Variant) -> Stack:
         store, config = self._store, with_dtypes(variant.config, variant.model.folder, "torch")

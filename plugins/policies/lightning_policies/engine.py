@@ -88,6 +88,14 @@ class AdapterEngine(Engine, SharesBase, WritesAdapters, Protocol):
     """An engine that trains one policy, and may train adapters beside other engines on the same base model."""
 
 
+@runtime_checkable
+class RevivesFromState(Protocol):
+    """An engine that may read its last training state again by itself, from the folder that `save` was given."""
+
+    def state_moved(self, folder: Path) -> None:
+        """Note that the state which was saved last is now in this folder."""
+
+
 class PolicyEngine:
     """An implementation of `lightning.engines.protocol.Engine` for several policies. A row belongs to `Sample.policy`.
 
@@ -242,6 +250,9 @@ class PolicyEngine:
         with whole_folder(folder) as path:
             for name, engine in self._engines.items():
                 engine.save(path / name)  # all have the same random state, because saving draws no random number
+        for name, engine in self._engines.items():
+            if isinstance(engine, RevivesFromState):
+                engine.state_moved(folder / name)
 
     def load(self, folder: Path) -> None:
         """Restore the training state of each policy. Raises `EngineError`, before anything is changed, if the state does not

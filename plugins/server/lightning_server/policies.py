@@ -65,7 +65,7 @@ async def policies_in(run: Path) -> ServedPolicies:
         check_one_model(found)
     except ConfigError as error:
         raise ConfigError(f"{error}: serve one of its policies, as {example}") from error
-    base = resolve_model(run / MODEL if (run / MODEL).is_dir() else str(found.config.get("model")))
+    base = resolve_model(run / MODEL if (run / MODEL).is_dir() else str(found.config.get("model")), fetch=False)
     digest = records[-1].context.get("base") if records else None
     if digest is not None and digest != await asyncio.to_thread(base_digest, base):
         raise ConfigError(

@@ -233,6 +233,11 @@ class VerlEngine:
             write_state(path, taken, own.optimizer, own.head, layout(self._config))
         self.saved = folder.resolve(), taken
 
+    def state_moved(self, folder: Path) -> None:
+        """Note that the state which was saved last is now in this folder, where workers that die are started from."""
+        if self.saved is not None:
+            self.saved = folder.resolve(), self.saved[1]
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with any number of workers (Megatron: with as many, and the same parallel sizes). The
         optimizer's settings stay those of `open`."""
@@ -297,8 +302,8 @@ class VerlEngine:
         return self._ready().learners[self._number]
 
     def _sending(self, method: str, *arguments: object) -> tuple[Any, str]:
-        """Call a method of the first worker's sender, and return its answer and its error. The caller must have the lock
-        `_turn`."""
+        """Call a method of the first worker's sender, and return its answer and its error. The caller must hold
+        `Job.turn`."""
         with self._sends:
             answer: tuple[Any, str] = self._job.until_done(
                 lambda: self._job.run(self._number, "sending", method, arguments)

@@ -97,6 +97,7 @@ class Fsdp2Engine(PolicyEngine):
         folder = Path(self.model_config.local_path)
         context = fix_positions(self.trained, folder, max_model_len)
         base = unwrapped(self.trained)
+        self._let_all_learn()  # because FSDP2 decides at its first pass what can ever have a gradient
         with self.eval_mode():
             refuse_dependence(
                 self.trained,
@@ -107,7 +108,21 @@ class Fsdp2Engine(PolicyEngine):
                 folder=folder,
             )
             self.scores = TokenScores(self.trained, lambda ids: self._packed(ids, None), folder)
+        if self.beside:
+            self.module.set_adapter(_adapter(0))
         self._optimizers, self._gradients = {0: self.optimizer}, {}
+
+    def _let_all_learn(self) -> None:
+        """Let the adapters of every policy require gradients. FSDP2 takes a unit's dtypes of gradients from the weights that
+        require them in its first pass, and has none for a unit in which the first policy has no adapters."""
+        learning = []
+        for number in range(1, len(self.beside) + 1):
+            self.module.set_adapter(_adapter(number))
+            learning += self._active()
+        if self.beside:
+            self.module.set_adapter(_adapter(0))
+        for parameter in learning:
+            parameter.requires_grad_(True)
 
     def _packed(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Logits (B, T, V) of rows one behind another, as verl computes them."""

@@ -93,11 +93,14 @@ def demo() -> Demo:
 
 
 def reached(result: Result, bar: float) -> tuple[float, float] | None:
-    """After how many sampled tokens and seconds a run's held-out reward was `bar`, between two evaluations in proportion; None
-    if it never was. The seconds of a run are spread over its steps as its tokens are."""
+    """After how many sampled tokens and seconds a run's held-out reward was `bar`, between two evaluations in proportion; those
+    of the first evaluation if it was higher then; None if it never was. The seconds of a run are spread over
+    its steps as its tokens are."""
     tokens = [float(sum(result.sampled[:step])) for step, _ in result.evaluations]
     points = [(at, reward) for at, (_, reward) in zip(tokens, result.evaluations, strict=True) if reward is not None]
     whole = float(sum(result.sampled))
+    if points and points[0][1] >= bar:
+        return points[0][0], result.seconds * points[0][0] / whole
     for (first, before), (last, after) in pairwise(points):
         if before < bar <= after:
             at = first + (last - first) * (bar - before) / (after - before)
@@ -139,10 +142,11 @@ def beside(task: Result, prefix: Result) -> str:
     curves = [[reward for _, reward in one.evaluations if reward is not None] for one in (task, prefix)]
     bar = min(max(curve) for curve in curves)
     first, second = reached(task, bar), reached(prefix, bar)
-    cells = [VARIANTS[prefix.variant].says, str(prefix.seed), f"{bar:.2f}", *(["never"] * 4)]
-    if first is not None and second is not None:
-        (tokens, seconds), (own, mine) = first, second
-        cells[3:] = [f"{tokens:,.0f}", f"{own:,.0f}", f"{tokens / own:.2f}", f"{seconds / mine:.2f}"]
+    assert first is not None, "each arm came to the lower of both rewards"
+    assert second is not None, "each arm came to the lower of both rewards"
+    (tokens, seconds), (own, mine) = first, second
+    ratios = [f"{one / other:.2f}" if other else "-" for one, other in ((tokens, own), (seconds, mine))]
+    cells = [VARIANTS[prefix.variant].says, str(prefix.seed), f"{bar:.2f}", f"{tokens:,.0f}", f"{own:,.0f}", *ratios]
     return f"| {' | '.join([*cells, *(', '.join(f'{reward:.2f}' for reward in curve) for curve in curves)])} |"
 
 

@@ -51,7 +51,7 @@ def test_arms_are_compared_where_they_came_to_the_same_reward() -> None:
     text = prefix.table([task, prefixes])
     assert "| 0 | 0.20 | 200 | 50 | 4.00 | 4.00 | 0.00, 0.10, 0.20 | 0.00, 0.40, 0.40 |" in text
     assert "| untrained | 2 evaluations | 0.000 ± 0.000 |" in text
-    assert "| 0 | 0.00 | never | never |" in prefix.table([replace(task, evaluations=[(0, 0.0), (2, 0.0)]), prefixes])
+    assert "| 0 | 0.00 | 0 | 0 | - | - |" in prefix.table([replace(task, evaluations=[(0, 0.0), (2, 0.0)]), prefixes])
 
 
 def test_both_arms_are_the_demonstration_s_algorithm() -> None:

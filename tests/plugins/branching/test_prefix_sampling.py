@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
+import lightning
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +26,9 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Rollout, Run, Status, Task
+from lightning_branching import prefix_sampling
 from lightning_branching.config import BranchingConfig
-from lightning_branching.prefix_choice import HALF, Begun, Chooser, Parent, Place
+from lightning_branching.prefix_choice import HALF, Begun, Chooser, Parent, Place, ends
 from lightning_branching.prefix_sampling import prefix_sampler
 from lightning_proof.audit import audit
 
@@ -176,7 +178,9 @@ async def test_agents_of_one_call_are_said_to_have_no_prefixes(
     assert caplog.text.count("no call can be begun at: agents make one call each") == 1
 
 
-async def test_groups_begin_behind_rollouts_of_another_run(bench: Open, tmp_path: Path) -> None:
+async def test_groups_begin_behind_rollouts_of_another_run(
+    bench: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     async with bench(
         folder, lucky, algorithm=GRPO, script=answers(), train=TASKS, trainer__steps=2, trainer__eval_every=0
@@ -192,18 +196,25 @@ async def test_groups_begin_behind_rollouts_of_another_run(bench: Open, tmp_path
         sampler.config = asked({"trainer.prefix_run": "run", "trainer.sampling": "prefix"}).config.trainer
         sampler.tasks, sampler.agents = TASKS, ()
         await sampler.start()
+        again = prefix_sampler(asked({"trainer.sampling": "prefix", "trainer.prefix_run": "run"}))
+        assert again is not None
+        again.stack, again.config, again.tasks, again.agents = sampler.stack, sampler.config, TASKS, ()
+        monkeypatch.setattr(prefix_sampling, "each_rollout", None)  # the lender goes on; this run has what it had
+        await again.start()
+        assert again._chooser._tasks == sampler._chooser._tasks
+        monkeypatch.undo()
         lent = sampler._chooser
         for task in TASKS:
             lent.add(task.id, 1, [Begun(f"other/1/0/{index}", 1, 0.0) for index in range(8)])
         found = [each async for each in sampler._beginnings(2, 4)]
         assert found
         assert all(each.parent.run == "run" and each.parent.reward == 1.0 for each in found)
-        for name, tasks, problem in (
-            ("none", TASKS, "has no other run of that name"),
-            ("other", TASKS, "has no other run of that name"),
-            ("run", [Task("else")], "none of its rollouts with a reward is of a training task"),
+        for own, name, tasks, problem in (
+            ("other", "none", TASKS, "has no other run of that name"),
+            ("other", "other", TASKS, "has no other run of that name"),
+            ("third", "run", [Task("else")], "none of its rollouts with a reward is of a training task"),
         ):
-            sampler.tasks = tasks
+            sampler.stack, sampler.tasks = cast("Any", SimpleNamespace(store=store, run=Run(own, own))), tasks
             sampler.config = asked({"trainer.prefix_run": name, "trainer.sampling": "prefix"}).config.trainer
             with pytest.raises(ConfigError, match=problem):
                 await sampler.start()
@@ -242,7 +253,7 @@ def test_a_record_has_no_prefixes() -> None:
 
 def made_parent(reward: float, calls: int = 7) -> Parent:
     rollout = Rollout("run/1/0/0", "run", Task("one", id="one"), "run/1/0", reward=reward, attempt=1)
-    return Parent(rollout, tuple(Place(seq, 1 - seq / (calls + 1)) for seq in range(1, calls + 1)))
+    return Parent(rollout, tuple(Place(seq, 1 - seq / (calls + 1)) for seq in range(1, calls + 1)), reward)
 
 
 def group(rewards: Sequence[float], step: int = 1) -> list[Begun]:
@@ -272,7 +283,7 @@ def test_a_hard_task_begins_earlier_as_groups_succeed_and_later_as_they_fail() -
             if beginning is None:
                 break
             found.append(beginning.seq)
-            chooser.add_behind("one", step, parent, beginning.seq, rewards)
+            chooser.add_behind("one", step, parent, beginning.seq, group(rewards, step))
         return found
 
     middle, *earlier = begins([1.0] * 7 + [0.0])
@@ -287,7 +298,7 @@ def test_an_easy_task_begins_behind_a_bad_rollout() -> None:
     assert [each.reward for each in chooser.parents("one")] == [0.0]
     beginning = chooser.choose("one", made_parent(0.0), 2)
     assert beginning is not None
-    assert abs(beginning.expected - 0.5) < 0.1
+    assert beginning.seq == 4, "half of the way of seven calls"
 
 
 def test_tasks_take_turns() -> None:
@@ -295,7 +306,39 @@ def test_tasks_take_turns() -> None:
     for step, name in enumerate(("one", "two", "three"), 1):
         chooser.add(name, step, group([1.0, *[0.0] * 7], step))
     assert chooser.skewed() == ["three", "two", "one"]
-    chooser.add_behind("three", 4, None, 1, [1.0])
+    chooser.add_behind("three", 4, None, 1, group([1.0], 4))
     assert chooser.skewed() == ["two", "one", "three"]
     chooser.add_void("run/2/0/0")
     assert not list(chooser.parents("two"))
+
+
+def test_a_failure_that_costs_much_does_not_make_other_rollouts_good() -> None:
+    """A task of which few succeed stays hard, also where `trainer.policy_fault` is below all rewards."""
+    chooser = Chooser()
+    fault = Begun("run/1/0/9", 1, -1.0, able=False)
+    chooser.add("one", 1, [*group([1.0, *[0.0] * 7]), fault])
+    assert chooser.skewed() == ["one"]
+    assert [each.reward for each in chooser.parents("one")] == [1.0]
+    chooser.add("two", 1, [*group([1.0]), *[fault] * 7])
+    assert "two" in chooser.skewed(), "where all others earned the same, failures are the other end"
+
+
+def test_a_run_lends_a_few_rollouts_of_each_end() -> None:
+    lent = ends(group([float(number) for number in range(20)]))
+    assert [each.reward for each in lent] == [0.0, 1.0, 2.0, 3.0, 16.0, 17.0, 18.0, 19.0]
+    assert len(ends(lent[:5])) == 5
+
+
+async def test_what_agents_reward_inside_counts(bench: Open, tmp_path: Path) -> None:
+    """An agent that gives its reward by `lightning.reward`, and returns 0."""
+
+    async def inside(task: Task, llm: Any) -> float:
+        lightning.reward(await lucky(task, llm), name="solved")
+        return 0.0
+
+    async with bench(tmp_path / "run", inside, algorithm=GRPO, script=answers(), train=TASKS, **PREFIX) as made:
+        await made.loop.run({})
+        records = await made.store.steps("run")
+        assert sum(record.metrics["prefix_groups"] for record in records) > 0
+        assert records[0].metrics["differing/task"] > 0
+        assert (await audit(made.store, "run")).ok

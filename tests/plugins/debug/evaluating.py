@@ -56,6 +56,10 @@ class ScriptedVLLM:
         self.bodies: list[Mapping[str, Any]] = []
         self.servers: list[_Server] = []
         self.restarts = 0
+        self.loading = 0.0
+        """Seconds for which a restarted server answers at its new address, and has no weights yet."""
+        self.untrained = 0
+        """Calls that a server without its weights answered."""
         self.answer: Callable[[Mapping[str, Any], Path], Reply | str] = lambda body, model: "yes"
 
     def make(self, model: Path, *_: Any, **__: Any) -> _Server:
@@ -72,12 +76,13 @@ class _Server:
     models, claim = (), ""
 
     def __init__(self, scripted: ScriptedVLLM, model: Path) -> None:
-        self._scripted, self._model = scripted, model
+        self._scripted, self._model, self._loaded = scripted, model, True
         self.fake = FakeVLLM(script=self._script)
         self.died = asyncio.Event()
 
     def _script(self, body: Mapping[str, Any]) -> Reply:
         self._scripted.bodies.append(body)
+        self._scripted.untrained += not self._loaded
         said = self._scripted.answer(body, self._model)
         return said if isinstance(said, Reply) else Reply(said)
 
@@ -106,7 +111,10 @@ class _Server:
         self._scripted.restarts += 1
         await self.fake.close()
         self.fake = FakeVLLM(script=self._script)
+        self._loaded = False
         await self.fake.start()
+        await asyncio.sleep(self._scripted.loading)
+        self._loaded = True
 
     async def close(self) -> None:
         await self.fake.close()

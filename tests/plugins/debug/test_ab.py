@@ -23,6 +23,7 @@ from lightning.types import Outcome, Rollout, Run, Task
 from lightning_branching.policies import EvaluatedModel
 from lightning_debug import eval_commands
 from lightning_debug.ab import divergent_call
+from lightning_debug.evaluate import LOOK_SECONDS
 from lightning_debug.transcript import with_numbered_ids
 from lightning_resources.nouns import Resource
 from lightning_resources.reference import find, parse_reference
@@ -152,16 +153,16 @@ def test_temperatures_are_compared_on_one_vllm(vllm: ScriptedVLLM, capsys: Any) 
 
 @pytest.mark.parametrize("at", [2, 6])
 def test_a_vllm_that_dies_and_comes_back_elsewhere_serves_both_on(vllm: ScriptedVLLM, capsys: Any, at: int) -> None:
-    """It dies while A runs, or while B does, whose gateway does not look after it."""
+    """It dies while A runs, or while B does, whose gateway does not look after it. Without its weights it is asked nothing."""
 
     def answer(body: Mapping[str, Any], model: Path) -> str:
         if len(vllm.bodies) == at:
             vllm.die()
         return by_prompt(body, model)
 
-    vllm.answer = answer
+    vllm.answer, vllm.loading = answer, 1.5 * LOOK_SECONDS
     code, found = compared(capsys, *PROMPTS, "--batch", "4", "--set", "runner.concurrency=1")
-    assert (code, vllm.restarts, len(vllm.models)) == (0, 1, 1)
+    assert (code, vllm.restarts, len(vllm.models), vllm.untrained) == (0, 1, 1, 0)
     assert found["comparison"]["lost_pairs"] <= 1
 
 

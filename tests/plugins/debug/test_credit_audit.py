@@ -7,16 +7,32 @@ import itertools
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.batch import Group
 from lightning.cli.output import with_store
+from lightning.config import Config, with_settings
+from lightning.credit import Decayed
+from lightning.errors import ConfigError
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatServer
+from lightning.testing.decisions import branch_of
+from lightning.testing.trajectories import make_group, make_trajectory
+from lightning.types import Fault, Rollout, Run, Status, Task
+from lightning_branching.recorded import VOID
 from lightning_console.places import Places
-from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
+from lightning_debug.credit_audit import KEPT, CreditAudit, credits_of, fates, kept_audit
+from lightning_debug.credit_choice import Recorded, _in_turns
+from lightning_debug.credit_command import _model
+from lightning_debug.judge import Judge
 
 from tests.plugins.console.reading import shown, texts, to
 from tests.plugins.debug.evaluating import FIXED, ScriptedVLLM, asked, said, write_tasks
@@ -99,8 +115,8 @@ def test_decisions_are_executed_and_credit_is_compared_with_them(runs: ScriptedV
     assert audit("--rollouts", "2", "-n", "12", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["step"], found["n"], found["audited"], found["states"]) == ("first", 0, 12, 2, 6)
-    assert {call["task"] for call in found["calls"]} == {f"first/0/{number}" for number in range(2)}
-    assert (found["rollouts"], found["void"], found["failed"]) == (6 * 12, 0, 0)
+    assert {call["task"] for call in found["calls"]} == {"t0", "t1"}
+    assert (found["rollouts"], found["void"], found["failed"], found["faults"]) == (6 * 12, 0, 0, 0)
     # Three calls from the first state, two after it, one after that: nothing before a state is sampled again.
     assert len(runs.bodies) - sampled == 2 * 12 * (3 + 2 + 1)
     by_number = {number: [call for call in found["calls"] if call["number"] == number] for number in (1, 2, 3)}
@@ -185,6 +201,7 @@ def test_what_cannot_be_audited_is_refused(runs: ScriptedVLLM, capsys: Any) -> N
         (["--credit", "judge"], "--credit judge: it has rewards of its own: give a judge with --judge MODULE:JUDGE"),
         (["--judge", "deciding:agent"], "--judge deciding:agent: a function is no lightning.Judge"),
         (["-n", "1"], "Input should be greater than or equal to 2"),
+        (["--bounds", "-1,0.5"], "--bounds -1,0.5: there are returns from 0 to 1"),
         (["--bounds", "1,0"], "the lowest reward must be below the highest"),
     ):
         assert audit(*arguments) == 2, told
@@ -217,3 +234,74 @@ def test_a_run_without_decisions_to_execute_is_refused_with_the_reason(
     shown = " ".join(capsys.readouterr().err.split())
     assert "no decision of step 0 of run first can be executed" in shown
     assert told in shown
+
+
+def of_run(*groups: Group, **how: Any) -> Recorded:
+    """Recorded groups of a run whose algorithm has these arguments."""
+    return Recorded(Run("run", "run"), 1, groups, (), "exclude", LightningRL("grpo", **how))
+
+
+def test_branches_are_as_long_as_the_rollouts_that_they_end() -> None:
+    """With a rule on length a state is worth what whole rollouts through it are."""
+    calls = [((1,), (2, 3, 4, 5)), ((1, 2, 3, 4, 5, 6), (7, 8))]
+    parent = make_trajectory(calls, rollout="parent", reward=1.0)
+    branch = branch_of(make_trajectory(calls, rollout="branch", group="audit/0", reward=1.0), parent, 1)
+    recorded = of_run(Group("g", (parent,)), overlong_tokens=5, overlong_penalty=0.5)
+    (found,) = recorded.rewarded_branches(Group("audit/0", (branch,))).trajectories
+    assert (found.reward, found.rollout.id) == (0.5, "branch")
+
+
+def test_the_credit_of_the_run_is_compared_with_its_own_settings_or_said_to_be_missing() -> None:
+    group = make_group([1.0, 0.0])
+    own = Decayed(0.5)
+    found, warnings = credits_of(of_run(group, credit=own), ["identical"], None)
+    assert (set(found), found["Decayed"], warnings) == ({"identical", "Decayed"}, own, ())
+    found, warnings = credits_of(of_run(group, credit=Judge("Go left.", model="m", cache="")), ["identical"], None)
+    assert set(found) == {"identical"}, "a model is asked only if the caller says so"
+    assert warnings[0].startswith("the run's own credit, Judge, is not compared: it has rewards of its own")
+    unknown = replace(of_run(group), algorithm=None, described_credit={"function": "mine"})
+    assert credits_of(unknown, ["identical"], None)[1] == (
+        "the run's own credit, a function, is not compared: only your own code can make the run's algorithm again",
+    )
+    assert credits_of(replace(unknown, described_credit=None), ["identical"], None)[1] == ()
+
+
+def test_branches_that_the_policy_failed_have_the_reward_of_training() -> None:
+    parent, task = ("parent", 1, 1), Task("task")
+    fine = Rollout("fine", "run", task, "g", status=Status.SUCCEEDED, reward=1.0, parent=parent)
+    void, broken, fault = (
+        replace(fine, id=why, status=Status.FAILED, reward=None, error=why, fault=whose)
+        for why, whose in ((f"{VOID}: other", Fault.AGENT), ("broken", Fault.AGENT), ("turns", Fault.POLICY))
+    )
+    ended = [fine, void, broken, fault]
+    assert fates(ended, "exclude") == ([void], [broken, fault], [])
+    assert fates(ended, -1.0) == ([void], [broken], [fault])
+
+
+def test_rollouts_are_taken_by_tasks_and_those_that_cannot_be_taken_are_counted() -> None:
+    left_out: Counter[str] = Counter()
+    groups = [
+        make_group([1.0, 0.0], group=f"g{number}") for number in range(3)
+    ]  # two groups of one task, one of another
+    last = tuple(
+        replace(member, rollout=replace(member.rollout, task=Task("b", id="b"))) for member in groups[2].trajectories
+    )
+    idle = make_trajectory(rollout="idle", trainable=[False])
+    branch = replace(idle, rollout=replace(idle.rollout, parent=("g0/0", 1, 0)))
+    found = _in_turns([*groups[:2], Group("g2", (*last, idle, branch))], Random(0), left_out)
+    tasks = [member.rollout.task.id == "b" for _, member in found]
+    assert sorted(tasks[:2]) == sorted(tasks[2:4]) == [False, True]
+    assert len(tasks) == 6
+    assert left_out == {"rollouts that are branches themselves": 1, "rollouts without a trained call": 1}
+
+
+async def test_weights_that_an_audit_cannot_have_are_said_with_the_cure() -> None:
+    several = with_settings(Config(), {"policies.writer.agents": ["writer"], "engine.lora.rank": 8})
+    evaluated = Run("first", "first", {"evaluates": "crew@2", "config": several.model_dump(mode="json")})
+    for run, told in (
+        (evaluated, "first evaluated all policies of crew@2 together, .*: audit the run that trained them"),
+        (Run("first", "first"), "the folder of the run first is not here, .* name the run by its folder"),
+    ):
+        parent = cast("Any", SimpleNamespace(run=run, folder=None))
+        with pytest.raises(ConfigError, match=told):
+            await _model(cast("Any", None), parent, 1, Path("models"), Config())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from lightning.config import Config, LoraConfig, load_config
 from lightning.engines.protocol import SendsWeights
 from lightning.errors import ConfigError, PolicyServerError
@@ -17,7 +19,9 @@ from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.model import default_rate, with_one_policy
 from lightning.trainer.needs import disk_need, ranks_of_adapters
 from lightning.trainer.trainer import Trainer
+from lightning.types import Run
 from lightning_attach.transfer import LocalSender, OverNetwork
+from lightning_branching.policies import EvaluatedModel, _policies_here
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_policies.policy_set import Policies
 from lightning_policies.transfer import PolicyAdapters
@@ -239,3 +243,40 @@ def test_the_disk_and_the_rate_of_a_run_are_those_of_its_policies_adapters(tmp_p
     mixed = made(*AGENTS, "policies.writer.lora.rank=2")
     assert default_rate(mixed, model) == default_rate(made(), model), "a rate for adapters is too high for all weights"
     assert (ranks_of_adapters(several), ranks_of_adapters(mixed)) == (6, 0)
+
+
+def test_policies_with_other_models_are_other_ones_to_evaluate(tmp_path: Path) -> None:
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    begins = (policies(LORA), policies(LORA), policies(LORA, f"policies.judge.base={other}"))
+    one, same, beside = (EvaluatedModel("run@0", model, several=each) for each in begins)
+    assert one.serves_as(same)
+    assert not one.serves_as(beside)
+    assert not one.serves_as(EvaluatedModel("run@0", model))
+
+
+def test_a_record_names_models_of_this_machine_and_fetches_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's folder may come from a stranger."""
+    asked = []
+
+    def download(name: str, *, local_files_only: bool = False) -> str:
+        asked.append(local_files_only)
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    other = make_tiny_model(tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    for base in ("other", "far/away"):
+        config = made(*AGENTS, LORA, f"policies.judge.base={base}")
+        several = plugins().policy_set(config)
+        assert several is not None
+        run = Run("run", "run", {"config": config.model_dump(mode="json")})
+        if base == "other":
+            assert _policies_here(run, several).bases == {"judge": str(other)}
+            continue
+        with pytest.raises(
+            ConfigError, match=r"the policy judge of the run run: .* fetch it first \(hf download far/away"
+        ):
+            _policies_here(run, several)
+    assert asked == [True]

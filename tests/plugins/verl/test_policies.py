@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample
-from lightning.config import Config, with_settings
+from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.losses.protocol import Loss
-from lightning_policies.engine import PolicyEngine, seed_of
+from lightning_policies.engine import PolicyEngine, TrainedPolicy, seed_of
 from lightning_verl.engine import VerlEngine
 from lightning_verl.plugin import verl_engine
 from safetensors.torch import load_file
@@ -47,6 +47,11 @@ def compare_policies(verl: PolicyEngine, plain: PolicyEngine, folder: Path) -> N
             assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=2e-4, abs=1e-5), name
         if number == 0:
             verl.save(folder / "verl")
+            for name in POLICIES:
+                engine = verl._engines[name]
+                assert isinstance(engine, VerlEngine)
+                assert engine.saved is not None
+                assert engine.saved[0] == (folder / "verl" / name).resolve(), "workers that die are revived from it"
             plain.save(folder / "torch")
             for policy in POLICIES:
                 mine, theirs = gradient(folder / "verl" / policy), gradient(folder / "torch" / policy)
@@ -108,3 +113,23 @@ def test_a_policy_is_bit_for_bit_the_one_that_is_trained_by_itself(
                 assert torch.equal(value, together[f"{name}|{key}"]), key
         finally:
             alone.close()
+
+
+@pytest.mark.parametrize("order", [("editor", "writer"), ("writer", "editor")])
+def test_policies_that_adapt_other_layers_are_trained_in_bfloat16(model: Path, order: tuple[str, str]) -> None:
+    """Also the layers that the first policy has no adapters in."""
+    targets = dict(zip(order, ("0.self_attn.q_proj", "1.self_attn.v_proj"), strict=True))
+    policies = {
+        name: TrainedPolicy(LoraConfig(rank=2, alpha=4, target_modules=(where,))) for name, where in targets.items()
+    }
+    config = with_settings(
+        Config(), {"engine.device": "cpu", "engine.dtype": "bfloat16", "engine.verl.world_size": ALONE}
+    )
+    engine = PolicyEngine(policies, verl_engine, config)
+    try:
+        engine.open(model, UNCLIPPED, seed=0)
+        for step in range(2):
+            found = engine.step(mixed(step), LOSS)
+            assert all(found.metrics[f"policy/{name}/grad_norm"] > 0 for name in order)
+    finally:
+        engine.close()

@@ -25,9 +25,10 @@ def audit_blocks(found: Located, audits: Sequence[CreditAudit]) -> list[Notices 
         f"{'the evaluation after' if audit.held_out else 'step'} {audit.step}: {mattered} of "
         f"{counted(len(audit.calls), 'decision')} mattered, a share of {share} over tasks"
     )
+    ended = f"{audit.void} void, {audit.failed} failed, {audit.faults} by the policy's own fault"
     cost = (
-        f"{counted(audit.rollouts, 'branch', 'branches')} from {counted(audit.states, 'state')} ({audit.void} void, "
-        f"{audit.failed} failed), {counted(audit.tokens, 'sampled token')}, {seconds(audit.seconds)}"
+        f"{counted(audit.rollouts, 'branch', 'branches')} from {counted(audit.states, 'state')} ({ended}), "
+        f"{counted(audit.tokens, 'sampled token')}, {seconds(audit.seconds)}"
     )
     rollouts = list(dict.fromkeys(call.rollout for call in audit.calls))
     links = [Link(name, to("rollout", found.key, name)) for name in rollouts]
@@ -43,7 +44,7 @@ def audit_blocks(found: Located, audits: Sequence[CreditAudit]) -> list[Notices 
         Column("inner calls", "number", "the correlation without the calls that ended a rollout"),
         Column("less the run's", "number", "the correlation less that of the run's own credit"),
     ]
-    ordered = sorted(audit.agreements.items(), key=lambda each: -(each[1].correlation.value or -2.0))
+    ordered = sorted(audit.agreements.items(), key=lambda each: each[1].correlation.order)
     rows = [
         [
             Cell(f"{name} (the run's)" if name == audit.own else name),
