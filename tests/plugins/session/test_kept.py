@@ -117,11 +117,36 @@ async def test_metrics_of_a_loop_stand_in_its_step_and_take_no_name_of_others(be
         assert "mine/level" not in await take(session, await session.rollout(TASKS))
 
 
+async def test_a_metric_that_is_logged_while_a_step_is_committed_is_the_next_one_s(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        committed, plain = [], made.loop.take
+
+        async def take_and_log(*given: Any) -> Any:
+            session.log({"mine/level": 1.0})
+            if not committed:
+                committed.append("not yet")
+                raise OSError("the disk is full")
+            return await plain(*given)
+
+        made.loop.take = take_and_log
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch)
+        await session.optim_step(lr=0.5)
+        session.log({"mine/level": 1.0, "mine/other": 2.0})
+        with pytest.raises(OSError, match="disk"):
+            await session.publish()
+        metrics = await session.publish()
+        assert (metrics["mine/level"], metrics["mine/other"]) == (1.0, 2.0)
+        metrics = await take(session, await session.rollout(TASKS))
+        assert (metrics["mine/level"], metrics.get("mine/other")) == (1.0, None)
+
+
 async def test_a_replay_buffer_is_read_again_after_a_resume(bench: Open, tmp_path: Path) -> None:
     """Its groups are trained again as often as they may be, and no oftener."""
     async with bench(tmp_path / "run", **BUFFER) as made, Session(made.loop) as session:
         groups = await session.rollout(TASKS)
         session.state = [group.id for group in groups]
+        used = len((await session.batch(groups)).used)  # rollouts with the advantage 0 are not
         await take(session, groups)
     async with bench(tmp_path / "run", **BUFFER) as made, Session(made.loop) as session:
         assert session.step == 1
@@ -139,14 +164,14 @@ async def test_a_replay_buffer_is_read_again_after_a_resume(bench: Open, tmp_pat
                 await session.groups(wrong)
         new = await session.rollout(TASKS)
         metrics = await take(session, [*new, *again])
-        assert metrics["reused"] == 8.0
+        assert metrics["reused"] == used
         with pytest.raises(DataError, match=r"in a step before \(2 in all\), and trainer.max_reuse = 1"):
             await session.batch(again)
     async with bench(tmp_path / "run", **BUFFER) as made, Session(made.loop) as session:
         with pytest.raises(DataError, match=r"in a step before \(2 in all\)"):
             await session.batch(await session.groups(ids))
         report = await audit(made.store, "run")
-        assert (report.ok, report.reused) == (True, 8)
+        assert (report.ok, report.reused) == (True, used)
 
 
 async def test_what_an_earlier_process_began_is_ended_and_not_run_again(
