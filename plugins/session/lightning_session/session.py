@@ -50,7 +50,7 @@ from lightning.types import POLICY, Json, Rollout, Task, Transition, as_texts
 from lightning_branching.planned import branch_rollouts, warn_of_credit
 from lightning_proof.recorded_step import OWN_LOOP, OwnStep, row_digests, rows_digest
 
-from lightning_session.kept import own_metrics, packed, state_bytes, unpacked
+from lightning_session.kept import own_metrics, packed, state_bytes, unpacked, without_taken
 from lightning_session.policies import SessionPolicy, others, policies_of
 from lightning_session.sampling import Queue, Stream, Wanted
 
@@ -204,12 +204,12 @@ class Session:
         """Add metrics to the step that is being made, named `PREFIX/NAME` with a prefix of your own. Of several values of one
         name the last one before `publish()` counts. Raises `DataError` for names that lightning or a plugin has, and for values
         that are no finite numbers."""
-        self._now.metrics |= self._own(metrics)
+        self._now.metrics |= own_metrics(metrics, self._names())
 
-    def _own(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _names(self) -> list[str]:
+        """Return the names of metrics and stages that others have, as far as they are known."""
         result = self._now.result
-        taken = (*self._last, *self._loop.stages.versions, *(result.metrics if result else ()))
-        return own_metrics(metrics, taken)
+        return [*self._last, *self._loop.stages.versions, *(result.metrics if result else ())]
 
     def _sizes(self, n: int | None, keep: int | None) -> tuple[int, int]:
         """Return how many rollouts a group begins with, and how many of them are to end."""
@@ -549,12 +549,11 @@ class Session:
                 "theirs would be: end rollout(), branch() and stream() before publish(), or set trainer.max_staleness to the "
                 "age in steps that a rollout may have"
             )
-        self._own(now.metrics)
 
     async def _publish(self) -> Mapping[str, float]:
         loop, now, step = self._loop, self._now, self.step + 1
         batch, first, began, self._since = now.batch, now.result, self._since, time.monotonic()
-        rollouts, logged, now.metrics = [*now.rollouts], now.metrics, {}  # more may come meanwhile
+        rollouts, logged, now.metrics = [*now.rollouts], without_taken(now.metrics, self._names()), {}  # more may come
         assert batch is not None and first is not None, "publish() has looked"  # noqa: PT018 — for mypy
         made = self._batches[id(batch)]
         groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
