@@ -9,14 +9,20 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from lightning.batch import Group
 from lightning.cli.output import with_store
+from lightning.credit import GroupAdvantage
+from lightning.errors import DataError
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatServer
+from lightning.testing.trajectories import make_group
 from lightning_console.places import Places
-from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
+from lightning_debug.credit_audit import KEPT, CreditAudit, _given, kept_audit
 
 from tests.plugins.console.reading import shown, texts, to
 from tests.plugins.debug.evaluating import FIXED, ScriptedVLLM, asked, said, write_tasks
@@ -217,3 +223,22 @@ def test_a_run_without_decisions_to_execute_is_refused_with_the_reason(
     shown = " ".join(capsys.readouterr().err.split())
     assert "no decision of step 0 of run first can be executed" in shown
     assert told in shown
+
+
+def test_a_credit_by_token_is_compared_by_its_mean() -> None:
+    group = make_group([1.0, 0.0])
+    calls = [call for member in group.trajectories for call in member.transitions]
+
+    def by_token(group: Group, advantage: GroupAdvantage) -> list[Any]:
+        return [[np.arange(len(call.response_ids)) for call in member.transitions] for member in group.trajectories]
+
+    def endless(group: Group, advantage: GroupAdvantage) -> list[Any]:
+        return [[np.full(len(call.response_ids), np.inf) for call in one.transitions] for one in group.trajectories]
+
+    recorded = SimpleNamespace(groups=[group])
+    decisions = SimpleNamespace(decisions=[SimpleNamespace(group=group.id)])
+    plan: Any = SimpleNamespace(choice=decisions, recorded=recorded, credits={"mine": by_token})
+    assert _given(plan)["mine"] == {call.key: (len(call.response_ids) - 1) / 2 for call in calls}
+    plan.credits["mine"] = endless
+    with pytest.raises(DataError, match=r"the credit 'mine' does not give one finite advantage for each call of group"):
+        _given(plan)
