@@ -251,6 +251,7 @@ def test_clips_are_said_once_to_do_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert dataclasses.replace(mine("grpo"), low_level="dapo").clip_high == 0.2
     assert not caplog.messages, "the value of a preset may not be the user's"
     assert mine("dapo", clip_high=0.5) == mine("dapo", clip_high=0.5)
+    assert mine("gspo", correction="tis").ratio == "token", "the correction chose it"
     mine(clip_low=0.125)
     assert caplog.messages == [
         f"{given} has no effect: the loss plain is used as it is, and only the loss itself can clip ratios; leave {name} out"
