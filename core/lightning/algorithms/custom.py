@@ -21,7 +21,7 @@ from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group
 from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError
-from lightning.losses.correction import NO_CORRECTION
+from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.custom_loss import as_loss, check_callable, is_whole
 from lightning.losses.protocol import Loss, name_of, over_all_tokens
 
@@ -72,10 +72,13 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
         if self.correction is None:
             object.__setattr__(self, "correction", NO_CORRECTION)
         LightningRL.__post_init__(self)
+        assert isinstance(self.correction, Correction)
         for field in ("clip_low", "clip_high", "ratio"):
             value = getattr(self, field)
             # A value of some preset is not warned about: `dataclasses.replace` may have kept it from another low level.
             others = PRESETS.values() if field != "ratio" else (PRESETS[self.low_level],)
+            if field == "ratio" and self.correction.decoupled:  # which leaves no other ratio
+                continue
             if field not in told and all(value != getattr(preset, field) for preset in others):
                 told.add(field)
                 logger.warning(

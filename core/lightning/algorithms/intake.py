@@ -194,6 +194,11 @@ def per_call(
     ) from cause
 
 
+def one_per_call(advantages: Sequence[PerToken]) -> list[float]:
+    """Return one advantage for each call: of a call that has one for each token their mean, 0 if it has no token."""
+    return [float(np.mean(value)) if np.size(value) else 0.0 for value in advantages]
+
+
 def _numbers(part: Sequence[PerToken] | npt.NDArray[np.floating]) -> list[PerToken]:
     """Return a trajectory's advantages as a list: of numbers where there is one for each call, else of arrays."""
     with suppress(ValueError):  # answers of different lengths, or numbers beside arrays

@@ -64,7 +64,7 @@ class LightningRL:
     `low_level` is the single-call algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
     `reinforce++_baseline` or `ppo` (docs/algorithms.md compares them). It decides the fields `estimator`, `scaling`, `ratio`,
     `credit`, `clip_low`, `clip_high`, `normalization` and `dynamic_sampling` unless they are given. The object holds the
-    decided values, so `dataclasses.replace` with another low level keeps the values of the old one.
+    decided values, so `dataclasses.replace` with another low level changes little but the name: make a new object.
 
     A rollout's advantage is its return less a baseline (`estimator`: `mean`, `rloo`, `none`), divided by a deviation
     (`scaling`: `group-std`, `batch-std`, `none`). `group-std` goes with the estimator `mean` alone; with another one its place
@@ -167,7 +167,8 @@ class LightningRL:
         if self.estimator != PRESETS[self.low_level].estimator and self.head:
             raise ConfigError(
                 f"estimator={self.estimator!r} has no effect: the credit {self._credit_name()} takes advantages from the "
-                "values of its head. Leave estimator out, or choose a credit without a head (credit='identical')"
+                "values of its head. Leave estimator out (dataclasses.replace keeps that of the low level before: make a "
+                "new LightningRL), or choose a credit without a head (credit='identical')"
             )
 
     def _check_ratio(self) -> None:

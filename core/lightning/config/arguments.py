@@ -34,7 +34,8 @@ def _own_word(what: str, name: str, known: Sequence[str]) -> str:
 
 def refuses_unknown(kind: Kind) -> Kind:
     """Make a class refuse what it does not take with a `ConfigError`: an argument of another name, whose right word it says,
-    also a setting; too many or too few of them; and what is no number where one is wanted."""
+    also a setting; too many or too few of them; and what is no number where one is wanted. A whole number may be
+    given as 4.0."""
     init: Callable[..., None] = kind.__init__
     signature = inspect.signature(init)
     known = [name for name in signature.parameters if name != "self"]
@@ -47,13 +48,15 @@ def refuses_unknown(kind: Kind) -> Kind:
             told = [_own_word(what, name, known) or unknown_argument(what, name, names, takes) for name in unknown]
             raise ConfigError("\n".join(told))
         try:
-            bound = signature.bind(self, *args, **given).arguments
+            bound = signature.bind(self, *args, **given)
         except TypeError as error:
             raise ConfigError(f"{kind.__name__}: {error}. It takes: {', '.join(known)}") from None
-        for name, value in bound.items():
+        for name, value in bound.arguments.items():
             if wanted := _no_number(signature.parameters[name], value):
                 raise ConfigError(f"{kind.__name__}: {name} cannot be {value!r}; it accepts {wanted}")
-        init(self, *args, **given)
+            if isinstance(value, Real) and _wanted(signature.parameters[name])[0] == "int":
+                bound.arguments[name] = int(value)  # type: ignore[call-overload]  # range() takes no 4.0
+        init(*bound.args, **bound.kwargs)
 
     kind.__init__ = checked
     return kind
@@ -61,12 +64,18 @@ def refuses_unknown(kind: Kind) -> Kind:
 
 def _no_number(parameter: inspect.Parameter, value: object) -> str:
     """Return what an argument that is a number accepts, or "" if it accepts the value or is no number."""
-    wanted, _, optional = str(parameter.annotation).partition(" | ")
+    wanted, optional = _wanted(parameter)
     if wanted not in ("int", "float") or (value is None and (optional == "None" or parameter.default is None)):
         return ""
     if isinstance(value, Real) and (wanted == "float" or float(value).is_integer()):
         return ""
     return ("a number" if wanted == "float" else "a whole number") + (", or None" if optional else "")
+
+
+def _wanted(parameter: inspect.Parameter) -> tuple[str, str]:
+    """Return the first type of an argument's annotation, and the others."""
+    wanted, _, optional = str(parameter.annotation).partition(" | ")
+    return wanted, optional
 
 
 def refuse_class(given: object, what: str) -> None:

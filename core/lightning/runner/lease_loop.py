@@ -190,7 +190,7 @@ class _Worker:
         self._delivery, self._runner, self._config, self._on_finished = delivery, runner, config, on_finished
         self._news, self._unwanted = news, unwanted
         self._concurrency = min(runner.concurrency, config.concurrency)
-        self._running: dict[asyncio.Task[Outcome], Rollout] = {}
+        self._running: dict[asyncio.Task[Outcome], Rollout] = {}  # but those whose end was asked for
         self._held: dict[asyncio.Task[None], Lease] = {}  # leases to renew: until their outcomes are taken
         self._reporting: set[asyncio.Task[None]] = set()
         self._stale = 0
@@ -239,9 +239,10 @@ class _Worker:
             self._reporting.discard(task)
             if not task.cancelling():  # else its lease was taken over
                 task.result()
-        for running, rollout in self._running.items():
+        for running, rollout in list(self._running.items()):
             if self._unwanted(rollout):
                 running.cancel()
+                del self._running[running]  # a second cancellation would cut its clean-up short
 
     async def _attempt(self, lease: Lease, llm: LLM | StageError) -> None:
         outcome = await self._outcome(lease, llm)
@@ -276,7 +277,7 @@ class _Worker:
                 raise
             return Outcome(fault=Fault.CANCELLED, error=why)
         finally:
-            del self._running[running]
+            self._running.pop(running, None)
 
     async def _heartbeat(self) -> None:
         """Renew all leases at intervals, until cancelled. End the agent of a lease that another worker has taken over."""

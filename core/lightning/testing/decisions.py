@@ -25,7 +25,7 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning.algorithms.intake import per_call
+from lightning.algorithms.intake import one_per_call, per_call
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import rloo
 from lightning.credit.protocol import Credit, GroupAdvantage
@@ -581,12 +581,13 @@ def score_credits(
 
 
 def _calls(credit: Credit, sampled: Sequence[SampledGroup], advantage: GroupAdvantage) -> Floats:
-    """Return the credit's advantages of all calls of all groups, in one flat array. Raises `DataError` for other shapes."""
+    """Return the credit's advantages of all calls of all groups, in one flat array, where a call has one for each token their
+    mean. Raises `DataError` for other shapes."""
     parts: list[Floats] = []
     for each in sampled:
         name = str(getattr(credit, "__qualname__", repr(credit)))
-        given = per_call(each.group, credit(each.group, advantage), name, "finite advantage", by_token=False)
-        parts.extend(np.array(own, dtype=np.float64) for own in given)
+        given = per_call(each.group, credit(each.group, advantage), name, "finite advantage")
+        parts.extend(np.array(one_per_call(own)) for own in given)
     found = np.concatenate(parts)
     if not np.isfinite(found).all():
         raise DataError("the credit gave a number that is not finite: it must give one finite advantage for each call")

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -26,9 +27,11 @@ from lightning.batch.sample import FloatArray, Sample, transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
+from lightning.losses.protocol import name_of
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.context import RESTING, Epoch, PolicyFault
+from lightning.trainer.runs import code_digest
 from lightning.types import POLICY, Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition, by_key
 
 
@@ -228,24 +231,32 @@ def batch_digest(batch: Batch) -> str:
 
 
 def digest_loss(digest: hashlib._Hash, batch: Batch) -> None:
-    """Add a batch's own loss to a digest, if it has one: its type and fields."""
+    """Add a batch's own loss to a digest, if it has one: its type, its fields, and the name and the source of a user's code."""
     if batch.loss is not None:
         loss = batch.loss.given if isinstance(batch.loss, GivenLoss) else batch.loss
         digest_text(digest, type(loss).__qualname__, *_fields(loss))
 
 
 def _fields(loss: object) -> Iterator[str]:
-    """What a loss was made with, as JSON, and what its correction was made with. Of any other object, or a function, only the
-    name, which is the same in every process."""
-    for field in dataclasses.fields(loss) if dataclasses.is_dataclass(loss) else ():
-        if field.init:
-            yield f"{field.name}={json.dumps(getattr(loss, field.name), default=_in_json, skipkeys=True)}"
+    """What a loss was made with, as JSON, and what its correction was made with; of a function or an object of another class
+    its name. Then the digest of the code, if it is a user's. All of it is the same in every process."""
+    if dataclasses.is_dataclass(loss):
+        for field in dataclasses.fields(loss):
+            if field.init:
+                yield f"{field.name}={json.dumps(getattr(loss, field.name), default=_in_json, skipkeys=True)}"
+    else:
+        yield name_of(loss)
+    if isinstance(loss, partial):
+        yield json.dumps([loss.args, loss.keywords], default=_in_json, skipkeys=True)
+    if code := code_digest(loss):
+        yield code
 
 
 def _in_json(value: object) -> object:
     if isinstance(value, Correction):
         return dataclasses.asdict(value)
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    name = str(getattr(value, "__qualname__", type(value).__qualname__))
+    return f"{name} {code}" if (code := code_digest(value)) else name
 
 
 def record_step(

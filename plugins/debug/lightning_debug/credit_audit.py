@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Final, cast
 
 import numpy as np
+from lightning.algorithms.intake import one_per_call, per_call
 from lightning.batch import Group, Trajectory
 from lightning.credit import Credit, rloo, rollout_return
 from lightning.errors import ConfigError, DataError, RunnerError
@@ -308,8 +309,8 @@ def _branches(plan: Plan, run: str, place: int, key: Key, task: Task) -> list[Ro
 
 
 def _given(plan: Plan) -> dict[str, dict[Key, float]]:
-    """Return the advantage of each call of the audited groups, by credit. Raises `DataError` for a credit function that does
-    not give a finite number for each call."""
+    """Return the advantage of each call of the audited groups, by credit; of a credit by token its mean over the call. Raises
+    `DataError` for a credit function that does not give a finite number for each call."""
     wanted = {decision.group for decision in plan.choice.decisions}
     groups = [group for group in plan.recorded.groups if group.id in wanted]
     found: dict[str, dict[Key, float]] = {}
@@ -318,16 +319,14 @@ def _given(plan: Plan) -> dict[str, dict[Key, float]]:
             prefetch(groups)
         found[name] = {}
         for group in groups:
-            given = [np.asarray(part, dtype=np.float64) for part in credit(group, rloo)]
-            shapes = [part.shape for part in given]
-            if shapes != [(len(member.transitions),) for member in group.trajectories] or not all(
-                np.isfinite(part).all() for part in given
-            ):
+            parts = per_call(group, credit(group, rloo), repr(name), "finite advantage")
+            given = [one_per_call(own) for own in parts]
+            if not all(np.isfinite(value) for own in given for value in own):
                 raise DataError(
                     f"the credit {name!r} does not give one finite advantage for each call of group {group.id}"
                 )
             for member, part in zip(group.trajectories, given, strict=True):
-                found[name] |= {call.key: float(value) for call, value in zip(member.transitions, part, strict=True)}
+                found[name] |= {call.key: value for call, value in zip(member.transitions, part, strict=True)}
     calls = [call for group in groups for member in group.trajectories for call in member.transitions]
     answers = {call.key: np.asarray(call.logprobs, dtype=np.float64) for call in calls if len(call.logprobs)}
     found[LOGPROB] = {key: float(values.mean()) for key, values in answers.items()}

@@ -27,7 +27,7 @@ from lightning.trainer.training_data import (
     of_groups,
     values_key,
 )
-from lightning.types import Json, Rollout, StepRecord
+from lightning.types import POLICY, Json, Rollout, StepRecord
 
 
 async def rollouts_of(store: Store, record: StepRecord, max_staleness: int) -> list[Rollout]:
@@ -103,8 +103,11 @@ def own_step(context: Mapping[str, Json]) -> OwnStep | None:
 
 
 def row_digests(sample: Sample) -> tuple[str, str]:
-    """SHA-256 (hex) of a row: of what was sampled, and of what is to be learned from it (weights and advantages)."""
+    """SHA-256 (hex) of a row: of what was sampled, by which policy, and of what is to be learned from it (weights and
+    advantages)."""
     what, how = hashlib.sha256(struct.pack("<qd", len(sample), sample.temperature)), hashlib.sha256()
+    if sample.policy != POLICY:
+        digest_text(what, sample.policy)
     for span in sample.spans:
         digest_text(what, span.rollout)
         what.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))

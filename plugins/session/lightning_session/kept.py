@@ -7,20 +7,36 @@ its last step, whatever ended the process before.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from lightning.errors import DataError, StoreError
+from lightning.losses.protocol import TAKEN
+from lightning.trainer.metrics import UNTRAINED
 from lightning.trainer.stages import NOT_NAMES
+from lightning.trainer.weight_sync import HELD_SECONDS
 from lightning.types import Json, StepRecord, not_json
+
+logger = logging.getLogger(__name__)
 
 EXTRA: Final = "session"
 """The name of the extra of a step that has state and rates."""
 LARGEST_STATE: Final = 1 << 20
 """The most bytes of a state, as JSON in UTF-8: each step keeps one."""
-OTHERS: Final = (*NOT_NAMES, "policy", "server")
-"""The beginnings of metrics that are the trainer's own."""
+OF_LOSSES: Final = (
+    "approx_kl", "clip_fraction", "correction_weight", "dual_clip_fraction", "entropy", "masked_share", "old_logprob_share",
+    "ratio", "ratio_max", "reference_kl", "rho", "rho_squared", "truncated_share",
+)  # fmt: skip
+"""The metrics of lightning's losses."""
+OF_STEPS: Final = (
+    "groups_too_old", HELD_SECONDS, "overlap_seconds", "policy", "probe_gap", "probe_gap_mean", "reused", "server",
+    UNTRAINED.rstrip("/"),
+)  # fmt: skip
+"""The beginnings of a step's other metrics, also of those that only some steps have."""
+OTHERS: Final = frozenset((*NOT_NAMES, *TAKEN, *OF_LOSSES, *OF_STEPS))
+"""The beginnings of metrics that are lightning's own."""
 
 
 def state_bytes(state: Json | bytes) -> bytes:
@@ -66,15 +82,15 @@ def unpacked(record: StepRecord | None) -> tuple[Json | bytes, dict[str, float]]
         ) from error
 
 
-def own_metrics(given: Mapping[str, float], taken: Collection[str]) -> dict[str, float]:
+def own_metrics(given: Mapping[str, float], taken: Iterable[str]) -> dict[str, float]:
     """Return metrics that a loop gives. `taken` are names of metrics and stages that others have. Raises `DataError` for a name
     that is not `PREFIX/NAME`, or whose prefix others have, and for a value that is no finite number."""
-    prefixes = {name.partition("/")[0] for name in (*taken, *OTHERS)}
+    prefixes = _prefixes(taken)
     for name, value in given.items():
         prefix, _, rest = name.partition("/") if isinstance(name, str) else ("", "", "")
         if not prefix or not rest or not name.isprintable():
             raise DataError(f"the metric {name!r} needs a prefix of your own: name it 'mine/{name}'")
-        if prefix in prefixes or prefix.startswith("server_"):
+        if _is_taken(name, prefixes):
             raise DataError(
                 f"the metric {name!r} begins as metrics of lightning or of a plugin do ({prefix}/...): give it another prefix, "
                 f"such as 'mine/{rest}'"
@@ -82,3 +98,24 @@ def own_metrics(given: Mapping[str, float], taken: Collection[str]) -> dict[str,
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise DataError(f"the metric {name!r} is {value!r} and no finite number: leave out what was not measured")
     return {name: float(value) for name, value in given.items()}
+
+
+def without_taken(logged: Mapping[str, float], taken: Iterable[str]) -> dict[str, float]:
+    """Return the metrics of a loop without those whose prefix others have since they were logged, with a warning of these."""
+    prefixes = _prefixes(taken)
+    if left_out := [name for name in logged if _is_taken(name, prefixes)]:
+        logger.warning(
+            "the metrics %s are left out of the step: a metric of lightning or of a plugin begins like them. Give them a "
+            "prefix of your own, such as mine/...",
+            ", ".join(left_out),
+        )
+    return {name: value for name, value in logged.items() if name not in left_out}
+
+
+def _prefixes(taken: Iterable[str]) -> frozenset[str]:
+    return OTHERS.union(name.partition("/")[0] for name in taken)
+
+
+def _is_taken(name: str, prefixes: Collection[str]) -> bool:
+    prefix = name.partition("/")[0]
+    return prefix in prefixes or prefix.startswith("server_")

@@ -217,9 +217,10 @@ class Queue(Sampler):
             self._unfinished |= dict.fromkeys((rollout.id for rollout in rollouts), None)
             self.stir()
             await self.stack.create(rollouts)
-            one = rollouts[0]
+            one, own = rollouts[0], {rollout.id for rollout in rollouts}
             for known in await all_rollouts(self.stack.store, one.run, split=one.split, step=one.step):
-                if known.status.ended:  # before this process
+                # Of others the worker tells `_ended` a little later than the store knows it, and must find their groups here.
+                if known.id in own and known.status.ended:  # before this process
                     self._unfinished.pop(known.id, None)
             self.stir()
             await self.until(lambda: not any(rollout.id in self._unfinished for rollout in rollouts))
@@ -362,7 +363,7 @@ class Stream:
         self._queue, self._tasks, self._size, self._keep, self._ahead = queue, tasks, size, keep, ahead
         self._took = took
         self._under_way: list[Wanted] = []
-        self._read = False
+        self._read = self._closed = False
         self._error: BaseException | None = None
         self._failed: list[Rollout] = []
         """The rollouts of the last groups that failed as a whole, one behind another."""
@@ -389,7 +390,13 @@ class Stream:
             if late > 0:
                 self._tell_late(group)
                 continue
-            found = await self._took(group)
+            try:
+                found = await self._took(group)
+            except BaseException:
+                if not self._closed:  # nobody has it
+                    self._under_way.insert(0, group)
+                    self._queue.stir()
+                raise
             if found.trajectories:
                 self._failed = []
                 return found
@@ -430,7 +437,7 @@ class Stream:
         return next((group for group in self._under_way if group.done), None)
 
     def _close(self) -> None:
-        self._read = True
+        self._read = self._closed = True
         self._queue.remove(self)
         self._queue.give_up(self._under_way)
         self._under_way = []

@@ -23,8 +23,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -50,7 +50,7 @@ from lightning.types import POLICY, Json, Rollout, Task, Transition, as_texts
 from lightning_branching.planned import branch_rollouts, warn_of_credit
 from lightning_proof.recorded_step import OWN_LOOP, OwnStep, row_digests, rows_digest
 
-from lightning_session.kept import own_metrics, packed, state_bytes, unpacked
+from lightning_session.kept import own_metrics, packed, state_bytes, unpacked, without_taken
 from lightning_session.policies import SessionPolicy, others, policies_of
 from lightning_session.sampling import Queue, Stream, Wanted
 
@@ -67,14 +67,16 @@ OF_NO_BATCH = -1
 @dataclass
 class _Step:
     """The state of the step that is being made. `rollouts` were sampled for it. `result` is the engine's result for its rows up
-    to the first update, `pending` says whether there is a gradient, `rows` are the rows that updates have used, `metrics` the
-    loop's own."""
+    to the first update, with the spans that it has seen in all rows. `pending` says whether there is a gradient, `rows` are the
+    rows that updates have used, `metrics` the loop's own."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     next_index: dict[str, int] = field(default_factory=dict)
     """The number of the next branch of a group, for groups with branches."""
     batch: Batch | None = None
+    computing: Batch | None = None
+    """The batch on which the engine computes now."""
     result: StepResult | None = None
     pending: bool = False
     rows: set[int] = field(default_factory=set)
@@ -83,6 +85,15 @@ class _Step:
     updates: list[StepResult] = field(default_factory=list)
     computed: list[tuple[float, str]] = field(default_factory=list)
     """For each update its learning rate, and the digest of the rows that it was computed on."""
+
+    @contextmanager
+    def on(self, batch: Batch | None) -> Iterator[None]:
+        """The engine computes on this batch in the block."""
+        self.computing = batch
+        try:
+            yield
+        finally:
+            self.computing = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,8 @@ class _Made:
     rows: Sequence[tuple[str, str]]
     resting: Sequence[str] | None
     """The policies that were left out by name; None if none were named."""
+    turn: Sequence[str]
+    """The policies that rested in the step for which it was made, by the run's settings; empty if policies were named."""
 
 
 class Session:
@@ -191,12 +204,12 @@ class Session:
         """Add metrics to the step that is being made, named `PREFIX/NAME` with a prefix of your own. Of several values of one
         name the last one before `publish()` counts. Raises `DataError` for names that lightning or a plugin has, and for values
         that are no finite numbers."""
-        self._now.metrics |= self._own(metrics)
+        self._now.metrics |= own_metrics(metrics, self._names())
 
-    def _own(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _names(self) -> list[str]:
+        """Return the names of metrics and stages that others have, as far as they are known."""
         result = self._now.result
-        taken = (*self._last, *self._loop.stages.versions, *(result.metrics if result else ()))
-        return own_metrics(metrics, taken)
+        return [*self._last, *self._loop.stages.versions, *(result.metrics if result else ())]
 
     def _sizes(self, n: int | None, keep: int | None) -> tuple[int, int]:
         """Return how many rollouts a group begins with, and how many of them are to end."""
@@ -265,9 +278,9 @@ class Session:
     async def _took(self, ended: Sequence[Rollout]) -> list[Group]:
         """Read groups that have ended; steps may be made of them from now on."""
         loop = self._loop
-        self._now.rollouts += ended
         fault = loop.stack.config.trainer.policy_fault
         found = await load_groups(self.store, ended, loop.agents_at(self.step + 1), fault)
+        self._now.rollouts += ended  # not before: a call that is cancelled meanwhile has taken nothing
         self._groups |= {group.id: group for group in found if not self._is_late(group)}
         return found
 
@@ -336,17 +349,15 @@ class Session:
         (one,) = branch_rollouts([(trunk, at)], 0)
         try:
             await loop.stack.gateway.parts.line.planned(one)
+            first = await self._next_index(one)
         except BaseException:
             self._groups[group.id] = group  # there are no branches of it
             raise
-        highest = max(member.index for member in now.rollouts if member.group == group.id)
-        first = max(highest + 1, now.next_index.get(group.id, 0))
         now.next_index[group.id] = first + n  # also if this is interrupted: an id never belongs to two calls
-        ended = await self._queue.ended(
-            branch_rollouts([(trunk, at)] * n, first), f"branches of step {trunk.rollout.step}"
-        )
-        known = {rollout.id for rollout in now.rollouts}
-        branches = [rollout for rollout in ended if rollout.id not in known]
+        planned = branch_rollouts([(trunk, at)] * n, first)
+        ended = await self._queue.ended(planned, f"branches of step {trunk.rollout.step}")
+        new = {rollout.id for rollout in planned}
+        branches = [rollout for rollout in ended if rollout.id in new]
         self._queue.tell_failed(f"branches of step {trunk.rollout.step}", branches)
         self._now.rollouts += branches
         fault, agents = loop.stack.config.trainer.policy_fault, loop.agents_at(self.step + 1)
@@ -358,11 +369,19 @@ class Session:
             warn_of_credit((loop.schedule.at(self.step + 1),))
         return found
 
+    async def _next_index(self, one: Rollout) -> int:
+        """Return the number of the next branch of a group, of which `one` is a rollout: the store has its cancelled rollouts,
+        too, and an id never belongs to two rollouts."""
+        stored = await all_rollouts(self.store, one.run, split=one.split, step=one.step)
+        highest = max(rollout.index for rollout in stored if rollout.group == one.group)
+        return max(highest + 1, self._now.next_index.get(one.group, 0))
+
     def _forget_batches_of(self, group: Group, now: _Step) -> None:
         """Drop the batches of a group that is about to change. Raises `DataError` if one of them is being trained on."""
         for name, made in list(self._batches.items()):
             if any(each.id == group.id for each in made.groups):
-                if now.batch is made.batch and (now.updates or now.pending):
+                trained = now.batch is made.batch and (now.updates or now.pending)
+                if trained or now.computing is made.batch:
                     raise DataError(f"{group.id} is in the batch that this step trains on: branch before that")
                 del self._batches[name]
 
@@ -378,14 +397,26 @@ class Session:
             raise DataError("a group is there twice: give each once")
         self._check(groups)
         async with self._making:
-            given, algorithm = groups, self._loop.schedule.at(self.step + 1)
-            if resting is not None:
-                given = of_interest(groups, (*self._loop.train_agents, *without(resting)))
-            batch = await in_thread(algorithm.batch, given)
-            rows = await asyncio.to_thread(lambda: [row_digests(row) for row in batch.samples])
-            self._check(groups)  # a step may have been published meanwhile
-            self._batches[id(batch)] = _Made(batch, algorithm, [*given], rows, resting)
-            return batch
+            while True:
+                given, algorithm, turn = groups, self._loop.schedule.at(self.step + 1), self._turn(resting)
+                if resting is not None or turn:  # else a group has the calls that each step trains
+                    given = of_interest(groups, (*self._loop.train_agents, *without(resting or turn)))
+                batch = await in_thread(algorithm.batch, given)
+                rows = await asyncio.to_thread(lambda rows: [*map(row_digests, rows)], batch.samples)
+                self._check(groups)  # a step may have been published meanwhile
+                made = _Made(batch, algorithm, [*given], rows, resting, turn)
+                if self._is_of_next(made):
+                    self._batches[id(batch)] = made
+                    return batch
+
+    def _turn(self, resting: Sequence[str] | None) -> Sequence[str]:
+        """Return the policies that rest in the next step by the run's settings; none if `resting` names those that do."""
+        return () if resting is not None else self._loop.resting(self.step + 1)
+
+    def _is_of_next(self, made: _Made) -> bool:
+        """Whether the next step can be made of a batch: by its algorithm, and in its turn of the policies."""
+        following = self._loop.schedule.at(self.step + 1)
+        return made.algorithm is following and made.turn == self._turn(made.resting)
 
     def _check(self, groups: Sequence[Group]) -> None:
         """Raise `DataError` for groups of which the next step cannot be made."""
@@ -415,7 +446,8 @@ class Session:
         Raises `DataError` for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError`
         for a loss that several updates, or parts of a batch, would change."""
         async with self._computing():
-            return await to_its_end(self._forward_backward(batch, samples, loss))
+            with self._now.on(batch):
+                return await to_its_end(self._forward_backward(batch, samples, loss))
 
     async def _forward_backward(
         self, batch: Batch, samples: Sequence[Sample] | None, own: Loss | OwnLoss | None
@@ -435,13 +467,13 @@ class Session:
         given = await asyncio.to_thread(_given, rows, self._batches[id(batch)], said)
         await loop.writer.training()
         if now.batch is not batch:
-            now.batch, now.rows = batch, set()
+            now.batch, now.rows, now.result = batch, set(), None
         before, now.given, now.pending = now.given if now.pending else [], [], False
         with loop.timed("train"):
             result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
         now.pending, now.given = True, before + given
-        if not now.updates:
-            now.result = result
+        seen = {**result.seen, **(now.result.seen if now.result else {})}
+        now.result = replace(now.result if now.updates and now.result else result, seen=seen)
         return result.metrics
 
     async def optim_step(self, lr: float | None = None) -> Mapping[str, float]:
@@ -450,7 +482,8 @@ class Session:
 
         Raises `DataError` without a gradient, and after `trainer.steps` if the schedule has fallen to 0."""
         async with self._computing():
-            return await to_its_end(self._optim_step(lr))
+            with self._now.on(self._now.batch):
+                return await to_its_end(self._optim_step(lr))
 
     async def _optim_step(self, lr: float | None) -> Mapping[str, float]:
         loop, now = self._loop, self._now
@@ -516,12 +549,11 @@ class Session:
                 "theirs would be: end rollout(), branch() and stream() before publish(), or set trainer.max_staleness to the "
                 "age in steps that a rollout may have"
             )
-        self._own(now.metrics)
 
     async def _publish(self) -> Mapping[str, float]:
         loop, now, step = self._loop, self._now, self.step + 1
         batch, first, began, self._since = now.batch, now.result, self._since, time.monotonic()
-        rollouts, logged = [*now.rollouts], {**now.metrics}  # more may come meanwhile
+        rollouts, logged, now.metrics = [*now.rollouts], without_taken(now.metrics, self._names()), {}  # more may come
         assert batch is not None and first is not None, "publish() has looked"  # noqa: PT018 — for mypy
         made = self._batches[id(batch)]
         groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
@@ -546,10 +578,11 @@ class Session:
         finally:
             if loop.done == step:  # committed, whatever failed then
                 self._committed(groups, batch)
-                later = {name: value for name, value in now.metrics.items() if logged.get(name) != value}
-                self._now = _Step(now.rollouts[len(rollouts) :], later)
+                self._now = _Step(now.rollouts[len(rollouts) :], now.metrics)
                 for policy in self.policies.values():
                     policy.took(result)
+            else:
+                now.metrics = logged | now.metrics
         self._last = {name: value for name, value in found.items() if name not in logged}
         loop.reporter.step(step, found, time.monotonic() - began)
         return found
@@ -575,11 +608,10 @@ class Session:
         }
         kept = (member.rollout.id for group in self._groups.values() for member in group.trajectories)
         self._trained = trained.intersection(kept)
-        following = self._loop.schedule.at(self.step + 1)
         self._batches = {
             name: made
             for name, made in self._batches.items()
-            if made.algorithm is following and all(group.id in self._groups for group in made.groups)
+            if self._is_of_next(made) and all(group.id in self._groups for group in made.groups)
         }
         self._loop.begin_step()
 
@@ -608,7 +640,7 @@ def _spans(row: Sample) -> tuple[tuple[str, int, int, int, int], ...]:
 
 
 def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
-    """Return the result that a step reports: of its rows up to the first update, and of all updates."""
+    """Return the result that a step reports: `result`, with what is of all updates."""
     metrics = dict(result.metrics)
     metrics |= {"lr": updates[-1].metrics["lr"]} if "lr" in updates[-1].metrics else {}
     for name in {name for update in updates for name in update.metrics}:

@@ -286,6 +286,11 @@ def test_impossible_fields_are_refused(fields: dict[str, object], message: str) 
         LightningRL(**fields)  # type: ignore[arg-type]
 
 
+def test_a_whole_number_is_one_however_it_is_written() -> None:
+    made = [LightningRL("grpo", group_size=size).group_size for size in (4, 4.0, np.int64(4))]  # type: ignore[arg-type]
+    assert [(type(size), size) for size in made] == [(int, 4)] * 3
+
+
 def test_failed_rollouts_are_absent_not_zero() -> None:
     rewards = [1.0, 0.5]
     with_failure = LightningRL("dr_grpo", group_size=3).batch([make_group(rewards)])

@@ -110,7 +110,10 @@ def test_parts_of_low_levels_compose() -> None:
         ({"estimator": "rloo", "scaling": "group-std"}, "GRPO's advantage times a constant. Set scaling='none'"),
         ({"estimator": "none", "scaling": "group-std"}, "there is no baseline"),
         ({"low_level": "rloo", "scaling": "group-std"}, "times a constant"),
-        ({"low_level": "ppo", "estimator": "rloo"}, "takes advantages from the values of its head"),
+        (
+            {"low_level": "ppo", "estimator": "rloo"},
+            "values of its head. Leave estimator out .*: make a new LightningRL",
+        ),
         ({"credit": "critic", "estimator": "rloo"}, "the credit 'critic' takes advantages from"),
         ({"ratio": "sequence", "correction": "tis"}, "ratio='sequence' has no effect with correction='tis'"),
         ({"estimator": "grpo"}, "unknown estimator 'grpo': use one of mean, rloo, none"),

@@ -219,6 +219,25 @@ def test_the_digest_of_a_batch_names_the_loss_that_was_given(loss: Loss) -> None
     )
 
 
+def test_the_digest_of_a_batch_tells_one_function_from_another() -> None:
+    """By name and by source: an edited function has its old name."""
+
+    def imitate(tokens: Any) -> Any:
+        return -0.1 * tokens.logprobs
+
+    def forget(tokens: Any) -> Any:
+        return 10 * tokens.logprobs
+
+    kept, again = batch_digest(rows([GROUP], imitate)), batch_digest(rows([GROUP], imitate))
+    imitated = imitate
+
+    def imitate(tokens: Any) -> Any:  # type: ignore[no-redef]
+        return -0.2 * tokens.logprobs
+
+    others = [forget, imitate, ClippedPolicyGradient(surrogate=imitate), ClippedPolicyGradient(surrogate=imitated)]
+    assert len({kept, again, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 5
+
+
 def test_the_digest_of_a_batch_tells_one_correction_from_another() -> None:
     losses = [ClippedPolicyGradient(correction=Correction(kind)) for kind in ("mask", "tis", "tis")]  # type: ignore[arg-type]
     mask, tis, same = (batch_digest(rows([GROUP], loss)) for loss in losses)
@@ -232,6 +251,7 @@ def test_clips_are_said_once_to_do_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert dataclasses.replace(mine("grpo"), low_level="dapo").clip_high == 0.2
     assert not caplog.messages, "the value of a preset may not be the user's"
     assert mine("dapo", clip_high=0.5) == mine("dapo", clip_high=0.5)
+    assert mine("gspo", correction="tis").ratio == "token", "the correction chose it"
     mine(clip_low=0.125)
     assert caplog.messages == [
         f"{given} has no effect: the loss plain is used as it is, and only the loss itself can clip ratios; leave {name} out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -694,6 +695,44 @@ async def test_a_source_is_asked_when_there_is_room_and_wakes_the_worker(store: 
     assert not source.changed.is_set()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
+        await working
+    await runner.close()
+
+
+async def test_the_clean_up_of_an_unwanted_attempt_is_not_cut_short(store: MemoryStore) -> None:
+    """Whatever news there is meanwhile."""
+    cleaning, cleaned, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await go.wait()
+            cleaned.set()
+        return 1.0
+
+    config = RunnerConfig(concurrency=2)
+    runner = WithCalls(InlineRunner(agent, config), store)
+    await runner.start()
+    source, ended = Endless(store, limit=2), asyncio.Queue[Rollout]()
+    working = asyncio.create_task(
+        work(store, runner, RUN, llm_for, worker="w", config=config, on_finished=ended.put_nowait, source=source)
+    )
+    async with asyncio.timeout(30):
+        while len((await store.list_rollouts(RUN, status=Status.RUNNING)).items) < 2:
+            await asyncio.sleep(0.01)
+        source.ends = "r0"
+        source.changed.set()
+        await cleaning.wait()
+        for _ in range(3):
+            source.changed.set()
+            await asyncio.sleep(0.01)
+        assert not cleaned.is_set()
+        go.set()
+        assert ((await ended.get()).fault, cleaned.is_set()) == (Fault.CANCELLED, True)
+    working.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
         await working
     await runner.close()
 

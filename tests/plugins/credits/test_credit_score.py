@@ -50,6 +50,19 @@ def nothing(group: Group, advantage: GroupAdvantage) -> list[np.ndarray]:
     return [np.zeros(len(member.transitions)) for member in group.trajectories]
 
 
+def test_a_credit_by_token_is_scored_by_its_mean() -> None:
+    def by_token(group: Group, advantage: GroupAdvantage) -> list[list[np.ndarray]]:
+        spread = [
+            [np.linspace(-1.0, 1.0, len(call.response_ids)) for call in one.transitions] for one in group.trajectories
+        ]
+        given = LeaveOneOut()(group, advantage)
+        return [[value + part for value, part in zip(*own, strict=True)] for own in zip(given, spread, strict=True)]
+
+    task = bifurcation_tasks()["early"]
+    scores = score_credits({"call": LeaveOneOut(), "token": by_token}, task, groups=20)
+    assert scores["token"].correlation == pytest.approx(scores["call"].correlation)
+
+
 def test_exact_values_one_call_ahead_are_the_truth_where_there_is_no_luck() -> None:
     score = score_credit(Critic(lam=0.0), certain(), groups=50)
     assert score.correlation == pytest.approx(1.0)

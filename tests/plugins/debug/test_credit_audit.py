@@ -15,13 +15,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch import Group
 from lightning.cli.output import with_store
 from lightning.config import Config, with_settings
-from lightning.credit import Decayed
-from lightning.errors import ConfigError
+from lightning.credit import Decayed, GroupAdvantage
+from lightning.errors import ConfigError, DataError
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatServer
 from lightning.testing.decisions import branch_of
@@ -29,7 +30,7 @@ from lightning.testing.trajectories import make_group, make_trajectory
 from lightning.types import Fault, Rollout, Run, Status, Task
 from lightning_branching.recorded import VOID
 from lightning_console.places import Places
-from lightning_debug.credit_audit import KEPT, CreditAudit, credits_of, fates, kept_audit
+from lightning_debug.credit_audit import KEPT, CreditAudit, _given, credits_of, fates, kept_audit
 from lightning_debug.credit_choice import Recorded, _in_turns
 from lightning_debug.credit_command import _model
 from lightning_debug.judge import Judge
@@ -305,3 +306,22 @@ async def test_weights_that_an_audit_cannot_have_are_said_with_the_cure() -> Non
         parent = cast("Any", SimpleNamespace(run=run, folder=None))
         with pytest.raises(ConfigError, match=told):
             await _model(cast("Any", None), parent, 1, Path("models"), Config())
+
+
+def test_a_credit_by_token_is_compared_by_its_mean() -> None:
+    group = make_group([1.0, 0.0])
+    calls = [call for member in group.trajectories for call in member.transitions]
+
+    def by_token(group: Group, advantage: GroupAdvantage) -> list[Any]:
+        return [[np.arange(len(call.response_ids)) for call in member.transitions] for member in group.trajectories]
+
+    def endless(group: Group, advantage: GroupAdvantage) -> list[Any]:
+        return [[np.full(len(call.response_ids), np.inf) for call in one.transitions] for one in group.trajectories]
+
+    recorded = SimpleNamespace(groups=[group])
+    decisions = SimpleNamespace(decisions=[SimpleNamespace(group=group.id)])
+    plan: Any = SimpleNamespace(choice=decisions, recorded=recorded, credits={"mine": by_token})
+    assert _given(plan)["mine"] == {call.key: (len(call.response_ids) - 1) / 2 for call in calls}
+    plan.credits["mine"] = endless
+    with pytest.raises(DataError, match=r"the credit 'mine' does not give one finite advantage for each call of group"):
+        _given(plan)

@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import Sample
 from lightning.cli.app import build
+from lightning.testing.trajectories import make_group
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import StepRecord
 from lightning_proof.audit import audit
+from lightning_proof.recorded_step import row_digests
 from lightning_session.session import Session
 from typer.testing import CliRunner
 
@@ -37,6 +40,12 @@ async def test_steps_of_ones_own_are_recorded_served_and_audited(bench: Open, tm
         assert all(record.context["own_loop"] and record.checkpoint for record in records)
         report = await audit(made.store, "run")
         assert (report.steps, report.ok) == (3, True)
+
+
+def test_a_row_s_digest_knows_whose_row_it_is() -> None:
+    row = LightningRL().batch([make_group([1.0, 0.0])]).samples[0]
+    (what, how), other = row_digests(row), row_digests(replace(row, policy="other"))
+    assert (what != other[0], how == other[1]) == (True, True)
 
 
 def _negated(batch: Batch) -> list[Sample]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.batch.trajectory import Group
 from lightning.errors import DataError, StoreError
+from lightning.losses.correction import Correction
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import TokenBatch
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, StepRecord, Task
 from lightning_proof.audit import audit
-from lightning_session.kept import LARGEST_STATE, packed, unpacked
+from lightning_session.kept import LARGEST_STATE, OTHERS, packed, unpacked
 from lightning_session.session import Session
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
@@ -107,6 +112,9 @@ async def test_metrics_of_a_loop_stand_in_its_step_and_take_no_name_of_others(be
             ("seconds/x", "another prefix"),
             ("server_1/x", "another prefix"),
             ("tokens/x", "another prefix"),
+            ("loss/x", "another prefix"),
+            ("entropy/x", "another prefix"),
+            ("calls_untrained/x", "another prefix"),
             ("/x", "needs a prefix"),
         ):
             with pytest.raises(DataError, match=said):
@@ -117,11 +125,64 @@ async def test_metrics_of_a_loop_stand_in_its_step_and_take_no_name_of_others(be
         assert "mine/level" not in await take(session, await session.rollout(TASKS))
 
 
+async def test_a_name_that_is_found_to_be_another_s_blocks_no_step(
+    bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        plain = made.engine.forward_backward
+
+        def with_own(*given: Any) -> Any:
+            result = plain(*given)
+            return replace(result, metrics={**result.metrics, "mine": 1.0})
+
+        made.engine.forward_backward = with_own
+        session.log({"mine/level": 1.0, "ours/level": 2.0})
+        metrics = await take(session, await session.rollout(TASKS))
+        assert (metrics["mine"], metrics.get("mine/level"), metrics["ours/level"]) == (1.0, None, 2.0)
+        assert "the metrics mine/level are left out of the step" in caplog.text
+        others = metrics.keys() - {"mine", "ours/level"}
+        assert {name.partition("/")[0] for name in others} <= OTHERS, "the first step refuses what later ones do"
+
+
+def test_a_loop_s_metrics_take_no_name_of_a_loss() -> None:
+    some = torch.zeros(2)
+    tokens = TokenBatch(
+        some, old_logprobs=some, advantages=some, weights=some + 0.5, entropy=some, has_old=some == 0, reference=some
+    )
+    loss = ClippedPolicyGradient(kl_coefficient=0.1, correction=Correction("tis"))
+    assert {"reference_kl", "truncated_share"} <= loss(tokens).metrics.keys() <= OTHERS
+
+
+async def test_a_metric_that_is_logged_while_a_step_is_committed_is_the_next_one_s(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        committed, plain = [], made.loop.take
+
+        async def take_and_log(*given: Any) -> Any:
+            session.log({"mine/level": 1.0})
+            if not committed:
+                committed.append("not yet")
+                raise OSError("the disk is full")
+            return await plain(*given)
+
+        made.loop.take = take_and_log
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch)
+        await session.optim_step(lr=0.5)
+        session.log({"mine/level": 1.0, "mine/other": 2.0})
+        with pytest.raises(OSError, match="disk"):
+            await session.publish()
+        metrics = await session.publish()
+        assert (metrics["mine/level"], metrics["mine/other"]) == (1.0, 2.0)
+        metrics = await take(session, await session.rollout(TASKS))
+        assert (metrics["mine/level"], metrics.get("mine/other")) == (1.0, None)
+
+
 async def test_a_replay_buffer_is_read_again_after_a_resume(bench: Open, tmp_path: Path) -> None:
     """Its groups are trained again as often as they may be, and no oftener."""
     async with bench(tmp_path / "run", **BUFFER) as made, Session(made.loop) as session:
         groups = await session.rollout(TASKS)
         session.state = [group.id for group in groups]
+        used = len((await session.batch(groups)).used)  # rollouts with the advantage 0 are not
         await take(session, groups)
     async with bench(tmp_path / "run", **BUFFER) as made, Session(made.loop) as session:
         assert session.step == 1
@@ -139,14 +200,14 @@ async def test_a_replay_buffer_is_read_again_after_a_resume(bench: Open, tmp_pat
                 await session.groups(wrong)
         new = await session.rollout(TASKS)
         metrics = await take(session, [*new, *again])
-        assert metrics["reused"] == 8.0
+        assert metrics["reused"] == used
         with pytest.raises(DataError, match=r"in a step before \(2 in all\), and trainer.max_reuse = 1"):
             await session.batch(again)
     async with bench(tmp_path / "run", **BUFFER) as made, Session(made.loop) as session:
         with pytest.raises(DataError, match=r"in a step before \(2 in all\)"):
             await session.batch(await session.groups(ids))
         report = await audit(made.store, "run")
-        assert (report.ok, report.reused) == (True, 8)
+        assert (report.ok, report.reused) == (True, used)
 
 
 async def test_what_an_earlier_process_began_is_ended_and_not_run_again(

@@ -19,6 +19,7 @@ from lightning.losses.correction import Correction
 from lightning.losses.protocol import TokenBatch, name_of
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Status, Task, token_ids
+from lightning_proof.audit import audit
 from lightning_proof.recorded_step import own_step
 from lightning_session.session import Session
 
@@ -171,6 +172,40 @@ async def test_rows_that_were_in_no_gradient_are_not_recorded_as_trained(bench: 
             await session.publish()
         await session.optim_step()
         assert (await session.publish())["updates"] == 2.0
+
+
+async def test_updates_on_parts_of_a_batch_are_no_drift(
+    bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        batch = await session.batch(await session.rollout(TASKS))
+        half = len(batch.samples) // 2
+        for rows in (batch.samples[:half], batch.samples[half:]):
+            await session.forward_backward(batch, rows)
+            await session.optim_step(lr=0.5)
+        assert (await session.publish())["drift_tokens"] == 0
+        assert "are not the ones the policy server sampled" not in caplog.text
+
+
+async def test_policies_that_take_turns_are_trained_in_their_own(bench: Open, tmp_path: Path) -> None:
+    """Rollouts of one turn may be trained in another one, which their batch has to know."""
+    async with bench(tmp_path / "run", own_loop=True, trainer__max_staleness=1) as made, Session(made.loop) as session:
+        made.loop.resting = lambda step: (("other", "policy")[step == 2],)
+        first, second, third = [await session.rollout(TASKS) for _ in range(3)]
+        early = await session.batch(second)
+        batch = await session.batch(first)
+        await session.forward_backward(batch)
+        await session.optim_step(lr=0.5)
+        await session.publish()
+        with pytest.raises(DataError, match=r"not made by session.batch"):
+            await session.forward_backward(early)  # it is a batch of the turn before
+        assert not (await session.batch(third)).samples, "the policy rests"
+        batch = await session.batch(third, ["policy"])
+        await session.forward_backward(batch)
+        await session.optim_step(lr=0.5)
+        await session.publish()
+        assert [record.context["resting"] for record in await made.store.steps("run")] == [["other"], []]
+        assert (await audit(made.store, "run")).ok
 
 
 async def test_rows_whose_gradient_was_lost_are_not_recorded_as_trained(bench: Open, tmp_path: Path) -> None:

@@ -340,6 +340,103 @@ async def test_a_worker_that_dies_is_an_error_of_every_call(bench: Open, gates: 
             await lives(Session(made.loop), made)
 
 
+async def test_branches_of_a_group_with_cancelled_rollouts_are_rollouts_of_their_own(
+    bench: Open, gates: Gates, tmp_path: Path
+) -> None:
+    gates.gates = {number: asyncio.Event() for number in (4, 5, 6)}  # these never end by themselves
+    async with (
+        bench(tmp_path / "run", gates, own_loop=True) as made,
+        Session(made.loop) as session,
+        asyncio.timeout(60),
+    ):
+        (group,) = await session.rollout([Task("one")], n=6, keep=3)
+        cancelled = {one.id for one in await of_step(made, 1) if one.fault is Fault.CANCELLED}
+        grown = await session.branch(group, group.trajectories[0].transitions[-1], n=3)
+        branches = {each.rollout.id for each in grown.trajectories if each.rollout.parent is not None}
+        assert (len(cancelled), len(branches), len(branches & cancelled)) == (3, 3, 0)
+        metrics = await take(session, [grown])
+        assert (metrics["rollouts"], metrics["failed"]) == (6.0, 0.0)
+        assert (await audit(made.store, "run")).ok
+
+
+async def test_a_branch_beside_a_rollout_leaves_it_the_news_of_its_end(
+    bench: Open, gates: Gates, tmp_path: Path
+) -> None:
+    """The store knows that a rollout has ended before the worker says so, over a network much sooner."""
+    async with bench(tmp_path / "run", gates, own_loop=True) as made, Session(made.loop) as session:
+        (group,) = await session.rollout([Task("one")], n=2)
+        told, ended, go, plain = made.loop.sampler, asyncio.Event(), asyncio.Event(), made.store.complete
+
+        async def complete(*given: Any, **named: Any) -> Any:
+            found = await plain(*given, **named)
+            if found.task.input == "two":
+                ended.set()
+                await go.wait()
+            return found
+
+        made.store.complete = complete
+        async with asyncio.timeout(30):
+            beside = asyncio.create_task(session.rollout([Task("two")], n=1))
+            await ended.wait()
+            grown = await session.branch(group, group.trajectories[0].transitions[-1], n=1)
+            go.set()
+            assert (len(grown.trajectories), len(await beside), told.idle) == (3, 1, True)
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "optim_step"])
+async def test_a_batch_on_which_the_engine_computes_keeps_its_groups(
+    bench: Open, answering: Any, tmp_path: Path, call: str
+) -> None:
+    computing, go, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    async with (
+        bench(tmp_path / "run", answering, own_loop=True) as made,
+        Session(made.loop) as session,
+        asyncio.timeout(60),
+    ):
+        groups = await session.rollout([Task("one"), Task("two")])
+        plain = getattr(made.engine, call)
+
+        def blocked(*given: Any) -> Any:
+            loop.call_soon_threadsafe(computing.set)
+            assert go.wait(60)
+            return plain(*given)
+
+        setattr(made.engine, call, blocked)
+        training = asyncio.create_task(take(session, groups))
+        await computing.wait()
+        with pytest.raises(DataError, match="is in the batch that this step trains on"):
+            await session.branch(groups[0], groups[0].trajectories[0].transitions[-1], n=1)
+        go.set()
+        await training
+        assert session.step == 1
+
+
+async def test_a_group_of_a_stream_that_was_not_handed_over_comes_again(
+    bench: Open, answering: Any, tmp_path: Path
+) -> None:
+    async with (
+        bench(tmp_path / "run", answering, own_loop=True) as made,
+        Session(made.loop) as session,
+        asyncio.timeout(60),
+    ):
+        plain, reading = made.store.transitions_of, asyncio.Event()
+
+        async def never(*given: Any) -> Any:
+            reading.set()
+            await asyncio.Event().wait()
+
+        stream, made.store.transitions_of = session.stream([Task("one"), Task("two")], n=2), never
+        waiting = asyncio.ensure_future(anext(stream))
+        await reading.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        made.store.transitions_of = plain
+        groups = [group async for group in stream]
+        assert {group.trajectories[0].rollout.task.input for group in groups} == {"one", "two"}
+        assert (await take(session, groups))["rollouts"] == 4.0
+
+
 @pytest.mark.parametrize("seed", range(2))
 async def test_any_interleaving_leaves_a_run_that_can_be_proved(
     bench: Open, answering: Any, tmp_path: Path, seed: int
