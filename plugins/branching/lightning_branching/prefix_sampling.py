@@ -18,8 +18,7 @@ from typing import Final, cast
 
 from lightning.batch import Group, Trajectory, is_prefix
 from lightning.bounded import Bounded, Once
-from lightning.credit import rollout_return
-from lightning.credit.advantage import all_equal
+from lightning.credit import all_equal, rollout_return
 from lightning.credit.protocol import group_returns
 from lightning.errors import ConfigError
 from lightning.safe_text import counted

@@ -124,8 +124,9 @@ async def test_what_a_loop_wants_no_more_is_ended_at_the_clients(
     async def agent(task: Task, llm: LLM) -> float:
         nonlocal begun
         begun += 1
+        number = begun
         reward: float = await answering(task, llm)
-        if begun <= 2:
+        if number <= 2:
             await never.wait()
         return reward
 
