@@ -241,7 +241,8 @@ class Loop:
         """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `sampled`
         is what is new. A loop that takes steps otherwise than this one says how in `said`, for the step's context, and by a
         `digest` of what it did, for the record in place of the batch's; `extras` are what it keeps with the step."""
-        metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step - 1, batch) | sampled.metrics
+        metrics = step_metrics(sampled.rollouts, groups, batch, result, resting=self.resting(step))
+        metrics |= staleness(step - 1, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
         metrics["drift_tokens"] = self.drift(groups, batch, result)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)

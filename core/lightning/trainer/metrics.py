@@ -118,10 +118,16 @@ def _hit_share(usage: Usage) -> dict[str, float]:
 
 
 def step_metrics(
-    rollouts: Sequence[Rollout], groups: Sequence[Group], batch: Batch, result: StepResult
+    rollouts: Sequence[Rollout],
+    groups: Sequence[Group],
+    batch: Batch,
+    result: StepResult,
+    *,
+    resting: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of what was sampled, what was left out and why, and the engine's own. Reward metrics are absent for a
-    step without new rollouts, or whose rollouts have no reward."""
+    step without new rollouts, or whose rollouts have no reward. Calls of the policies that are `resting` are trained in these
+    policies' own turns, so their rollouts are not counted as wholly untrained."""
     begun = [rollout for rollout in rollouts if rollout.parent is None]  # branches start where somebody chose
     rewards = [rollout.reward for rollout in begun if rollout.reward is not None]
     calls = [
@@ -148,7 +154,7 @@ def step_metrics(
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         **({"truncated": count_truncated(trained) / len(trained)} if trained else {}),
         **{f"{UNTRAINED}{name}": count for name, count in most_reasons(untrained_reasons(calls_of(groups))).items()},
-        **wholly_untrained(groups),
+        **({} if resting else wholly_untrained(groups)),
     }
 
 

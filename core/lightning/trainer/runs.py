@@ -409,8 +409,9 @@ def recorded(value: object) -> object:
     if isinstance(value, type) or inspect.isroutine(value):
         name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', repr(type(value)))}"
         return {"function": name} | _edition(value)
+    kind: Any = type(value)
     is_ours = type_name(value).startswith(("lightning.", "lightning_"))
-    edition = _edition(type(value)) if callable(value) and not is_ours else {}
+    edition = _edition(kind) if callable(value) and not is_ours else {}
     if dataclasses.is_dataclass(value):
         fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
         return {"type": type_name(value)} | fields | edition
@@ -440,15 +441,11 @@ def code_digest(value: object) -> str:
     inner = value.func if isinstance(value, partial) else value
     of: Any = inner if isinstance(inner, type) or inspect.isroutine(inner) else type(inner)
     is_ours = str(getattr(of, "__module__", "")).startswith(("lightning.", "lightning_"))
-    return "" if is_ours or not callable(inner) else _code_of(of)
+    return "" if is_ours or not callable(inner) else str(_edition(of).get("sha256", ""))
 
 
 @lru_cache(maxsize=128)
-def _code_of(function: Any) -> str:
-    return str(_edition(function).get("sha256", ""))
-
-
-def _edition(function: object) -> dict[str, object]:
+def _edition(function: Any) -> dict[str, object]:
     """Return the SHA-256 of the source of a function or a class, or of its bytecode if there is no source; nothing if it is
     built in."""
     text = _source(function)

@@ -239,7 +239,8 @@ def digest_loss(digest: hashlib._Hash, batch: Batch) -> None:
 
 def _fields(loss: object) -> Iterator[str]:
     """What a loss was made with, as JSON, and what its correction was made with; of a function or an object of another class
-    its name. Then the digest of the code, if it is a user's. All of it is the same in every process."""
+    its name. Then the digest of the code, if it is a user's, and the defaults of its arguments. All of it is the same in every
+    process. Values that a function finds outside of itself are not in it, because they may change while it runs."""
     if dataclasses.is_dataclass(loss):
         for field in dataclasses.fields(loss):
             if field.init:
@@ -250,6 +251,10 @@ def _fields(loss: object) -> Iterator[str]:
         yield json.dumps([loss.args, loss.keywords], default=_in_json, skipkeys=True)
     if code := code_digest(loss):
         yield code
+        inner = loss.func if isinstance(loss, partial) else loss
+        defaults = [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
+        if any(defaults):
+            yield json.dumps(defaults, default=_in_json, skipkeys=True)
 
 
 def _in_json(value: object) -> object:

@@ -17,7 +17,7 @@ from lightning.policy_server.vllm_arguments import ServerPart
 
 NAME = "masks"
 """The name of the plugin's extra, and of its texts in answers."""
-HEADER, WANTED = "x-lightning-masks", "1"
+HEADER, WANTED = "x-lightning-masks", "2"
 """The header of a request that wants masks, and its value: the version of the code."""
 ASKED = "lightning_masks"
 """The key of vLLM's `SamplingParams.extra_args` by which its workers know such a request."""

@@ -80,6 +80,7 @@ def joined(texts: Sequence[str]) -> tuple[int, list[bytes]] | None:
     if SPENT in texts:
         return None
     sizes, found, codes, stream = set[int](), list[bytes](), list[bytes](), zlib.decompressobj()
+    size_of_codes = 0
     for text in texts:
         size, base, numbers, lengths, piece = text.split(":")
         sizes.add(int(size))
@@ -87,10 +88,11 @@ def joined(texts: Sequence[str]) -> tuple[int, list[bytes]] | None:
             codes, stream = [], zlib.decompressobj()
         elif int(base) != len(codes):
             break
+        own = [int(length) for length in lengths.split(",") if length]
+        if (size_of_codes := size_of_codes + sum(own)) > 2 * MOST_CODES:  # the writer may overstep by its last code
+            raise ValueError(f"its codes are of {size_of_codes} bytes")
         try:
-            codes += _cut(
-                stream, base64.b64decode(piece, validate=True), [int(own) for own in lengths.split(",") if own]
-            )
+            codes += _cut(stream, base64.b64decode(piece, validate=True), own)
             found += [codes[int(number)] for number in numbers.split(",")]
         except (IndexError, zlib.error) as error:
             raise ValueError(f"its codes cannot be read: {error}") from error

@@ -392,7 +392,7 @@ class Stream:
                 continue
             try:
                 found = await self._took(group)
-            except BaseException:
+            except asyncio.CancelledError:
                 if not self._closed:  # nobody has it
                     self._under_way.insert(0, group)
                     self._queue.stir()

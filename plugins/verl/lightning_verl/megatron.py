@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.config import LoraConfig
-from lightning.engines.logprobs import restrict
+from lightning.engines.logprobs import chunks, restrict
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -177,10 +177,13 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
         mask = found.of(batch["row"].tolist(), places.reshape(-1).cpu().numpy())
         if mask is None:
             return logits
-        own, words = logits.clone(), logits.shape[-1]
-        first = parallel_state.get_tensor_model_parallel_rank() * words
-        restrict(own.view(-1, words), masks.cut_words(mask, first, words), _LEFT_OUT)
-        return own
+        shift, words = torch.zeros_like(logits), logits.shape[-1]
+        flat, first = shift.view(-1, words), parallel_state.get_tensor_model_parallel_rank() * words
+        cut = masks.cut_words(mask, first, words)
+        # On zeros, which are added: so the backward pass keeps no indices, and only a chunk of the masks is ever expanded.
+        for part in chunks(len(flat), words, flat.dtype, flat.device):
+            restrict(flat[part], cut[part], _LEFT_OUT)
+        return logits + shift
 
     def _optimizers(self) -> list[Any]:
         """Return Megatron's optimizers, one for each kind of parameters, without those that have no parameters on this rank."""

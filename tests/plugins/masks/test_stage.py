@@ -19,7 +19,7 @@ from lightning.gateway.http import UpstreamError
 from lightning.types import CallStatus
 from lightning.types.recorded import UNTRAINED_HEADER
 from lightning_masks import stage, worker
-from lightning_masks.codes import ASKED, HEADER, code_of
+from lightning_masks.codes import ASKED, HEADER, WANTED, code_of
 from lightning_masks.middleware import carrying
 from lightning_masks.stage import extra_of
 from lightning_masks.texts import SPENT, Budget, Texts, joined
@@ -47,7 +47,7 @@ HI = [{"role": "user", "content": "hi"}]
 async def test_only_calls_under_a_mask_ask_for_it(house: Any, asked: dict[str, Any], wants: bool) -> None:
     http = await house.http()
     assert (await http.post("/chat/completions", json={"messages": HI, **asked})).status_code == 200
-    assert (house.fake.requests[0].headers.get(HEADER) == "1") is wants
+    assert (house.fake.requests[0].headers.get(HEADER) == WANTED) is wants
     assert ASKED not in str(house.fake.requests[0].body)
 
 
@@ -61,7 +61,7 @@ async def test_a_call_that_is_not_trained_asks_for_none(house: Any) -> None:
 
 async def test_an_agent_cannot_ask(house: Any) -> None:
     http = await house.http()
-    await http.post("/chat/completions", json={"messages": HI}, headers={HEADER: "1"})
+    await http.post("/chat/completions", json={"messages": HI}, headers={HEADER: WANTED})
     assert HEADER not in house.fake.requests[0].headers
 
 
