@@ -280,7 +280,7 @@ def decode_outcome(data: bytes) -> Outcome:
             ),
             untrained={str(call): read_reason(reason, "a reason") for call, reason in fields["untrained"].items()},
         )
-    except (AttributeError, KeyError, TypeError, RecursionError, DataError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not an outcome: {error!r}") from error
     if (outcome.reward is None) == (outcome.fault is None):
         raise ValueError("not an outcome: exactly one of reward and fault must be set")
