@@ -78,9 +78,10 @@ def main() -> None:
                 found[kind].append(asyncio.run(measure(demo, per_process, asked.rollouts)))
         for index, what in enumerate(("wall", "CPU")):
             reused, fresh = (1000 * statistics.median(each[index] for each in found[kind]) for kind in KINDS)
+            ratio = f"{fresh / reused:.2f} times" if reused else "too few rollouts for the clock"
             sys.stdout.write(
                 f"{demo:10}  {what:4}  reused {reused:.1f} ms a rollout, fresh {fresh:.1f} ms: "
-                f"{fresh - reused:+.1f} ms, {fresh / reused:.2f} times\n"
+                f"{fresh - reused:+.1f} ms, {ratio}\n"
             )
         sys.stdout.flush()
 

@@ -470,7 +470,9 @@ async def test_a_reason_that_becomes_known_later_is_put_on_its_call(leased: Stor
 @pytest.mark.parametrize("reason", ["", "  ", "r" * 81, "two\nlines", "\N{SNOWMAN}", 3])
 async def test_a_reason_that_no_header_can_carry_is_refused(leased: Store, call: CallOf, reason: str) -> None:
     await leased.append([call(0)])
-    told = r"the reason of the call 'call-0' is .*: say in 1 to 80 printable ASCII|3 is not a text"  # a client reads types
+    told = (
+        r"the reason of the call 'call-0' is .*: say in 1 to 80 printable ASCII|3 is not a text"  # a client reads types
+    )
     with pytest.raises(DataError, match=told):
         await leased.complete("a", 1, Outcome(reward=1.0, untrained={"call-0": reason}))
     assert await leased.transitions("a") == [call(0)]
