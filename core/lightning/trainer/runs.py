@@ -437,7 +437,8 @@ def holds_code(value: Json) -> bool:
 
 def code_digest(value: object) -> str:
     """Return the SHA-256 of the source of a user's function, or of the class of a callable object; "" for what is lightning's
-    own, which changes with a release, and for what has no code. A file that is edited while it runs changes nothing."""
+    own, which changes with a release, and for what has no code. The source is read once, when it is first asked for: that of an
+    algorithm at the beginning of a run, so that an edit of its file afterwards changes nothing."""
     inner = value.func if isinstance(value, partial) else value
     of: Any = inner if isinstance(inner, type) or inspect.isroutine(inner) else type(inner)
     is_ours = str(getattr(of, "__module__", "")).startswith(("lightning.", "lightning_"))

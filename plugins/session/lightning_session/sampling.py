@@ -375,7 +375,7 @@ class Stream:
 
     async def __anext__(self) -> Group:
         """Return the oldest group that is done. Raises `RunnerError` when as many groups as may be under way have failed as a
-        whole, one behind another, and what `tasks` raised."""
+        whole, one behind another, what `tasks` raised, and the error of reading a group, which is then passed over."""
         while True:
             await self._queue.until(lambda: self._next() is not None or self._is_over)
             if (group := self._next()) is None:

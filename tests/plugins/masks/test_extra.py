@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import pickle
 import tracemalloc
@@ -24,6 +25,7 @@ from lightning.trainer.training_data import rollout_digest
 from lightning.types import Transition
 from lightning_masks.codes import Codes, code_of, packed, unpacked
 from lightning_masks.extra import HEAD, read, written
+from lightning_masks.texts import MOST_CODES, joined
 
 Kept = Sequence[Sequence[int]]
 
@@ -189,3 +191,14 @@ def test_masks_that_no_plugin_reads_are_said_once(monkeypatch: pytest.MonkeyPatc
     (said,) = [line for line in caplog.messages if "sampling masks" in line]
     assert "calls have sampling masks by 'masks', which no plugin reads here" in said
     assert "The plugin 'masks' brings it. Run: pip install" in said
+
+
+def test_small_texts_of_large_codes_are_refused_before_they_are_unpacked() -> None:
+    """A policy server cannot fill the gateway's memory: the limit is for all texts of a choice together."""
+    packing, texts = zlib.compressobj(), list[str]()
+    for number in range(3):
+        piece = packing.compress(bytes(MOST_CODES)) + packing.flush(zlib.Z_SYNC_FLUSH)
+        texts.append(f"100:{number}:{number}:{MOST_CODES}:{base64.b64encode(piece).decode()}")
+    assert len(joined(texts[:2]) or ()) == 2
+    with pytest.raises(ValueError, match=f"its codes are of {3 * MOST_CODES} bytes"):
+        joined(texts)

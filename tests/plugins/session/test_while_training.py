@@ -437,6 +437,27 @@ async def test_a_group_of_a_stream_that_was_not_handed_over_comes_again(
         assert (await take(session, groups))["rollouts"] == 4.0
 
 
+async def test_a_group_of_a_stream_that_cannot_be_read_is_an_error_once(
+    bench: Open, answering: Any, tmp_path: Path
+) -> None:
+    """A loop that goes on gets the groups behind it."""
+    async with (
+        bench(tmp_path / "run", answering, own_loop=True) as made,
+        Session(made.loop) as session,
+        asyncio.timeout(60),
+    ):
+        plain = made.store.transitions_of
+
+        async def damaged(*given: Any) -> Any:
+            made.store.transitions_of = plain
+            raise DataError("the record is damaged")
+
+        stream, made.store.transitions_of = session.stream([Task("one"), Task("two")], n=2), damaged
+        with pytest.raises(DataError, match="the record is damaged"):
+            await anext(stream)
+        assert len([group async for group in stream]) == 1
+
+
 @pytest.mark.parametrize("seed", range(2))
 async def test_any_interleaving_leaves_a_run_that_can_be_proved(
     bench: Open, answering: Any, tmp_path: Path, seed: int
