@@ -1,11 +1,11 @@
 """What a group of the first rollouts that end (`Session.rollout`, `keep`) teaches, beside a group that waits for all.
 
-A simulated agent answers after 1 to `TURNS` turns. Its policy has a logit for each turn, to answer now, and one for a skill that
-has nothing to do with the length. An answer is right only with the skill, and then by a chance that rises with the number of
-turns, falls with it, or is the same for all. A turn takes a lognormal time, and all rollouts of a group begin at once. The true
-gradient of the expected reward is known exactly; that of GRPO is the mean over many groups, which points the same way if nothing
-is cut off, because rewards are 0 or 1. Then each way trains from the same policy, and its exact reward is compared after as many
-steps, and after as much time, if nothing but groups takes any.
+A simulated agent answers after 1 to `TURNS` turns. Its policy has a logit for each turn, to answer now, and one for a skill
+that has nothing to do with the length. An answer is right only with the skill, and then by a chance that rises with the number
+of turns, falls with it, or is the same for all. A turn takes a lognormal time, and all rollouts of a group begin at once. The
+true gradient of the expected reward is known exactly; that of GRPO is the mean over many groups, and points the same way if
+nothing is cut off, because rewards are 0 or 1. Then each way trains from the same policy. Its exact reward is compared after as
+many steps, and after as much time, if nothing but groups takes any.
 
     python tests/bench/bench_keep.py [--json FILE] [--seeds N] [--groups N] [--steps N]
 """
@@ -101,7 +101,8 @@ def sampled(policy: Policy, right: Floats, way: tuple[int, int], groups: int, rn
     able = rng.random((groups, size)) < sigmoid(policy.skill)
     rewards = (able & (rng.random((groups, size)) < right[ends])).astype(np.float64)
     kept = np.argsort(times, axis=1)[:, :keep]
-    ends, able, rewards, times = (np.take_along_axis(own, kept, axis=1) for own in (ends, able, rewards, times))
+    ends, able = np.take_along_axis(ends, kept, axis=1), np.take_along_axis(able, kept, axis=1)
+    rewards, times = np.take_along_axis(rewards, kept, axis=1), np.take_along_axis(times, kept, axis=1)
     advantages = np.stack([grpo(own) for own in rewards])
     of_skill = able - sigmoid(policy.skill)
     scores = np.concatenate([policy.scores()[ends], of_skill[..., None]], axis=-1)
