@@ -385,6 +385,8 @@ class Stream:
         """Return the oldest group that is done. Raises `RunnerError` when as many groups as may be under way have failed as a
         whole, one behind another, and what `tasks` raised; `UnavailableError` when the store cannot be reached now, after which
         the same group comes; and the error of a group that cannot be read, which is then passed over."""
+        if self._next() is None:
+            self._queue.reporter.phase(f"rollouts of a stream for step {self._queue.next}")
         while True:
             await self._queue.until(lambda: self._next() is not None or self._is_over)
             if (group := self._next()) is None:
@@ -470,16 +472,18 @@ class Stream:
             self._tell_late(group)
 
     def _tell_late(self, group: Wanted) -> None:
-        """Say once that a group has become too old for the next step."""
-        if self._said.first():
+        """Say that a group has become too old for the next step: the first time, and the first time that its task is lost."""
+        if self._said.first(bool(group.again)):
             logger.warning(
                 "a group of the task %s began for step %d, and trainer.max_staleness = %d lets no step behind %d train it: it "
-                "is left out%s. The metrics groups_too_old and groups_asked_again count those to come. Take more groups in a "
-                "step, give stream() a smaller ahead (it is %d), or raise trainer.max_staleness",
+                "is left out, and its task is %s (again = %d). The metrics groups_too_old and groups_asked_again count those "
+                "to come. Take more groups in a step, give stream() a smaller ahead (it is %d) or a larger again, or raise "
+                "trainer.max_staleness",
                 group.task.id,
                 group.step,
                 self._queue.config.max_staleness,
                 group.step + self._queue.config.max_staleness,
-                ", and its task is asked again" if group.again else "",
+                "asked again" if group.again else "not asked once more",
+                self._most_again,
                 self._ahead,
             )

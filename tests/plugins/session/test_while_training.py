@@ -464,7 +464,7 @@ async def test_a_group_of_a_stream_that_cannot_be_read_is_passed_and_one_that_ca
 
 @pytest.mark.parametrize("again", [0, 1])
 async def test_the_task_of_a_group_that_became_too_old_is_asked_again_also_after_a_resume(
-    bench: Open, answering: Any, tmp_path: Path, again: int
+    bench: Open, answering: Any, tmp_path: Path, again: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A loop that keeps what it has not trained trains each task once, but for those that are not asked again."""
 
@@ -504,6 +504,7 @@ async def test_the_task_of_a_group_that_became_too_old_is_asked_again_also_after
             await train(session, until=9)
         counted = [sum(each.get(name, 0.0) for each in metrics) for name in ("groups_too_old", "groups_asked_again")]
         assert counted == [1.0, again]
+        assert ("its task is asked again (again = 1)" if again else "is not asked once more (again = 0)") in caplog.text
         assert sorted(trained) == sorted(names), "the state had those that were not trained"
         assert ("slow" in trained[:5]) == bool(again)
         first = [one.fault for one in await of_step(made, 1) if one.task.input == "slow"]
