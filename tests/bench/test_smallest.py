@@ -122,6 +122,7 @@ SMALLEST: dict[str, Size] = {
         },
     ),
     "hostile": Size(["--only", "text"]),
+    "keep": Size(["--seeds", "2", "--groups", "8", "--steps", "2"]),
     "load": Size(
         ["--stores", "sqlite", "--rollouts", "16", "--calls", "200"],
         {"STREAMS": 8, "STREAM_TOKENS": 1, "ARRIVING_SECONDS": 0.5},

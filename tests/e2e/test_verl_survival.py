@@ -1,5 +1,5 @@
 """`kill -9` of a worker of the verl engine while it computes a step, then of the trainer, which goes on with two workers and
-smaller micro-batches: nothing is trained twice."""
+smaller micro-batches: nothing is trained twice. All calls are sampled with top-p, so every trained token has a mask."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from lightning.batch import mask_of
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.plugins import plugins
@@ -37,7 +38,7 @@ RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 @pytest.fixture
 def train_run(demo_run: Any, tmp_path: Path) -> Any:
-    """`lightning train` with the demonstration's agent and model, by one worker on a Ray of its own."""
+    """`lightning train` with the demonstration's agent and model, by one worker on a Ray of its own, sampled with top-p."""
     for name, some in (("tasks", tasks(12, 0)), ("val", val_tasks(4))):
         lines = [json.dumps({"input": task.input, "expected": task.expected}) for task in some]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -45,6 +46,7 @@ def train_run(demo_run: Any, tmp_path: Path) -> Any:
         "train", "lightning_examples.raw_python.agent:agent", "--model", str(MODEL), "--engine", "verl",
         "--algorithm", ALGORITHM, "--tasks", str(tmp_path / "tasks.jsonl"), "--val", str(tmp_path / "val.jsonl"),
         "--set", "policy_server.max_model_len=1024", "--set", f"engine.lr={LR}", "--set", f"engine.warmup_steps={WARMUP}",
+        "--set", "gateway.override_sampling={top_p=0.9}",
     )  # fmt: skip
     return demo_run
 
@@ -85,6 +87,9 @@ def test_killing_a_worker_in_a_step_then_the_trainer_in_the_next(train_run: Any)
     assert [record.metrics["lr"] for record in steps] == pytest.approx([LR * (n + 1) / WARMUP for n in range(3)])
     report = train_run.report()
     assert 0 < report["max_logprob_gap"] <= 1e-3, "vLLM samples from what verl has exported"
+    assert all(record.metrics["tokens_compared"] == record.metrics["tokens"] > 0 for record in steps), (
+        "none has the ratio 1"
+    )
     assert report["max_probe_gap"] <= 1e-3
     asyncio.run(assert_trained_once(train_run.folder))
     asyncio.run(assert_exported(train_run.folder))
@@ -132,11 +137,16 @@ async def assert_exported(folder: Path) -> None:
 
 
 def gap(model: Any, call: Transition) -> float:
-    """The largest difference of a call's logprobs to a model's, in nats."""
-    ids = torch.tensor([*call.prompt_ids, *call.response_ids])
+    """The largest difference of a call's logprobs to a model's over the ids that its masks keep, in nats."""
+    ids, mask = torch.tensor([*call.prompt_ids, *call.response_ids]), mask_of(call)
+    assert mask is not None
     with torch.no_grad():
-        logprobs = model(ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    return float((logprobs[len(call.prompt_ids) - 1 :] - torch.tensor(call.logprobs)).abs().max())
+        logits = model(ids[None, :-1]).logits[0, len(call.prompt_ids) - 1 :]
+    kept = torch.from_numpy(mask.is_left_out)[:, None].repeat(1, logits.shape[1])
+    tokens, listed, _ = mask.ids.expanded()
+    kept[tokens, listed] = ~kept[tokens, listed]
+    logprobs = logits.where(kept, -torch.inf).log_softmax(-1).gather(1, ids[len(call.prompt_ids) :, None])[:, 0]
+    return float((logprobs - torch.tensor(call.logprobs)).abs().max())
 
 
 async def opened(folder: Path) -> Store:

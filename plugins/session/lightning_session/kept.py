@@ -31,8 +31,8 @@ OF_LOSSES: Final = (
 )  # fmt: skip
 """The metrics of lightning's losses."""
 OF_STEPS: Final = (
-    "groups_too_old", HELD_SECONDS, "overlap_seconds", "policy", "probe_gap", "probe_gap_mean", "reused", "server",
-    UNTRAINED.rstrip("/"),
+    "groups_asked_again", "groups_too_old", HELD_SECONDS, "overlap_seconds", "policy", "probe_gap", "probe_gap_mean", "reused",
+    "server", UNTRAINED.rstrip("/"),
 )  # fmt: skip
 """The beginnings of a step's other metrics, also of those that only some steps have."""
 OTHERS: Final = frozenset((*NOT_NAMES, *TAKEN, *OF_LOSSES, *OF_STEPS))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from lightning.asyncio_utils import cancel
 from lightning.batch import Group
 from lightning.bounded import Once
-from lightning.errors import RunnerError
+from lightning.errors import RunnerError, UnavailableError
 from lightning.policy_server.auto_settings import shares_gpu
 from lightning.safe_text import counted
 from lightning.trainer.plan import TRAIN, as_tasks, is_lost, newest_generation, train_rollouts
@@ -31,17 +31,19 @@ logger = logging.getLogger(__name__)
 
 OVER = "the session is over, and its agents were ended"
 GIVEN_UP = "the rollout() or stream() that wanted it was given up, and it is in no step"
+TOO_OLD = "its group became too old for the next step, and it is in no step"
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
     """A group that is wanted: `size` rollouts of a task, of which at least `keep` are to end by themselves. `planned` are those
     that have not begun, `running` the ids of those that have and have not ended. `over` says why no more of them are wanted; ""
-    while they are."""
+    while they are. `again` is how often its task may be asked again."""
 
     task: Task
     size: int
     keep: int
+    again: int = 0
     step: int = 0
     planned: list[Rollout] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -106,8 +108,8 @@ class Queue(Sampler):
         self.changed = asyncio.Event()
         self.next = 1
         self.clock = Clock()
-        self.late = 0
-        """How many groups of streams have become too old since the last step."""
+        self.late = self.again = 0
+        """How many groups of streams have become too old since the last step, and how many of their tasks are asked again."""
         self._waiting = deque[Wanted]()
         self._open: list[Wanted] = []
         """The groups that have begun and are not done."""
@@ -235,9 +237,12 @@ class Queue(Sampler):
             self.stir()
 
     async def served(self, version: int) -> None:
-        """Groups that begin now are of the step behind this version."""
+        """Groups that begin now are of the step behind this version. Those of streams that are too old for it are left out."""
         self.next = version + 1
-        self.stir()
+        for each in self._streams:
+            if (stream := each()) is not None:
+                stream.leave_late()
+        self._settle()
 
     # what the worker asks ---------------------------------------------------------------------------------------
     async def refill(self) -> bool:
@@ -358,11 +363,14 @@ class Stream:
         size: int,
         keep: int,
         ahead: int,
+        again: int,
         took: Callable[[Wanted], Awaitable[Group]],
     ) -> None:
         self._queue, self._tasks, self._size, self._keep, self._ahead = queue, tasks, size, keep, ahead
-        self._took = took
+        self._most_again, self._took = again, took
         self._under_way: list[Wanted] = []
+        self._again = deque[Wanted]()
+        """The groups of tasks that are asked again."""
         self._read = self._closed = False
         self._error: BaseException | None = None
         self._failed: list[Rollout] = []
@@ -375,7 +383,10 @@ class Stream:
 
     async def __anext__(self) -> Group:
         """Return the oldest group that is done. Raises `RunnerError` when as many groups as may be under way have failed as a
-        whole, one behind another, what `tasks` raised, and the error of reading a group, which is then passed over."""
+        whole, one behind another, and what `tasks` raised; `UnavailableError` when the store cannot be reached now, after which
+        the same group comes; and the error of a group that cannot be read, which is then passed over."""
+        if self._next() is None:
+            self._queue.reporter.phase(f"rollouts of a stream for step {self._queue.next}")
         while True:
             await self._queue.until(lambda: self._next() is not None or self._is_over)
             if (group := self._next()) is None:
@@ -386,16 +397,10 @@ class Stream:
                 raise StopAsyncIteration
             self._under_way.remove(group)
             self._queue.changed.set()  # one more may begin
-            late = self._queue.next - group.step - self._queue.config.max_staleness
-            if late > 0:
-                self._tell_late(group)
-                continue
             try:
                 found = await self._took(group)
-            except asyncio.CancelledError:
-                if not self._closed:  # nobody has it
-                    self._under_way.insert(0, group)
-                    self._queue.stir()
+            except (asyncio.CancelledError, UnavailableError):
+                self._put_back(group)
                 raise
             if found.trajectories:
                 self._failed = []
@@ -414,9 +419,12 @@ class Stream:
         self._close()
 
     def following(self) -> Wanted | None:
-        """Return the next group that may begin; None if there is none now."""
-        if self._read or len(self._under_way) >= self._ahead:
+        """Return the next group that may begin, first those of tasks that are asked again; None if there is none now."""
+        if len(self._under_way) >= self._ahead or (self._read and not self._again):
             return None
+        if self._again:
+            self._under_way.append(group := self._again.popleft())
+            return group
         try:
             (task,) = as_tasks([next(self._tasks)], "tasks")
         except StopIteration:
@@ -424,14 +432,14 @@ class Stream:
         except Exception as error:  # noqa: BLE001 — it is raised where the groups are taken
             self._read, self._error = True, error
         else:
-            self._under_way.append(group := Wanted(task, self._size, self._keep))
+            self._under_way.append(group := Wanted(task, self._size, self._keep, self._most_again))
             return group
         self._queue.stir()
         return None
 
     @property
     def _is_over(self) -> bool:
-        return self._error is not None or (self._read and not self._under_way)
+        return self._error is not None or (self._read and not self._under_way and not self._again)
 
     def _next(self) -> Wanted | None:
         return next((group for group in self._under_way if group.done), None)
@@ -441,18 +449,41 @@ class Stream:
         self._queue.remove(self)
         self._queue.give_up(self._under_way)
         self._under_way = []
+        self._again.clear()
+
+    def _put_back(self, group: Wanted) -> None:
+        """Let a group that nobody has be the next one again, unless it has become too old meanwhile."""
+        if not self._closed:
+            self._under_way.insert(0, group)
+            self.leave_late()
+            self._queue.stir()
+
+    def leave_late(self) -> None:
+        """Leave out the groups that have become too old for the next step: end what runs of them, and ask their tasks again."""
+        oldest = self._queue.next - self._queue.config.max_staleness
+        for group in [group for group in self._under_way if group.begun and group.step < oldest]:
+            self._under_way.remove(group)
+            self._queue.late += 1
+            if group.again:
+                self._queue.again += 1
+                self._again.append(Wanted(group.task, group.size, group.keep, group.again - 1))
+            if not group.done:
+                group.give_up(TOO_OLD)
+            self._tell_late(group)
 
     def _tell_late(self, group: Wanted) -> None:
-        """Count a group that has become too old for the next step while it ran, and say it once."""
-        self._queue.late += 1
-        if self._said.first():
+        """Say that a group has become too old for the next step: the first time, and the first time that its task is lost."""
+        if self._said.first(bool(group.again)):
             logger.warning(
-                "the group %s began for step %d, and trainer.max_staleness = %d lets no step behind %d train it: it is left "
-                "out, and the metric groups_too_old counts those to come. Take more groups in a step, give stream() a "
-                "smaller ahead (it is %d), or raise trainer.max_staleness",
-                group.ended[0].group,
+                "a group of the task %s began for step %d, and trainer.max_staleness = %d lets no step behind %d train it: it "
+                "is left out, and its task is %s (again = %d). The metrics groups_too_old and groups_asked_again count those "
+                "to come. Take more groups in a step, give stream() a smaller ahead (it is %d) or a larger again, or raise "
+                "trainer.max_staleness",
+                group.task.id,
                 group.step,
                 self._queue.config.max_staleness,
                 group.step + self._queue.config.max_staleness,
+                "asked again" if group.again else "not asked once more",
+                self._most_again,
                 self._ahead,
             )

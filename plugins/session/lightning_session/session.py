@@ -253,27 +253,33 @@ class Session:
         *,
         keep: int | None = None,
         ahead: int | None = None,
+        again: int = 1,
     ) -> Stream:
         """Run the agent on tasks one after another, and return their groups as they complete: `async for group in
         session.stream(tasks)`. `n` and `keep` are those of `rollout`. A task is taken from `tasks`, which may be endless, when
         there is a place for an agent, and while fewer than `ahead` groups are under way or complete and not taken yet (default:
         as many as have all places, and one more).
 
-        When the loop is left, what is under way is ended. Groups that have become too old for the next step
-        (`trainer.max_staleness`) are left out. Rollouts that fail are in no group, and groups without any are left out.
+        When the loop is left, what is under way is ended. A group that has become too old for the next step
+        (`trainer.max_staleness`) is ended and left out; its task is asked again, before new ones, up to `again` times.
+        Rollouts that fail are in no group, and groups without any are left out.
         """
         if isinstance(tasks, Sequence):
             tasks = as_tasks(tasks, "tasks")
         size, keep = self._sizes(n, keep)
         if ahead is not None and ahead < 1:
             raise DataError(f"ahead = {ahead}: give how many groups may be under way, 1 or more")
+        if again < 0:
+            raise DataError(
+                f"again = {again}: give how often to ask the task of a group that became too old again, 0 or more"
+            )
 
         async def took(group: Wanted) -> Group:
             (found,) = await self._took(group.rollouts)
             return found
 
         usual = -(-self._queue.places // keep) + 1
-        return Stream(self._queue, iter(tasks), size, keep, ahead or usual, took)
+        return Stream(self._queue, iter(tasks), size, keep, ahead or usual, again, took)
 
     async def _took(self, ended: Sequence[Rollout]) -> list[Group]:
         """Read groups that have ended; steps may be made of them from now on."""
@@ -568,10 +574,11 @@ class Session:
         extras = packed(self._state, rates)
         sampled, overlap = self._queue.clock.take()
         metrics = {"reused": float(len(reused))} if reused else {}
-        metrics |= {"groups_too_old": float(self._queue.late)} if self._queue.late else {}
+        lost = {"groups_too_old": self._queue.late, "groups_asked_again": self._queue.again}
+        metrics |= {name: float(count) for name, count in lost.items() if count}
         metrics |= {"seconds/rollout": sampled - overlap, "overlap_seconds": overlap} | logged
         new = Sampled(rollouts, fresh, sampled, metrics)
-        self._queue.late = 0
+        self._queue.late = self._queue.again = 0
         result = _summed(first, now.updates)
         try:
             found = await loop.take(step, new, groups, batch, result, said, own.digest, extras)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
-from lightning.errors import DataError, RunnerError
+from lightning.errors import DataError, RunnerError, UnavailableError
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Rollout, Status, Task
 from lightning_proof.audit import audit
@@ -437,25 +437,82 @@ async def test_a_group_of_a_stream_that_was_not_handed_over_comes_again(
         assert (await take(session, groups))["rollouts"] == 4.0
 
 
-async def test_a_group_of_a_stream_that_cannot_be_read_is_an_error_once(
-    bench: Open, answering: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "left"), [(DataError("the record is damaged"), ["two"]), (UnavailableError("no answer"), ["one", "two"])]
+)
+async def test_a_group_of_a_stream_that_cannot_be_read_is_passed_and_one_that_cannot_be_read_now_comes_again(
+    bench: Open, answering: Any, tmp_path: Path, error: Exception, left: list[str]
 ) -> None:
-    """A loop that goes on gets the groups behind it."""
     async with (
-        bench(tmp_path / "run", answering, own_loop=True) as made,
+        bench(tmp_path / "run", answering, own_loop=True, runner__concurrency=1) as made,
         Session(made.loop) as session,
         asyncio.timeout(60),
     ):
         plain = made.store.transitions_of
 
-        async def damaged(*given: Any) -> Any:
+        async def broken(*given: Any) -> Any:
             made.store.transitions_of = plain
-            raise DataError("the record is damaged")
+            raise error
 
-        stream, made.store.transitions_of = session.stream([Task("one"), Task("two")], n=2), damaged
-        with pytest.raises(DataError, match="the record is damaged"):
+        stream, made.store.transitions_of = session.stream([Task("one"), Task("two")], n=2), broken
+        with pytest.raises(type(error), match=str(error)):
             await anext(stream)
-        assert len([group async for group in stream]) == 1
+        groups = [group async for group in stream]
+        assert [group.trajectories[0].rollout.task.input for group in groups] == left
+        assert (await take(session, groups))["rollouts"] == 2.0 * len(left)
+
+
+@pytest.mark.parametrize("again", [0, 1])
+async def test_the_task_of_a_group_that_became_too_old_is_asked_again_also_after_a_resume(
+    bench: Open, answering: Any, tmp_path: Path, again: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that keeps what it has not trained trains each task once, but for those that are not asked again."""
+
+    async def answered(task: Task, llm: Any) -> float:
+        return 0.0 * await answering(task, llm)
+
+    gates, older = Gates(answered), OLDER | {"trainer__max_staleness": 2}
+    gates.gates = {"slow": asyncio.Event()}
+    names, trained, metrics = ["slow", *"abcdef"], list[Any](), list[dict[str, float]]()
+
+    async def train(session: Session, *, until: int) -> None:
+        session.state = session.state or list(names)
+        stream = session.stream([Task(name) for name in session.state], n=2, ahead=2, again=again)
+        async for group in stream:
+            (task,) = {member.rollout.task.input for member in group.trajectories}
+            session.state = [name for name in session.state if name != task]
+            metrics.append(await take(session, [group]))
+            trained.append(task)
+            if session.step == until:
+                break
+            if session.step == 3:
+                gates.gates.clear()
+                while again and (gates.of_task["slow"] < 4 or gates.begun > gates.ended):
+                    await asyncio.sleep(0.01)
+        await stream.aclose()
+
+    async def dies() -> None:
+        async with bench(tmp_path / "run", gates, **older) as made, Session(made.loop) as session, asyncio.timeout(60):
+            await train(session, until=5)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await dies()
+    async with bench(tmp_path / "run", gates, **older) as made, asyncio.timeout(60):
+        async with Session(made.loop) as session:
+            assert set(session.state) == {*names} - {*trained}
+            await train(session, until=9)
+        counted = [sum(each.get(name, 0.0) for each in metrics) for name in ("groups_too_old", "groups_asked_again")]
+        assert counted == [1.0, again]
+        assert ("its task is asked again (again = 1)" if again else "is not asked once more (again = 0)") in caplog.text
+        assert sorted(trained) == sorted(names), "the state had those that were not trained"
+        assert ("slow" in trained[:5]) == bool(again)
+        first = [one.fault for one in await of_step(made, 1) if one.task.input == "slow"]
+        assert first == [Fault.CANCELLED] * 2, "they were ended when they could not be trained any more"
+        assert (await audit(made.store, "run")).ok
+        async with Session(made.loop) as session:
+            with pytest.raises(DataError, match="again = -1: give how often to ask"):
+                session.stream([], again=-1)
 
 
 @pytest.mark.parametrize("seed", range(2))
