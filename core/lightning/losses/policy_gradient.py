@@ -26,6 +26,7 @@ from lightning.losses.protocol import (
     TokenBatch,
     name_of,
     needs_reference,
+    needs_top_logprobs,
     over_all_tokens,
     said_by,
 )
@@ -44,8 +45,9 @@ OwnLoss: TypeAlias = "Callable[[TokenBatch], torch.Tensor | tuple[torch.Tensor, 
 metrics of its own beside: `(loss, {"name": values})` with a value for each token, shape (N,), of numbers or bools. The step's
 metric of that name is their weighted mean, or their maximum if the name ends in `_max`.
 
-Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, `over_all_tokens = True`, with which
-logprobs are over all tokens also where the sampler drew among some, and a method `prepare` like `StepLoss`'s."""
+Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, `needs_top_logprobs = k`, which fills in
+`TokenBatch.top_logprobs` and `top_ids`, `over_all_tokens = True`, with which logprobs are over all tokens also where the
+sampler drew among some, and a method `prepare` like `StepLoss`'s."""
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
@@ -108,6 +110,11 @@ class ClippedPolicyGradient:
     def needs_reference(self) -> bool:
         """Whether the loss needs the reference model's logprobs."""
         return self.kl_coefficient != 0.0 or needs_reference(self.surrogate)
+
+    @property
+    def needs_top_logprobs(self) -> int | None:
+        """The number of most probable tokens whose logprobs the user's surrogate wants; None for none."""
+        return needs_top_logprobs(self.surrogate) or None
 
     @property
     def over_all_tokens(self) -> bool:

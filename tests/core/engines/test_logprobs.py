@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample
-from lightning.engines.logprobs import _LogprobEntropy, chunks, token_logprobs
+from lightning.engines.logprobs import chunks, token_logprobs
 from lightning.engines.rows import plan
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.model import AddingEmbedding, AddingLinear, add_in_place
@@ -64,10 +64,12 @@ def test_loss_and_entropy_are_those_of_a_slow_loop(
 
 def test_masked_logits_have_finite_entropy() -> None:
     logits = torch.tensor([[1.0, 2.0, -float("inf")]])
-    logprobs, entropy = _LogprobEntropy.apply(logits, torch.tensor([1]), None)
+    logprobs, entropy, top, ids = token_logprobs(logits, torch.tensor([1]), None, lambda given: given, top=3)
     p = torch.tensor([1.0, 2.0]).softmax(-1)
     assert entropy.item() == pytest.approx(float(-(p * p.log()).sum()))
     assert logprobs.item() == pytest.approx(float(p[1].log()))
+    assert top.tolist() == [[pytest.approx(float(p[1].log())), pytest.approx(float(p[0].log())), -np.inf]]
+    assert ids.tolist() == [[1, 0, -1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.batch import Sample
 from lightning.config import LoraConfig
-from lightning.engines.rows import trained_tokens
+from lightning.engines.rows import Read, trained_tokens
 from lightning.engines.step import prepared
 from lightning.engines.torch import layouts
 from lightning.engines.torch.engine import TorchEngine
@@ -261,6 +261,6 @@ def test_a_loss_that_needs_entropies_of_an_engine_without_them_is_told(make_row:
     with pytest.raises(
         ConfigError, match=r"prepare of the loss Doubts failed .* step\.entropy only by the engine torch"
     ):
-        prepared(Doubts(), rows, tokens, lambda: (numbers, None), lambda: numbers)
-    found = prepared(Doubts(), rows, tokens, lambda: (numbers, numbers + 3), lambda: numbers)
+        prepared(Doubts(), rows, tokens, lambda: Read(numbers), lambda: numbers)
+    found = prepared(Doubts(), rows, tokens, lambda: Read(numbers, numbers + 3), lambda: numbers)
     assert found[0].prepared is not None

@@ -116,7 +116,7 @@ def test_the_gradient_of_a_bfloat16_layer_is_summed_in_float32() -> None:
     for size in (500, 1):
         layer.zero_grad()
         parts = [slice(start, start + size) for start in range(0, 500, size)]
-        found, _ = _Chunked.apply(hidden, targets, None, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
+        found, _ = _Chunked.apply(hidden, targets, None, None, 0, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
         found.sum().backward()
         assert layer.weight.grad is not None
         gradients.append(layer.weight.grad.float())
@@ -133,7 +133,7 @@ def peak(count: int, width: int) -> int:
         hidden = torch.empty(count, width, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.empty(count, dtype=torch.int64)
         parts = list(logprobs.chunks(count, words, torch.bfloat16, hidden.device))
-        found, entropy = _Chunked.apply(hidden, targets, None, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
+        found, entropy = _Chunked.apply(hidden, targets, None, None, 0, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
         (found.sum() + entropy.sum()).backward()
     return counted.most
 
