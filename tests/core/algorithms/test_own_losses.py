@@ -18,11 +18,21 @@ from lightning.algorithms.protocol import Algorithm
 from lightning.batch import given_rows
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.step import check_loss
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import TAKEN, Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
+from lightning.losses.protocol import (
+    TAKEN,
+    Loss,
+    LossOutput,
+    StepLoss,
+    StepTokens,
+    TokenBatch,
+    needs_reference,
+    needs_top_logprobs,
+)
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import staleness, step_metrics
@@ -145,6 +155,50 @@ def test_a_loss_that_did_not_ask_for_the_reference_is_told_how(train: Callable[[
 
     with pytest.raises(AttributeError, match="no attribute 'logprob'"):
         train(mistyped())
+
+
+def test_a_loss_that_wants_top_logprobs_is_given_them(train: Callable[[Algorithm], dict[str, float]]) -> None:
+    def forgot(tokens: TokenBatch) -> Any:
+        return -tokens.top_logprobs.sum(-1)  # type: ignore[union-attr]
+
+    def doubts(tokens: TokenBatch) -> Any:
+        assert tokens.top_logprobs is not None
+        return -tokens.logprobs, {"margin": tokens.top_logprobs[:, 0] - tokens.top_logprobs[:, 1]}
+
+    assert train(from_loss(needs_top_logprobs=2)(doubts)())["margin"] > 0
+    assert needs_top_logprobs(from_loss(needs_reference=True, needs_top_logprobs=2)(doubts)("gspo").loss) == 2
+    assert needs_top_logprobs(from_loss(doubts)().loss) == 0
+    with pytest.raises(
+        ConfigError, match=r"the loss forgot failed on .*tokens\.top_logprobs only for a loss with needs_"
+    ):
+        train(from_loss(forgot)())
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 2.0, True, "4", np.int64(4)], ids=repr)
+def test_a_number_of_top_logprobs_that_cannot_be_is_refused_when_the_loss_is_given(wanted: Any) -> None:
+    said = "the loss plain has needs_top_logprobs = .*: set it to the number of most probable tokens"
+    with pytest.raises(ConfigError, match=said):
+        from_loss(needs_top_logprobs=wanted)(plain)
+    made = partial(plain)
+    made.needs_top_logprobs = wanted  # type: ignore[attr-defined]
+    for give in (from_loss, with_loss, lambda loss: bringing(loss).batch([GROUP])):
+        with pytest.raises(ConfigError, match=said):
+            give(made)
+
+
+def test_more_top_logprobs_than_the_model_has_tokens_are_refused(folder: Path) -> None:
+    engine, algorithm = TorchEngine(device="cpu"), from_loss(needs_top_logprobs=400)(plain)()
+    said = "the loss plain has needs_top_logprobs = 400, and the model's vocabulary has 320 tokens: set it to 320 at the most"
+    with pytest.raises(ConfigError, match=said):
+        check_loss(engine, folder, algorithm.loss)
+    with pytest.raises(ConfigError, match=r"the engine Other gives no logprobs of most probable tokens: take engine"):
+        check_loss(type("Other", (), {})(), folder, algorithm.loss)
+    check_loss(engine, folder, from_loss(needs_top_logprobs=320)(plain)().loss)
+    engine.open(folder, OptimizerConfig(), seed=0)
+    for take in (engine.step, engine.forward_backward):
+        with pytest.raises(ConfigError, match=said):
+            take(algorithm.batch([GROUP]).samples, algorithm.loss)
+    engine.close()
 
 
 @pytest.mark.parametrize(
