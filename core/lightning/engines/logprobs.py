@@ -57,8 +57,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, ...]:
     """Return logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature), or with a
     `mask` under softmax((logits(hidden) + bias) / temperature) over each token's kept ids. With `top` also return, in
-    descending order, the logprobs (N, top) of the most probable tokens and their ids; a token without a chance has the logprob
-    -inf and the id -1.
+    descending order, the logprobs (N, top) of the most probable tokens and their ids. A token without a chance has the lowest
+    finite number and the id -1.
 
     `hidden` has shape (N, H); `temperatures` (N,) of None are all 1. Results are float32, or float64 if the logits are.
     """
@@ -98,6 +98,7 @@ class _LogprobEntropy(torch.autograd.Function):
             entropy[part] = -log_p.exp().mul_(log_p.clamp_min_(least)).sum(-1)
             del log_p  # or it would live beside the next block's
         top_ids.masked_fill_(top_logprobs.isneginf(), -1)
+        top_logprobs.clamp_min_(least)
         ctx.save_for_backward(logits, targets, entropy, heat, top_ids)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(top_ids)
@@ -157,7 +158,7 @@ def _by_logits(
     with respect to the targets' logprobs (B,), to the entropies (B,) and to the logprobs (B, k) of the tokens `top_ids`."""
     by_each = by_logprob  # the sum of a row's gradients with respect to logprobs
     if by_top is not None:
-        # A token without a chance stays without one; and 0 * -inf may have made its gradient not a number.
+        # A token without a chance stays without one, whatever a loss does with its number.
         by_top = by_top.masked_fill(top_ids < 0, 0.0)
         by_each = by_top.sum(-1) if by_each is None else by_each + by_top.sum(-1)
     p = torch.exp(log_p) if by_entropy is not None else log_p.exp_()

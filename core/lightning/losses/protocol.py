@@ -56,9 +56,10 @@ class TokenBatch:
     top_logprobs: torch.Tensor | None = None
     """Logprobs (N, k) of the k most probable tokens at each place, the largest first, differentiable; only for a loss with
     `needs_top_logprobs` = k. They are of the distribution that `logprobs` and `entropy` are of: at the call's temperature, and
-    under its sampling mask. Where a mask keeps fewer than k tokens, the others are -inf and get no gradient."""
+    under its sampling mask. Where a mask keeps fewer than k tokens, the rest have the lowest number of the dtype, so that p and
+    p log p are 0, and no gradient."""
     top_ids: torch.Tensor | None = None
-    """Int: the ids (N, k) of these tokens; -1 where the logprob is -inf."""
+    """Int: the ids (N, k) of these tokens; -1 where a mask keeps fewer than k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class StepTokens:
     """Logprobs (N, k) of the k most probable tokens, as in `TokenBatch`, for a loss with `needs_top_logprobs` = k; None from an
     engine that does not compute them beforehand (verl)."""
     top_ids: IntArray | None = None
-    """The ids (N, k) of these tokens; -1 where the logprob is -inf."""
+    """The ids (N, k) of these tokens; -1 where a mask keeps fewer than k."""
 
 
 TAKEN = frozenset((

@@ -37,8 +37,7 @@ FACTORS = torch.linspace(2, -1, TOP, dtype=torch.float64)
 
 
 class WithTop:
-    """Also scores the most probable tokens, their logprobs too; where a mask keeps fewer, by a way whose own gradient there is
-    not a number."""
+    """Also scores the most probable tokens, each alone and their entropy among themselves."""
 
     needs_top_logprobs = TOP
 
@@ -46,10 +45,10 @@ class WithTop:
         most, ids = batch.top_logprobs, batch.top_ids
         assert most is not None
         assert ids is not None
-        assert (most.diff(dim=-1) <= 0).logical_or(ids[:, 1:] < 0).all()
-        assert ((ids < 0) == most.isneginf()).all()
-        found = LOSS(batch)
-        scores = torch.where(ids < 0, 0.0, most.exp() * most)
+        assert (most.diff(dim=-1) <= 0).all()
+        assert ((ids < 0) == (most.exp() == 0)).all()
+        found, among = LOSS(batch), torch.log_softmax(most, -1)
+        scores = most.exp() * most + among.exp() * among
         few = (ids < 0).any(-1)
         metrics = {**found.metrics, "few": float((batch.weights * few).sum())}
         return LossOutput(found.loss + (batch.weights * (scores @ FACTORS)).sum(), metrics)
@@ -113,7 +112,9 @@ def expected(model: Path, calls: Sequence[tuple[Transition, float]], weights: Se
             ratio = torch.exp(chances[token].log() - call.logprobs[place])
             surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             most = chances.topk(TOP).values
-            own.append(-surrogate - 0.01 * entropy + (torch.special.xlogy(most, most + (most == 0)) * FACTORS).sum())
+            parts = most[most > 0], most[most > 0] / most.sum()
+            pushed = sum((part * part.log() * FACTORS[: len(part)]).sum() for part in parts)
+            own.append(-surrogate - 0.01 * entropy + pushed)
         total = total + weight * torch.stack(own).sum()
     total.backward()
     grads = [own.grad.flatten() for own in net.parameters() if own.grad is not None]

@@ -80,7 +80,8 @@ def test_chunks_are_the_whole_table(
     kept, bias = written_out(mask)
     whole = ((logits_of(model, ids)[0] + bias) / (temperature or 1.0)).masked_fill(~kept, -torch.inf).log_softmax(-1)
     most, places = whole.topk(TOP)
-    expected = whole[torch.arange(COUNT), targets], -(whole.exp() * whole.masked_fill(~kept, 0.0)).sum(-1), most
+    entropy = -(whole.exp() * whole.masked_fill(~kept, 0.0)).sum(-1)
+    expected = whole[torch.arange(COUNT), targets], entropy, most.clamp(min=torch.finfo().min)
     scalar(*expected).backward()
     gradients = {name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None}
     model.zero_grad()
