@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import MASKED, Correction, of_calls
 from lightning.losses.protocol import (
@@ -56,6 +57,7 @@ OwnMetrics: TypeAlias = "dict[str, torch.Tensor]"
 Parts: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, OwnMetrics]"
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyGradient:
     """The policy gradient loss, which minimises
@@ -209,6 +211,7 @@ class ClippedPolicyGradient:
         return loss, none, none, own
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class CallCorrected(ClippedPolicyGradient):
     """The policy gradient loss with a correction of whole calls: of the `level` "sequence" or "geometric"."""
@@ -221,6 +224,7 @@ class CallCorrected(ClippedPolicyGradient):
         return _prepared(batch)
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class SequencePolicyGradient(ClippedPolicyGradient):
     """GSPO (arXiv 2507.18071): all tokens of a call have one ratio, so either all of them are clipped or none.
@@ -257,6 +261,7 @@ class SequencePolicyGradient(ClippedPolicyGradient):
         return _prepared(batch) + (batch.logprobs - batch.logprobs.detach())
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class PreparedPolicyGradient(ClippedPolicyGradient):
     """The policy gradient loss with a user's surrogate that has a method `prepare`, whose numbers the surrogate then finds in
