@@ -292,6 +292,30 @@ def test_the_digest_of_a_batch_tells_one_function_from_another() -> None:
     assert len({kept, again, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 5
 
 
+def test_the_digest_of_a_batch_tells_what_a_function_was_made_with() -> None:
+    """Values in its closure that nothing changes, and its attribute; not what it counts, and not what is not there yet."""
+
+    def made(beta: float, among: tuple[int, ...], top: int | None = None) -> Any:
+        calls, seen = 0, list[Any]()
+        if calls:
+            later = 1
+
+        def pull(tokens: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            seen.append(tokens)
+            return later if calls < 0 else -beta * tokens * len(among)
+
+        pull.needs_top_logprobs = top  # type: ignore[attr-defined]
+        return pull
+
+    first, *others = made(0.1, (1, 2)), made(0.2, (1, 2)), made(0.1, (1, 3)), made(0.1, (1, 2), 2)
+    digest = batch_digest(rows([GROUP], first))
+    assert len({digest, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 4
+    first(1.0)
+    assert batch_digest(rows([GROUP], first)) == digest == batch_digest(rows([GROUP], made(0.1, (1, 2))))
+
+
 def test_the_digest_of_a_batch_tells_one_correction_from_another() -> None:
     losses = [ClippedPolicyGradient(correction=Correction(kind)) for kind in ("mask", "tis", "tis")]  # type: ignore[arg-type]
     mask, tis, same = (batch_digest(rows([GROUP], loss)) for loss in losses)
