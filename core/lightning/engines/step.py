@@ -41,6 +41,7 @@ from lightning.losses.protocol import (
     needs_top_logprobs,
     over_all_tokens,
     prepared_by,
+    users_name_of,
 )
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -89,8 +90,8 @@ def check_loss(engine: Engine, model: Path, loss: Loss) -> None:
         return
     if not isinstance(engine, ChecksLoss):
         raise ConfigError(
-            f"a loss has needs_top_logprobs = {wanted}, and the engine {type(engine).__name__} gives no logprobs of most "
-            "probable tokens: take engine = torch, or another loss"
+            f"the loss {users_name_of(loss)} has needs_top_logprobs = {wanted}, and the engine {type(engine).__name__} gives "
+            "no logprobs of most probable tokens: take engine = torch, or another loss"
         )
     engine.check_loss(model, loss)
 

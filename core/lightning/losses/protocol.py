@@ -158,11 +158,15 @@ def needs_top_logprobs(loss: object) -> int:
 def check_top_logprobs(loss: object, vocab_size: int) -> None:
     """Raise `ConfigError`, naming the loss, if it wants logprobs of more tokens than a model with this vocabulary has."""
     if (wanted := needs_top_logprobs(loss)) > vocab_size:
-        own = next((each for name in ("given", "surrogate") if callable(each := getattr(loss, name, None))), loss)
         raise ConfigError(
-            f"the loss {name_of(own)} has needs_top_logprobs = {wanted}, and the model's vocabulary has {vocab_size} tokens: "
-            f"set it to {vocab_size} at the most"
+            f"the loss {users_name_of(loss)} has needs_top_logprobs = {wanted}, and the model's vocabulary has {vocab_size} "
+            f"tokens: set it to {vocab_size} at the most"
         )
+
+
+def users_name_of(loss: object) -> str:
+    """Return the name of the user's own function or object in a loss of lightning, or else of the loss, for messages."""
+    return name_of(next((each for name in ("given", "surrogate") if callable(each := getattr(loss, name, None))), loss))
 
 
 def over_all_tokens(loss: object) -> bool:

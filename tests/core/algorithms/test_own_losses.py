@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import SFT
+from lightning import SFT, Trainer
 from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
@@ -165,7 +165,10 @@ def test_a_loss_that_wants_top_logprobs_is_given_them(train: Callable[[Algorithm
         assert tokens.top_logprobs is not None
         return -tokens.logprobs, {"margin": tokens.top_logprobs[:, 0] - tokens.top_logprobs[:, 1]}
 
-    assert train(from_loss(needs_top_logprobs=2)(doubts)())["margin"] > 0
+    asking = partial(doubts)
+    asking.needs_top_logprobs = 2  # type: ignore[attr-defined]
+    for algorithm in (from_loss(needs_top_logprobs=2)(doubts)(), with_loss(asking), bringing(asking)):
+        assert train(algorithm)["margin"] > 0
     assert needs_top_logprobs(from_loss(needs_reference=True, needs_top_logprobs=2)(doubts)("gspo").loss) == 2
     assert needs_top_logprobs(from_loss(doubts)().loss) == 0
     with pytest.raises(
@@ -186,12 +189,21 @@ def test_a_number_of_top_logprobs_that_cannot_be_is_refused_when_the_loss_is_giv
             give(made)
 
 
-def test_more_top_logprobs_than_the_model_has_tokens_are_refused(folder: Path) -> None:
+def test_more_top_logprobs_than_the_model_has_tokens_are_refused_before_anything_starts(
+    folder: Path, tmp_path: Path
+) -> None:
     engine, algorithm = TorchEngine(device="cpu"), from_loss(needs_top_logprobs=400)(plain)()
     said = "the loss plain has needs_top_logprobs = 400, and the model's vocabulary has 320 tokens: set it to 320 at the most"
     with pytest.raises(ConfigError, match=said):
         check_loss(engine, folder, algorithm.loss)
-    with pytest.raises(ConfigError, match=r"the engine Other gives no logprobs of most probable tokens: take engine"):
+    trainer = Trainer(folder, algorithm, out=tmp_path / "run", steps=1, engine="torch", lr=1e-3)
+    with pytest.raises(ConfigError, match=said):
+        trainer.fit(lambda task, llm: 1.0, train=["a task"])
+    assert not [*tmp_path.rglob("*vllm*")]
+    with pytest.raises(
+        ConfigError,
+        match=r"the loss plain has .* the engine Other gives no logprobs of most",
+    ):
         check_loss(type("Other", (), {})(), folder, algorithm.loss)
     check_loss(engine, folder, from_loss(needs_top_logprobs=320)(plain)().loss)
     engine.open(folder, OptimizerConfig(), seed=0)
