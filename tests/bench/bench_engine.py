@@ -3,7 +3,8 @@
 Both run on the same engine and the same tiny Qwen3, with the same weights of tokens, so that loss and gradient are equal
 (printed) and only the work differs. Turns extend one another, as in any chat agent; with one turn there is nothing to merge.
 Then row assembly: recorded tokens per CPU-second from transitions to arrays, against parallel Python lists padded to a
-rectangle, one row for each call.
+rectangle, one row for each call. Then a step with a vocabulary of SmolLM2's size, whose loss also pushes the entropy, or the
+entropy among the 16 most probable tokens, beside one that pushes neither.
 
     python tests/bench/bench_engine.py [--json FILE]
 """
@@ -21,17 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from lightning.batch import Sample, Trajectory, build_samples
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import by_call
 from lightning.engines.torch.engine import TorchEngine
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import Loss, LossOutput, TokenBatch
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_trajectory
+from torch.profiler import ProfilerActivity, profile
 
 VOCABULARY, HIDDEN, LAYERS = 2048, 128, 4
 REPEATS = 3
+PLAIN = ClippedPolicyGradient(correction=NO_CORRECTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,9 @@ class Shape:
 
 STEPS = (Shape(8, 1, 200, 32, 32), Shape(8, 4, 200, 32, 32), Shape(8, 8, 200, 32, 32))
 ASSEMBLY = Shape(64, 8, 1000, 256, 50)
+WORDS, WIDE, TOP = 49_152, 576, 16
+LONG = Shape(8, 1, 64, 64, 0)
+"""Of answers that are half of all tokens, so that the output layer has much to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +124,13 @@ def steps(model: Path, shape: Shape) -> dict[str, float]:
     trajectories = conversations(shape)
     merged = build_samples(trajectories, advantages(trajectories))
     single = one_row_per_call(merged)
-    loss = ClippedPolicyGradient(correction=NO_CORRECTION)
     engines = [TorchEngine(device="cpu", step="linear") for _ in range(2)]  # the tree would merge what was cut
     for engine in engines:
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
     first: list[StepResult] = [
-        engine.step(rows, loss) for engine, rows in zip(engines, (merged, single), strict=True)
+        engine.step(rows, PLAIN) for engine, rows in zip(engines, (merged, single), strict=True)
     ]  # also the warm-up
-    ours, naive = fastest(lambda: engines[0].step(merged, loss), lambda: engines[1].step(single, loss))
+    ours, naive = fastest(lambda: engines[0].step(merged, PLAIN), lambda: engines[1].step(single, PLAIN))
     for engine in engines:
         engine.close()
     mine, theirs = (result.metrics for result in first)
@@ -170,6 +177,59 @@ def assembly(shape: Shape) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class AmongTop:
+    """The policy gradient, and the entropy among the most probable tokens."""
+
+    needs_top_logprobs: int = TOP
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        """Return the loss."""
+        assert batch.top_logprobs is not None
+        among = torch.log_softmax(batch.top_logprobs, -1)
+        pushed = batch.weights * (among.exp() * among).sum(-1)
+        found = PLAIN(batch)
+        return LossOutput(found.loss + 0.01 * pushed.sum(), found.metrics)
+
+
+def peak_bytes(way: Callable[[], object]) -> float:
+    """The most bytes that live at one time of those that torch's allocator gives out meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        way()
+    assert measured.profiler is not None
+    changes = [event.nbytes() for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return float(np.cumsum(changes).max())
+
+
+def losses(model: Path) -> dict[str, float]:
+    """A gradient with each loss."""
+    trajectories = conversations(LONG)
+    rows = build_samples(trajectories, advantages(trajectories))
+    engine = TorchEngine(device="cpu", dtype="float32")
+    engine.open(model, OptimizerConfig(), seed=0)
+    entropy = ClippedPolicyGradient(entropy_coefficient=0.01, correction=NO_CORRECTION)
+    given: dict[str, Loss] = {"plain": PLAIN, "entropy": entropy, f"top_{TOP}": AmongTop()}
+
+    def taking(loss: Loss) -> Callable[[], object]:
+        def take() -> None:
+            engine.forward_backward(rows, loss)
+
+        return take
+
+    ways, peaks = [taking(loss) for loss in given.values()], []
+    for way in ways:
+        way()
+        engine.discard_gradient()
+        peaks.append(peak_bytes(way))
+    costs = fastest(*ways)  # gradients are added to those that are there
+    engine.close()
+    found = {}
+    for name, cost, peak in zip(given, costs, peaks, strict=True):
+        found |= {f"{name}_cpu_seconds": cost.cpu, f"{name}_peak_mib": peak / 2**20}
+        found |= {f"{name}_cpu_ratio": cost.cpu / costs[0].cpu, f"{name}_peak_ratio": peak / peaks[0]}
+    return found
+
+
 def main(out: Path | None = None) -> dict[str, float]:
     """Measure, print a table, write JSON to `out`."""
     found: dict[str, float] = {}
@@ -177,6 +237,8 @@ def main(out: Path | None = None) -> dict[str, float]:
         model = make_tiny_model(Path(folder) / "model", hidden=HIDDEN, layers=LAYERS, vocab=VOCABULARY)
         for shape in STEPS:
             found |= {f"step_{shape.turns}_turns_{name}": value for name, value in steps(model, shape).items()}
+        wide = make_tiny_model(Path(folder) / "wide", hidden=WIDE, layers=LAYERS, vocab=WORDS)
+        found |= {f"loss_{name}": value for name, value in losses(wide).items()}
     found |= {f"assembly_{name}": value for name, value in assembly(ASSEMBLY).items()}
     sys.stdout.write("".join(f"{name:<52}{value:>16,.6g}\n" for name, value in found.items()))
     if out is not None:

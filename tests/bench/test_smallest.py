@@ -100,7 +100,7 @@ SMALLEST: dict[str, Size] = {
     "async": Size((), {"STEPS": 2, "TASKS_PER_STEP": 1, "GROUP": 2, "BOUNDS": (0, 1), "MEDIAN": 0.01, "LONGEST": 0.05}),
     "console": Size(["--runs", "2", "--rollouts", "8", "--steps", "2"]),
     "credit": Size(["--seeds", "2", "--groups", "2"]),
-    "engine": Size((), {"REPEATS": 1, "HIDDEN": 64, "LAYERS": 1}),
+    "engine": Size((), {"REPEATS": 1, "HIDDEN": 64, "LAYERS": 1, "WORDS": 2048, "WIDE": 64}),
     "fleet": Size(["--updates", "6"], {"COUNTS": (0, 1), "PAUSE": 0.01}),
     "fresh_process": Size(["--rollouts", "2", "--rounds", "1"], {"DEMOS": ("tiny",), "WARMING": 0.2}, json=False),
     "gateway": Size((), {"CALLS": 16, "CONCURRENCIES": (4,), "STREAMS": 4, "MANY": 8, "WARM": 4, "ALONE": 2}),

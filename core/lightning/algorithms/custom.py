@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
@@ -23,7 +23,7 @@ from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.custom_loss import as_loss, check_callable, is_whole
-from lightning.losses.protocol import Loss, name_of, over_all_tokens
+from lightning.losses.protocol import Loss, name_of
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
@@ -40,10 +40,14 @@ def from_loss(function: OwnLoss, /) -> type[LightningRL]: ...
 
 
 @overload
-def from_loss(*, needs_reference: bool) -> Callable[[OwnLoss], type[LightningRL]]: ...
+def from_loss(
+    *, needs_reference: bool = False, needs_top_logprobs: int | None = None
+) -> Callable[[OwnLoss], type[LightningRL]]: ...
 
 
-def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = False) -> object:
+def from_loss(
+    function: OwnLoss | None = None, /, *, needs_reference: bool = False, needs_top_logprobs: int | None = None
+) -> object:
     """Decorator that turns a loss function into an algorithm: LightningRL with this function as its surrogate.
 
     `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
@@ -53,11 +57,12 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     `ratio` have no effect, and the log warns if one is given. Calls whose advantage is 0 keep their rows, since the function
     may train on them. To use the algorithm by name, register it under the function's own name.
 
-    With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. A callable object may have
-    an attribute `needs_reference = True` instead, and may have a method `prepare` (`StepLoss`).
+    With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`, and with
+    `needs_top_logprobs` = k those of the k most probable tokens in `tokens.top_logprobs`. A callable object may have attributes
+    of these names instead, and may have a method `prepare` (`StepLoss`).
     """
     if function is None:
-        return partial(from_loss, needs_reference=needs_reference)
+        return partial(from_loss, needs_reference=needs_reference, needs_top_logprobs=needs_top_logprobs)
     check_callable(function, "from_loss")
     name = name_of(function)
     if is_whole(function):
@@ -65,7 +70,8 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
             f"from_loss got {name}, which is a whole loss (it returns a LossOutput): give it as from_batch(loss=...) or "
             "Intake.batch(loss=...), or write a function that returns one loss for each token"
         )
-    surrogate = _with_reference(function) if needs_reference else function
+    needs = {"needs_reference": needs_reference or None, "needs_top_logprobs": needs_top_logprobs}
+    surrogate = function if all(need is None for need in needs.values()) else _with_needs(function, needs)
     told: set[str] = set()
 
     def check(self: LightningRL) -> None:
@@ -104,13 +110,15 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     return type(name, (LightningRL,), members)
 
 
-def _with_reference(function: OwnLoss) -> OwnLoss:
-    """Return a wrapper of the function that has `needs_reference = True`; the user's own object is not changed."""
+def _with_needs(function: OwnLoss, needs: Mapping[str, object]) -> OwnLoss:
+    """Return a wrapper of the function with these `needs` as attributes, beside the function's own; the user's own object is
+    not changed. Raises `ConfigError` for a need that cannot be met."""
     wrapped = partial(function)
-    wrapped.needs_reference = True  # type: ignore[attr-defined]
-    wrapped.over_all_tokens = over_all_tokens(function)  # type: ignore[attr-defined]
-    if hasattr(function, "prepare"):
-        wrapped.prepare = function.prepare  # type: ignore[attr-defined]
+    for name in ("needs_reference", "needs_top_logprobs", "over_all_tokens", "prepare"):
+        own = getattr(function, name, None) if needs.get(name) is None else needs[name]
+        if own is not None:
+            setattr(wrapped, name, own)
+    check_callable(wrapped, "from_loss")
     return wrapped
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.trajectory import Group, Trajectory, inherited, turns
+from lightning.config.arguments import refuses_unknown
 from lightning.credit.intermediate import call_rewards
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
@@ -59,6 +60,7 @@ def identical(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
     ]
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Decayed:
     """A credit that gives a call gamma^k of its rollout's advantage, where k turns follow the call: early calls get less.
@@ -80,6 +82,7 @@ class Decayed:
         ]
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class Discounted:
     """A credit that compares the discounted return from turn k on with the returns from turn k on of the other rollouts.

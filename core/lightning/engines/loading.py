@@ -97,6 +97,18 @@ def check_config(folder: Path) -> None:
         )
 
 
+def vocab_size(folder: Path) -> int:
+    """Return the number of tokens of the model in a folder, by its configuration. Raises `EngineError` for a folder that has
+    none."""
+    check_config(folder)
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"cannot read the model's configuration in {folder}: {error}") from error
+
+
 def _keep_layout(model: Any) -> None:
     """Remove the conversion from FP8 from the rules by which transformers restores a folder's layout when weights are written;
     renaming and fusing stay. Otherwise transformers would also quantise tensors that were never FP8; `as_stored` does it

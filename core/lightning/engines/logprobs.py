@@ -1,7 +1,7 @@
-"""From a model's hidden states to logits, and to logprobs and entropies of wanted tokens, in chunks of a few
-tokens.
+"""From a model's hidden states to logits, and to logprobs of wanted and of most probable tokens and entropies, in chunks of a
+few tokens.
 
-The invariant: a chunk has at most one table of logits, in the dtype that the model computes in; both results are
+The invariant: a chunk has at most one table of logits, in the dtype that the model computes in; the results are
 differentiable and are computed in the dtype of losses, a block of the table at a time. The backward pass overwrites the table
 with the gradient. The logits are the model's own, also where a family caps or scales them.
 """
@@ -53,22 +53,25 @@ def token_logprobs(
     temperatures: torch.Tensor | None,
     logits: Logits,
     mask: SamplingMask | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    top: int = 0,
+) -> tuple[torch.Tensor, ...]:
     """Return logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature), or with a
-    `mask` under softmax((logits(hidden) + bias) / temperature) over each token's kept ids.
+    `mask` under softmax((logits(hidden) + bias) / temperature) over each token's kept ids. With `top` also return, in
+    descending order, the logprobs (N, top) of the most probable tokens and their ids. A token without a chance has the lowest
+    finite number and the id -1.
 
     `hidden` has shape (N, H); `temperatures` (N,) of None are all 1. Results are float32, or float64 if the logits are.
     """
-    result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(logits(hidden), targets, temperatures, mask)  # type: ignore[no-untyped-call]
-    return result
+    found: tuple[torch.Tensor, ...] = _LogprobEntropy.apply(logits(hidden), targets, temperatures, mask, top)  # type: ignore[no-untyped-call]
+    return found if top else found[:2]
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """log p[target] and H = -sum p log p of each row of logits. The backward pass overwrites the table of logits with their
-    gradient.
+    """log p[target], H = -sum p log p, and the largest log p of each row of logits. The backward pass overwrites the table of
+    logits with their gradient.
 
     With z the logits and t the temperature, d log p[k] / d z_j = (1[j = k] - p_j) / t and d H / d z_j = -p_j (log p_j + H) / t.
-    The backward pass computes the entropy's part only if the entropy is used.
+    The backward pass computes only the parts of the results that are used.
     """
 
     @staticmethod
@@ -78,33 +81,41 @@ class _LogprobEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         mask: SamplingMask | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        top: int = 0,
+    ) -> tuple[torch.Tensor, ...]:
         kind = torch.promote_types(logits.dtype, torch.float32)
         logprobs, entropy = (logits.new_empty(len(logits), dtype=kind) for _ in range(2))
+        top_logprobs = logits.new_empty(len(logits), top, dtype=kind)
+        top_ids = torch.empty_like(top_logprobs, dtype=torch.int64)
         heat = None if temperatures is None else temperatures[:, None].to(kind)
         least = torch.finfo(kind).min
         for part in _blocks(logits):
             log_p = _log_p(logits, heat, mask, part)
             logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
+            if top:
+                torch.topk(log_p, top, out=(top_logprobs[part], top_ids[part]))
             # Without the clamp a masked token would give 0 * -inf = NaN; it must give 0.
             entropy[part] = -log_p.exp().mul_(log_p.clamp_min_(least)).sum(-1)
             del log_p  # or it would live beside the next block's
-        ctx.save_for_backward(logits, targets, entropy, heat)
+        top_ids.masked_fill_(top_logprobs.isneginf(), -1)
+        top_logprobs.clamp_min_(least)
+        ctx.save_for_backward(logits, targets, entropy, heat, top_ids)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(top_ids)
         ctx.mask = mask
-        return logprobs, entropy
+        return logprobs, entropy, top_logprobs, top_ids
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        table, targets, entropy, heat = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        table, targets, entropy, heat, top_ids = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return None, None, None, None
+            return None, None, None, None, None
         for part in _blocks(table):
-            own = (targets[part], entropy[part], *(None if grad is None else grad[part] for grad in grads))
-            rows = _by_logits(_log_p(table, heat, ctx.mask, part), *own)
+            by = (None if grad is None else grad[part] for grad in grads[:3])
+            rows = _by_logits(_log_p(table, heat, ctx.mask, part), targets[part], entropy[part], top_ids[part], *by)
             table[part] = rows if heat is None else rows.div_(heat[part])
             del rows  # or it would live beside the next block's
-        return table, None, None, None
+        return table, None, None, None, None
 
 
 def _log_p(table: torch.Tensor, heat: torch.Tensor | None, mask: SamplingMask | None, part: slice) -> torch.Tensor:
@@ -138,21 +149,30 @@ def _by_logits(
     log_p: torch.Tensor,
     targets: torch.Tensor,
     entropy: torch.Tensor,
+    top_ids: torch.Tensor,
     by_logprob: torch.Tensor | None,
     by_entropy: torch.Tensor | None,
+    by_top: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient (B, V) with respect to the logits over the temperature, written over `log_p`, from the gradients (B,)
-    with respect to the targets' logprobs and to the entropies."""
+    """Return the gradient (B, V) with respect to the logits over the temperature, written over `log_p`, from the gradients
+    with respect to the targets' logprobs (B,), to the entropies (B,) and to the logprobs (B, k) of the tokens `top_ids`."""
+    by_each = by_logprob  # the sum of a row's gradients with respect to logprobs
+    if by_top is not None:
+        # A token without a chance stays without one, whatever a loss does with its number.
+        by_top = by_top.masked_fill(top_ids < 0, 0.0)
+        by_each = by_top.sum(-1) if by_each is None else by_each + by_top.sum(-1)
     p = torch.exp(log_p) if by_entropy is not None else log_p.exp_()
     if by_entropy is not None:
         torch.special.entr(p, out=log_p)
         log_p.addcmul_(p, entropy[:, None], value=-1).mul_(by_entropy[:, None])
-        if by_logprob is not None:
-            log_p.addcmul_(p, by_logprob[:, None], value=-1)
-    elif by_logprob is not None:
-        log_p.mul_(-by_logprob[:, None])
+        if by_each is not None:
+            log_p.addcmul_(p, by_each[:, None], value=-1)
+    elif by_each is not None:
+        log_p.mul_(-by_each[:, None])
     if by_logprob is not None:
         log_p.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+    if by_top is not None:
+        log_p.scatter_add_(-1, top_ids.clamp(min=0), by_top)
     return log_p
 
 

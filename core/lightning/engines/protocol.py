@@ -224,6 +224,16 @@ class ChecksModel(Protocol):
 
 
 @runtime_checkable
+class ChecksLoss(Protocol):
+    """An engine that gives losses the logprobs of most probable tokens, and can check before anything is started whether it
+    can give a loss what it needs."""
+
+    def check_loss(self, model: Path, loss: Loss) -> None:
+        """Raise `ConfigError`, naming the loss and the cure, if training this model folder cannot give the loss what it
+        needs."""
+
+
+@runtime_checkable
 class ChecksTeacher(Protocol):
     """An engine that can check, before anything is started, whether a teacher can be its reference model."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -190,6 +190,16 @@ class States:
         return len(self.rows)
 
 
+class Read(NamedTuple):
+    """The numbers that a pass without a gradient reads of N tokens, as `StepTokens` has them: logprobs (N,), and if they are
+    known entropies (N,), and the logprobs (N, k) and ids (N, k) of the most probable tokens."""
+
+    logprobs: Numbers
+    entropy: Numbers | None = None
+    top_logprobs: Numbers | None = None
+    top_ids: npt.NDArray[np.int32] | None = None
+
+
 def trained_tokens(samples: Sequence[Sample]) -> Tokens:
     """Return the tokens with a weight, in the order of the rows and of the tokens in each."""
     return wanted_tokens(samples, [np.flatnonzero(sample.weights) for sample in samples])
@@ -272,9 +282,12 @@ def row_order(entries: Tokens | States) -> Ints:
     return order
 
 
-def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:
+def token_batch(
+    tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor, *top: torch.Tensor
+) -> tuple[TokenBatch, torch.Tensor]:
     """Return a loss function's batch of some tokens (N,), and the tensor of the sampler's logprobs of them. Where these
-    are unknown, the batch's old logprobs are those that the step began with, or the current ones if these are not known."""
+    are unknown, the batch's old logprobs are those that the step began with, or the current ones if these are not known. `top`
+    are the logprobs (N, k) and ids (N, k) of the most probable tokens, or nothing."""
     kind, device = logprobs.dtype, logprobs.device
 
     def tensor(numbers: Numbers) -> torch.Tensor:
@@ -294,6 +307,7 @@ def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -
         versions=torch.from_numpy(tokens.versions).to(device),
         reference=None if tokens.reference is None else tensor(tokens.reference),
         prepared=None if tokens.prepared is None else tensor(tokens.prepared),
+        **dict(zip(("top_logprobs", "top_ids"), top, strict=False)),
     )
     return batch, sampled
 

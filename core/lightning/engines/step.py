@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.engines.protocol import Head, OptimizerConfig, StepResult
-from lightning.engines.rows import Numbers, Tally, Tokens, is_trained, name, unknown
-from lightning.errors import DataError, EngineError
+from lightning.engines.protocol import ChecksLoss, Engine, Head, OptimizerConfig, StepResult
+from lightning.engines.rows import Numbers, Read, Tally, Tokens, is_trained, name, unknown
+from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import (
     Loss,
     LossOutput,
@@ -38,8 +38,10 @@ from lightning.losses.protocol import (
     TokenBatch,
     check_updates,
     needs_reference,
+    needs_top_logprobs,
     over_all_tokens,
     prepared_by,
+    users_name_of,
 )
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -81,6 +83,19 @@ class NonFiniteError(EngineError):
 logger = logging.getLogger(__name__)
 
 
+def check_loss(engine: Engine, model: Path, loss: Loss) -> None:
+    """Raise `ConfigError`, naming the loss and the cure, if the engine cannot give it the most probable tokens that it wants
+    when this model folder is trained (`ChecksLoss`)."""
+    if not (wanted := needs_top_logprobs(loss)):
+        return
+    if not isinstance(engine, ChecksLoss):
+        raise ConfigError(
+            f"the loss {users_name_of(loss)} has needs_top_logprobs = {wanted}, and the engine {type(engine).__name__} gives "
+            "no logprobs of most probable tokens: take engine = torch, or another loss"
+        )
+    engine.check_loss(model, loss)
+
+
 def is_prepared(loss: Loss) -> bool:
     """Whether a loss needs numbers of an update's tokens before the gradient pass: the results of its own `prepare`, or
     reference logprobs."""
@@ -91,17 +106,17 @@ def prepared(
     loss: Loss,
     samples: Sequence[Sample],
     tokens: Tokens,
-    current: Callable[[], tuple[Numbers, Numbers | None]],
+    current: Callable[[], Read],
     reference: Callable[[], Numbers],
 ) -> list[Sample]:
     """Return the rows with the numbers that the loss needs for each trained token. `tokens` are the N trained tokens of all
-    rows, in the order of the rows. `current` computes the logprobs (N,) of these tokens under the present policy, and its
-    entropies (N,) if the engine can; `reference` those under the reference model. Each of the two is called only if the loss
-    needs its logprobs."""
+    rows, in the order of the rows. `current` computes the logprobs (N,) of these tokens under the present policy, and if the
+    engine can its entropies and most probable tokens; `reference` the logprobs under the reference model. Each of the two is
+    called only if the loss needs its logprobs."""
     first = reference() if needs_reference(loss) else None
     numbers: Numbers | None = None
     if isinstance(loss, StepLoss) and len(tokens):
-        numbers = _numbers_of(loss, samples, tokens, *current(), first)
+        numbers = _numbers_of(loss, samples, tokens, current(), first)
     return _with_numbers(samples, tokens, first, numbers)
 
 
@@ -399,17 +414,17 @@ def _numbers_of(
     loss: StepLoss,
     samples: Sequence[Sample],
     tokens: Tokens,
-    logprobs: Numbers,
-    entropy: Numbers | None,
+    read: Read,
     reference: Numbers | None,
 ) -> Numbers:
-    """Call a loss's `prepare` and return its number for each trained token (N,). `tokens`, `logprobs`, `entropy`, `reference`
-    and the result are in the order of the rows.
+    """Call a loss's `prepare` and return its number for each trained token (N,). `tokens`, `read`, `reference` and the result
+    are in the order of the rows.
 
     Raises `EngineError`, naming the loss, if the loss does not give one number for each token, `ConfigError` if it fails on
     numbers that nobody computed, and `NonFiniteError` if a number is not finite.
     """
-    missing, began = tokens.unknown, logprobs if tokens.begun is None else tokens.begun
+    logprobs, missing = read.logprobs, tokens.unknown
+    began = logprobs if tokens.begun is None else tokens.begun
     calls, spans = _calls_of(samples, tokens)
     step = StepTokens(
         logprobs=logprobs,
@@ -420,7 +435,9 @@ def _numbers_of(
         reference=reference,
         calls=calls,
         spans=spans,
-        entropy=entropy,
+        entropy=read.entropy,
+        top_logprobs=read.top_logprobs,
+        top_ids=read.top_ids,
     )
     found = np.asarray(prepared_by(loss, step))
     if found.shape != (len(tokens),):

@@ -21,6 +21,7 @@ from lightning.losses.protocol import (
     TokenBatch,
     name_of,
     needs_reference,
+    needs_top_logprobs,
     over_all_tokens,
     said_by,
 )
@@ -38,13 +39,15 @@ def is_whole(loss: object) -> bool:
 
 
 def check_callable(loss: object, where: str) -> None:
-    """Raise `ConfigError`, naming `where`, for a class and for an object that cannot be called."""
+    """Raise `ConfigError`, naming `where`, for a class and for an object that cannot be called, and for a loss with a
+    `needs_top_logprobs` that is no number of tokens."""
     if isinstance(loss, type) or not callable(loss):
         what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise ConfigError(
             f"{where} got {what}, which is no loss: give a function from tokens to one loss for each, or an object of a loss "
             "such as ClippedPolicyGradient(kl_coefficient=0.1)"
         )
+    needs_top_logprobs(loss)
 
 
 def as_loss(given: Loss | OwnLoss, where: str) -> Loss:
@@ -66,6 +69,11 @@ class GivenLoss:
     def needs_reference(self) -> bool:
         """Whether `given` asks for the reference model's logprobs."""
         return needs_reference(self.given)
+
+    @property
+    def needs_top_logprobs(self) -> int | None:
+        """The number of most probable tokens whose logprobs `given` wants; None for none."""
+        return needs_top_logprobs(self.given) or None
 
     @property
     def over_all_tokens(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning.config.arguments import refuses_unknown
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import MASKED, Correction, of_calls
 from lightning.losses.protocol import (
@@ -26,6 +27,7 @@ from lightning.losses.protocol import (
     TokenBatch,
     name_of,
     needs_reference,
+    needs_top_logprobs,
     over_all_tokens,
     said_by,
 )
@@ -44,8 +46,9 @@ OwnLoss: TypeAlias = "Callable[[TokenBatch], torch.Tensor | tuple[torch.Tensor, 
 metrics of its own beside: `(loss, {"name": values})` with a value for each token, shape (N,), of numbers or bools. The step's
 metric of that name is their weighted mean, or their maximum if the name ends in `_max`.
 
-Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, `over_all_tokens = True`, with which
-logprobs are over all tokens also where the sampler drew among some, and a method `prepare` like `StepLoss`'s."""
+Optional attributes: `needs_reference = True`, which fills in `TokenBatch.reference`, `needs_top_logprobs = k`, which fills in
+`TokenBatch.top_logprobs` and `top_ids`, `over_all_tokens = True`, with which logprobs are over all tokens also where the
+sampler drew among some, and a method `prepare` like `StepLoss`'s."""
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
@@ -54,6 +57,7 @@ OwnMetrics: TypeAlias = "dict[str, torch.Tensor]"
 Parts: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, OwnMetrics]"
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyGradient:
     """The policy gradient loss, which minimises
@@ -108,6 +112,11 @@ class ClippedPolicyGradient:
     def needs_reference(self) -> bool:
         """Whether the loss needs the reference model's logprobs."""
         return self.kl_coefficient != 0.0 or needs_reference(self.surrogate)
+
+    @property
+    def needs_top_logprobs(self) -> int | None:
+        """The number of most probable tokens whose logprobs the user's surrogate wants; None for none."""
+        return needs_top_logprobs(self.surrogate) or None
 
     @property
     def over_all_tokens(self) -> bool:
@@ -202,6 +211,7 @@ class ClippedPolicyGradient:
         return loss, none, none, own
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class CallCorrected(ClippedPolicyGradient):
     """The policy gradient loss with a correction of whole calls: of the `level` "sequence" or "geometric"."""
@@ -214,6 +224,7 @@ class CallCorrected(ClippedPolicyGradient):
         return _prepared(batch)
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class SequencePolicyGradient(ClippedPolicyGradient):
     """GSPO (arXiv 2507.18071): all tokens of a call have one ratio, so either all of them are clipped or none.
@@ -250,6 +261,7 @@ class SequencePolicyGradient(ClippedPolicyGradient):
         return _prepared(batch) + (batch.logprobs - batch.logprobs.detach())
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class PreparedPolicyGradient(ClippedPolicyGradient):
     """The policy gradient loss with a user's surrogate that has a method `prepare`, whose numbers the surrogate then finds in

@@ -53,6 +53,13 @@ class TokenBatch:
     """Logprobs under the reference model, without a gradient; only for a loss that `needs_reference`."""
     prepared: torch.Tensor | None = None
     """The number that the loss's own `prepare` gave for each token; only for a `StepLoss`."""
+    top_logprobs: torch.Tensor | None = None
+    """Logprobs (N, k) of the k most probable tokens at each place, the largest first, differentiable; only for a loss with
+    `needs_top_logprobs` = k. They are of the distribution that `logprobs` and `entropy` are of: at the call's temperature, and
+    under its sampling mask. Where a mask keeps fewer than k tokens, the rest have the lowest number of the dtype, so that p and
+    p log p are 0, and no gradient."""
+    top_ids: torch.Tensor | None = None
+    """Int: the ids (N, k) of these tokens; -1 where a mask keeps fewer than k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,11 @@ class StepTokens:
     spans: tuple[TokenSpan, ...]
     entropy: npt.NDArray[np.floating] | None = None
     """Entropy (nats) of the current policy at each token; None from an engine that does not compute it beforehand (verl)."""
+    top_logprobs: npt.NDArray[np.floating] | None = None
+    """Logprobs (N, k) of the k most probable tokens, as in `TokenBatch`, for a loss with `needs_top_logprobs` = k; None from an
+    engine that does not compute them beforehand (verl)."""
+    top_ids: IntArray | None = None
+    """The ids (N, k) of these tokens; -1 where a mask keeps fewer than k."""
 
 
 TAKEN = frozenset((
@@ -104,7 +116,7 @@ class LossOutput:
 class Loss(Protocol):
     """A pure function from tokens to a loss. The loss must be a sum over tokens of `weights * something`, so that splitting the
     tokens over micro-batches does not change it. Optional attributes: `needs_reference` and `over_all_tokens`, both False if
-    they are absent."""
+    they are absent, and `needs_top_logprobs`, the number of most probable tokens in `TokenBatch.top_logprobs`."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the loss of one micro-batch's tokens with its metrics."""
@@ -127,6 +139,34 @@ class StepLoss(Loss, Protocol):
 def needs_reference(loss: object) -> bool:
     """Whether a loss compares with the reference model (the one that training began with): it has `needs_reference = True`."""
     return bool(getattr(loss, "needs_reference", False))
+
+
+def needs_top_logprobs(loss: object) -> int:
+    """Return the number k of most probable tokens whose logprobs a loss wants (`needs_top_logprobs`); 0 for a loss without, or
+    with None. Raises `ConfigError`, naming the loss, for a k that is no number of tokens."""
+    wanted = getattr(loss, "needs_top_logprobs", None)
+    if wanted is None:
+        return 0
+    if type(wanted) is not int or wanted < 1:
+        raise ConfigError(
+            f"the loss {name_of(loss)} has needs_top_logprobs = {wanted!r}: set it to the number of most probable tokens "
+            "whose logprobs the loss wants, a whole number from 1 on, or leave it out"
+        )
+    return wanted
+
+
+def check_top_logprobs(loss: object, vocab_size: int) -> None:
+    """Raise `ConfigError`, naming the loss, if it wants logprobs of more tokens than a model with this vocabulary has."""
+    if (wanted := needs_top_logprobs(loss)) > vocab_size:
+        raise ConfigError(
+            f"the loss {users_name_of(loss)} has needs_top_logprobs = {wanted}, and the model's vocabulary has {vocab_size} "
+            f"tokens: set it to {vocab_size} at the most"
+        )
+
+
+def users_name_of(loss: object) -> str:
+    """Return the name of the user's own function or object in a loss of lightning, or else of the loss, for messages."""
+    return name_of(next((each for name in ("given", "surrogate") if callable(each := getattr(loss, name, None))), loss))
 
 
 def over_all_tokens(loss: object) -> bool:
@@ -161,29 +201,31 @@ def name_of(function: object) -> str:
 
 def prepared_by(loss: StepLoss, step: StepTokens) -> npt.NDArray[np.floating]:
     """Return the result of a loss's `prepare`. Raises `ConfigError` if it fails because it uses a field of the step that nobody
-    computed (`reference`, `entropy`)."""
+    computed (`reference`, `entropy`, `top_logprobs`)."""
     try:
         return loss.prepare(step)
     except (TypeError, AttributeError) as error:
-        if "NoneType" not in str(error) or (step.reference is not None and step.entropy is not None):
+        known = step.reference is not None and step.entropy is not None and step.top_logprobs is not None
+        if "NoneType" not in str(error) or known:
             raise
         raise ConfigError(
             f"prepare of the loss {name_of(getattr(loss, 'preparer', loss))} failed on a value that is None ({error}): "
-            "step.reference is set only for a loss with needs_reference = True, and step.entropy only by the engine torch"
+            "step.reference is set only for a loss with needs_reference = True, step.top_logprobs for a loss with "
+            "needs_top_logprobs = k, and these and step.entropy only by the engine torch"
         ) from error
 
 
 def said_by(function: Callable[[TokenBatch], object], batch: TokenBatch) -> object:
     """Call a user's loss function and return its result. Raises `ConfigError` if the function fails because it uses a field of
-    the batch that it did not ask for (`reference`, `prepared`)."""
+    the batch that it did not ask for (`reference`, `prepared`, `top_logprobs`)."""
     try:
         return function(batch)
     except (TypeError, AttributeError) as error:
-        missing = batch.reference is None or batch.prepared is None
+        missing = batch.reference is None or batch.prepared is None or batch.top_logprobs is None
         if not (missing and "NoneType" in str(error)):
             raise
         raise ConfigError(
             f"the loss {name_of(function)} failed on a value that is None ({error}): tokens.reference is set only for a loss "
-            "with needs_reference = True (for a function: @from_loss(needs_reference=True)), and tokens.prepared only for a "
-            "loss with a method prepare"
+            "with needs_reference = True (for a function: @from_loss(needs_reference=True)), tokens.top_logprobs only for a "
+            "loss with needs_top_logprobs = k, and tokens.prepared only for a loss with a method prepare"
         ) from error

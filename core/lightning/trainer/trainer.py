@@ -276,8 +276,8 @@ class Trainer:
             name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
             prompts = await line.prompts(store, run, self.config.runner.prompts, home=self._url())
-            if not isinstance(self.algorithm, SearchAlgorithm):
-                await check_model(self._make_engine(self.config), self.model, reporter)
+            if isinstance(self.schedule, AlgorithmSchedule):
+                await check_model(self._make_engine(self.config), self.model, reporter, self.schedule)
             reporter.phase("starting the policy server")
             stack = await self._open_stack(resources, folder, self.model, run, store, runner, prompts)
             await stack.tell_how_to_call()
@@ -515,7 +515,7 @@ class Trainer:
         assert isinstance(self.schedule, AlgorithmSchedule), "a search has a loop of its own"
         engine = self._make_engine(made.start.config)
         made.resources.callback(engine.close)
-        await check_model(engine, self.model, made.start.reporter)
+        await check_model(engine, self.model, made.start.reporter, self.schedule)
         stack, base = await self._open_both(
             made, engine, head=made_head(self.config, made.epochs[-1].config.get("head"))
         )
@@ -733,10 +733,15 @@ def say_needs(needs: Sequence[Need], reporter: Reporter) -> None:
             logger.warning("this run %s, which is too little. %s", need.said, need.cure)
 
 
-async def check_model(engine: Engine, model: Path, reporter: Reporter) -> None:
-    """Refuse a model folder that cannot be trained, or say what of it may not be expected, while nothing is started."""
+async def check_model(engine: Engine, model: Path, reporter: Reporter, schedule: AlgorithmSchedule) -> None:
+    """Refuse a model folder that cannot be trained, or not with the losses of the schedule, or say what of it may not be
+    expected, while nothing is started."""
     if isinstance(engine, ChecksModel) and (remark := await asyncio.to_thread(engine.check, model)):
         reporter.say(f"{model}: {remark}")
+    from lightning.engines.step import check_loss  # torch, which takes long to load
+
+    for _, algorithm in schedule.phases:
+        await asyncio.to_thread(check_loss, engine, model, algorithm.loss)
 
 
 def say_how_to_join(stack: Stack, reporter: Reporter) -> None:

@@ -19,7 +19,7 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, head_of
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group, mask_of
 from lightning.errors import ConfigError
-from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference
+from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference, needs_top_logprobs
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.safe_text import counted
 from lightning.terminal import Terminal
@@ -375,6 +375,7 @@ def _call(loss: Loss) -> None:
     import torch
 
     logprobs, ones = torch.tensor([-1.0, -2.0], requires_grad=True), torch.ones(2)
+    most = torch.arange(needs_top_logprobs(loss)).repeat(2, 1)
     made = loss(
         TokenBatch(
             logprobs,
@@ -385,6 +386,8 @@ def _call(loss: Loss) -> None:
             has_old=ones.bool(),
             versions=torch.zeros(2, dtype=torch.long),
             reference=logprobs.detach().clone() if needs_reference(loss) else None,
+            top_logprobs=logprobs[:, None] - most if most.numel() else None,
+            top_ids=most if most.numel() else None,
         )
     )
     if not made.loss.requires_grad:

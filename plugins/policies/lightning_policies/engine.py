@@ -39,7 +39,7 @@ from lightning.engines.protocol import (
     WritesAdapters,
 )
 from lightning.engines.rows import name as row_name
-from lightning.engines.step import NonFiniteError
+from lightning.engines.step import NonFiniteError, check_loss
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.protocol import Loss
 from lightning.policy_server.model_folder import ADAPTERS, ADAPTERS_OF_ALL, LORA_A, LORA_B, POLICIES
@@ -153,6 +153,13 @@ class PolicyEngine:
                 "in the trainer's memory; with adapters (engine.lora) policies share those of one base."
             )
         return " ".join(filter(None, dict.fromkeys(remarks)))
+
+    def check_loss(self, model: Path, loss: Loss) -> None:
+        """Raise `ConfigError` for a loss that some policy's model cannot give what it needs (`ChecksLoss`)."""
+        folders = self._folders(model)
+        for name, engine in self._engines.items():
+            with _of_policy(name):
+                check_loss(engine, folders[self._policies[name].base], loss)
 
     def check_teacher(self, teacher: Path) -> None:
         """Raise if a folder cannot be the reference model (`ChecksTeacher`)."""

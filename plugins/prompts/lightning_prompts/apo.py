@@ -20,6 +20,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from random import Random
 from typing import TYPE_CHECKING, get_args
 
+from lightning.config import refuses_unknown
 from lightning.errors import ConfigError, OptimizerError, RunnerError
 from lightning.types import Fault, Json, Rollout, Task
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_resources.nouns import Resource
 
 
+@refuses_unknown
 @dataclass(frozen=True, slots=True)
 class APO(PromptAlgorithm):
     """Tunes the prompt template of one component of an agent; the weights stay as they are.

@@ -21,9 +21,9 @@ from lightning.batch import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.export import UNTRAINABLE, contents
 from lightning.engines.files import recover, whole_folder
-from lightning.engines.loading import check_config, read_model, served_length
+from lightning.engines.loading import read_model, served_length, vocab_size
 from lightning.engines.protocol import Engine, Head, Opening, OptimizerConfig, StepResult
-from lightning.engines.rows import Numbers, Tally, Tokens, trained_tokens
+from lightning.engines.rows import Numbers, Read, Tally, Tokens, trained_tokens
 from lightning.engines.step import (
     NonFiniteError,
     StepDriver,
@@ -33,13 +33,13 @@ from lightning.engines.step import (
     refuse_targets,
 )
 from lightning.errors import ConfigError, EngineError
-from lightning.losses.protocol import Loss
+from lightning.losses.protocol import Loss, check_top_logprobs
 from lightning.plugins import plugins
 from lightning.types import Json
 
 from lightning_verl.config import VerlConfig, whole_alpha
 from lightning_verl.job import Job, Opened
-from lightning_verl.megatron_settings import layout, refuse_beside
+from lightning_verl.megatron_settings import layout, refuse_beside, refuse_loss
 from lightning_verl.sender import FirstWorker
 from lightning_verl.state import Taken, check_seen, read_state, write_state
 
@@ -84,6 +84,11 @@ class VerlEngine:
             raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
         return found.remark()
 
+    def check_loss(self, model: Path, loss: Loss) -> None:
+        """Check that the loss gets the most probable tokens that it wants (`ChecksLoss`)."""
+        refuse_loss(self._config, loss)
+        check_top_logprobs(loss, vocab_size(model))
+
     def check_teacher(self, teacher: Path) -> None:
         """Check that the teacher can be the reference model. Raises `ConfigError` or `EngineError` otherwise."""
         refuse_beside(self._config, head=None, teacher=True)
@@ -122,7 +127,7 @@ class VerlEngine:
         learners = [own, *(its for _, its in others)]
         for number, (member, its) in enumerate(zip(members, learners, strict=True)):
             member.join(self._made, number, its)
-        self._job.open(Opened(model, _vocab_size(model), learners, [*filter(None, adapters[1:])], reference), members)
+        self._job.open(Opened(model, vocab_size(model), learners, [*filter(None, adapters[1:])], reference), members)
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -162,12 +167,12 @@ class VerlEngine:
         (`engine.max_nonfinite_steps`). Workers that die are started again from the last checkpoint, if it is that of the last
         step, and the whole step is repeated.
         """
-        trained = self._trainable(samples)
+        trained = self._trainable(samples, loss)
         return self._job.again(lambda: self._step(trained, loss, lr))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """Add the gradient of these rows to the present one. Workers that die lose the gradient, so that is an error here."""
-        trained = self._trainable(samples)
+        trained = self._trainable(samples, loss)
         with self._job.turn:
             try:
                 return self._driver.forward_backward(self, trained, loss)
@@ -190,7 +195,7 @@ class VerlEngine:
             return samples
         tokens = trained_tokens(samples)
         current, reference = (partial(self._logprobs, samples, tokens, reference=which) for which in (False, True))
-        return prepared(loss, samples, tokens, lambda: (current(), None), reference)
+        return prepared(loss, samples, tokens, lambda: Read(current()), reference)
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
         """Add the gradient of these rows. Raises `EngineError` for an error of the loss, `NonFiniteError` where a loss is not
@@ -310,10 +315,11 @@ class VerlEngine:
             )[0]
         return answer
 
-    def _checked(self, samples: Sequence[Sample]) -> None:
+    def _checked(self, samples: Sequence[Sample]) -> Opened:
         opened = self._ready()
         for sample in samples:
             rows.check(sample, opened.vocab_size)
+        return opened
 
     def _dtype(self) -> str:
         from lightning_verl.settings import compute_dtype
@@ -333,10 +339,11 @@ class VerlEngine:
             policy, head = self._moved
             self.taken = Taken(self._driver.steps, self.taken.policy + policy, self.taken.head + head)
 
-    def _trainable(self, samples: Sequence[Sample]) -> list[Sample]:
+    def _trainable(self, samples: Sequence[Sample], loss: Loss) -> list[Sample]:
         """Return the trained rows, each up to its last trained token. Raises `DataError` for rows that cannot be computed
-        on."""
-        self._checked(samples)
+        on, and what `check_loss` does."""
+        refuse_loss(self._config, loss)
+        check_top_logprobs(loss, self._checked(samples).vocab_size)
         if self._own.head is None:
             refuse_targets(samples)
         return [rows.cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
@@ -393,13 +400,3 @@ def _refuse_policies(config: Config) -> None:
         raise ConfigError(
             "engine.verl.model.lora_adapter_path would be the adapters of the first policy alone: leave it out"
         )
-
-
-def _vocab_size(model: Path) -> int:
-    check_config(model)
-    from transformers import AutoConfig
-
-    try:
-        return int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
-    except (OSError, ValueError, AttributeError) as error:
-        raise EngineError(f"cannot read the model's configuration in {model}: {error}") from error

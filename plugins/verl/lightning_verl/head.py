@@ -21,7 +21,7 @@ from torch import nn
 from lightning_verl import api, masks
 from lightning_verl.scores import TokenScores
 
-WANTED = "values_wanted"
+WANTED, TOP = "values_wanted", "top_wanted"
 
 
 class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
@@ -48,6 +48,7 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         self.scores.temperatures = None if arguments["temperature_is_one"] else arguments["temperature_rmpad"]
         self.scores.mask = self._mask(micro_batch, len(self.scores.targets))
         self.scores.wanted = api.get_non_tensor_data(micro_batch, WANTED, "none")
+        self.scores.top = api.get_non_tensor_data(micro_batch, TOP, 0)
         return inputs, arguments
 
     def _mask(self, micro_batch: Any, count: int) -> SamplingMask | None:
@@ -64,8 +65,9 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
     def prepare_model_outputs(
         self, output: dict[str, torch.Tensor], output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """Return logprobs and entropies as `log_probs` and `entropy`, unless only values are wanted, and the head's value of
-        each token as `values`, if they are wanted and a head is attached; each of shape (tokens,) for each row."""
+        """Return the scores of tokens by their names (`SCORES`), unless only values are wanted, and the head's value of each
+        token as `values`, if they are wanted and a head is attached. Each has shape (tokens,) for each row, and those of the k
+        most probable tokens (tokens, k)."""
         hidden = output.pop("hidden", None)
         if self._head is not None and hidden is not None:
             # Ranks that share a sequence exchange values, not hidden states. All tokens get values, though

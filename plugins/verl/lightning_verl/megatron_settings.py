@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning.engines.protocol import Head, OptimizerConfig
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.losses.protocol import Loss, needs_top_logprobs, users_name_of
 
 from lightning_verl.config import VerlConfig
 
@@ -133,6 +134,15 @@ def refuse_beside(config: Config, *, head: Head | None, teacher: bool) -> None:
         raise ConfigError(
             "Megatron has the trained model's own weights alone for a reference, and a teacher is another model: set "
             "engine.verl.strategy = fsdp2 to distill it"
+        )
+
+
+def refuse_loss(config: Config, loss: Loss) -> None:
+    """Raise `ConfigError` for a loss that wants the most probable tokens, where Megatron divides the model."""
+    if (wanted := needs_top_logprobs(loss)) and VerlConfig.of(config).strategy == "megatron":
+        raise ConfigError(
+            f"the loss {users_name_of(loss)} has needs_top_logprobs = {wanted}, and Megatron cuts the vocabulary, so that no "
+            "rank knows the most probable tokens: set engine.verl.strategy = fsdp2, or take another loss"
         )
 
 

@@ -29,6 +29,8 @@ from lightning.engines.rows import (
 from lightning.losses.protocol import Loss
 from lightning.safe_text import counted
 
+from lightning_verl.scores import SCORES
+
 if TYPE_CHECKING:
     from lightning_verl.api import TensorDict
 
@@ -80,11 +82,9 @@ class LossPass:
         if not len(chosen):
             return None
         tokens = reordered(self._tokens, chosen)
-        logprobs = model_output["log_probs"].values()
         places = self._places(tokens.rows, tokens.columns, ids, rows)
-        batch, sampled = token_batch(
-            tokens, logprobs.float()[places - 1], model_output["entropy"].values().float()[places - 1]
-        )
+        scores = [model_output[key].values()[places - 1] for key in SCORES if key in model_output]
+        batch, sampled = token_batch(tokens, *(own.float() if own.is_floating_point() else own for own in scores))
         self._seen.note(chosen, ids.values()[places], sampled)
         try:
             output = self._loss(batch)

@@ -1,4 +1,4 @@
-"""Logprobs and entropies from a sharded model in the place of its logits, a chunk of tokens at a time.
+"""Logprobs, entropies and most probable tokens from a sharded model in the place of its logits, a chunk of tokens at a time.
 
 The invariant: values and gradients are those of the whole table of logits in float32, of which no rank ever has more than one
 chunk (`lightning.engines.logprobs`). The backward pass computes a chunk's logits again, and adds up the gradients of the
@@ -25,15 +25,21 @@ Wanted = Literal["none", "also", "only"]
 without logprobs ("only")."""
 
 
+SCORES = ("log_probs", "entropy", "top_logprobs", "top_ids")
+"""The names of the results of `token_logprobs` in a pass's output; the last two only where the loss wants them."""
+
+
 class TokenScores:
     """Replaces a model's forward pass. It takes rows one behind another, T tokens in all, and returns `log_probs` and
     `entropy` (T,) of the `targets` (T,) at their `temperatures` (T,), of None at 1, under their `mask` (T), of None over all
-    ids; and the states `hidden` (T, H) if they are wanted, or only these."""
+    ids; `top_logprobs` and `top_ids` (T, `top`) of the most probable tokens, if any are wanted; and the states `hidden` (T, H)
+    if they are wanted, or only these."""
 
     targets: torch.Tensor
     temperatures: torch.Tensor | None = None
     mask: SamplingMask | None = None
     wanted: Wanted = "none"
+    top: int = 0
 
     def __init__(self, model: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], folder: Path) -> None:
         """`logits(ids)` runs the model as it is on ids (1, T), and returns its logits (1, T, V); all ranks must call it.
@@ -50,14 +56,14 @@ class TokenScores:
         hidden = self._trunk(**inputs).last_hidden_state.squeeze(0)
         found = {} if self.wanted == "none" else {"hidden": hidden}
         if self.wanted != "only":
-            found["log_probs"], found["entropy"] = self._layer(hidden)
+            found |= zip(SCORES, self._layer(hidden), strict=False)
         return found
 
     def _score(self, hidden: torch.Tensor) -> Any:
         """The output layer's forward pass."""
         trained = [parameter for parameter in self._layer.parameters() if parameter.requires_grad]
         parts = list(chunks(len(hidden), self._words, hidden.dtype, hidden.device))
-        given = self.targets, self.temperatures, self.mask
+        given = self.targets, self.temperatures, self.mask, self.top
         return _Chunked.apply(hidden, *given, self._logits, parts, *trained)  # type: ignore[no-untyped-call]
 
 
@@ -71,17 +77,19 @@ class _Chunked(torch.autograd.Function):
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         mask: SamplingMask | None,
+        top: int,
         logits: Logits,
         parts: Sequence[slice],
         *trained: nn.Parameter,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(hidden, targets, temperatures)
-        ctx.mask, ctx.logits, ctx.parts, ctx.trained = mask, logits, parts, trained
+        ctx.mask, ctx.top, ctx.logits, ctx.parts, ctx.trained = mask, top, logits, parts, trained
         kind = hidden.device.type
         ctx.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.set_materialize_grads(False)
         found = [
-            token_logprobs(hidden[own], targets[own], _of(temperatures, own), logits, _of(mask, own)) for own in parts
+            token_logprobs(hidden[own], targets[own], _of(temperatures, own), logits, _of(mask, own), top)
+            for own in parts
         ]
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
@@ -94,7 +102,7 @@ class _Chunked(torch.autograd.Function):
             with torch.enable_grad(), cast:
                 states = hidden[own].detach().requires_grad_()
                 given = states, targets[own], _of(temperatures, own)
-                found = token_logprobs(*given, ctx.logits, _of(ctx.mask, own))
+                found = token_logprobs(*given, ctx.logits, _of(ctx.mask, own), ctx.top)
             pairs = [(each, grad[own]) for each, grad in zip(found, grads, strict=True) if grad is not None]
             whole[own], *added = torch.autograd.grad(
                 [each for each, _ in pairs], [states, *ctx.trained], [grad for _, grad in pairs]
@@ -104,7 +112,7 @@ class _Chunked(torch.autograd.Function):
                     0
                 )  # popped, or it would live beside the next chunk's, which is as large as the layer
         kept = [total.to(own.dtype) for total, own in zip(sums, ctx.trained, strict=True)]
-        return whole, None, None, None, None, None, *kept
+        return whole, None, None, None, None, None, None, *kept
 
 
 def _of(whole: Part | None, own: slice) -> Part | None:

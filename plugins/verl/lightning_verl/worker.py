@@ -25,11 +25,11 @@ from lightning.config import LoraConfig
 from lightning.engines.export import write_adapters, write_file, write_folder
 from lightning.engines.protocol import Opening
 from lightning.errors import LightningError
-from lightning.losses.protocol import Loss
+from lightning.losses.protocol import Loss, needs_top_logprobs
 from lightning_attach.transfer import LocalSender
 
 from lightning_verl import api
-from lightning_verl.head import WANTED, Learner
+from lightning_verl.head import TOP, WANTED, Learner
 from lightning_verl.masks import MASKS, RowMasks
 from lightning_verl.passes import LossPass, Report
 from lightning_verl.scores import Wanted
@@ -111,7 +111,8 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         head = None if self._own.learner is None else self._own.learner.made.kind
         found = LossPass(samples, loss, head, step)
         valued = any(span.value_weight for sample in samples for span in sample.spans)
-        data = self._data(samples, budget, calculate_entropy=True, values="also" if valued else "none")
+        values: Wanted = "also" if valued else "none"
+        data = self._data(samples, budget, calculate_entropy=True, values=values, top=needs_top_logprobs(loss))
         with self.engine.train_mode(zero_grad_on_exit=False):
             self.engine.forward_backward_batch(data, loss_function=found, forward_only=False)
         return found.finished()
@@ -216,8 +217,11 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             self._own.reference = self._part.first_weights(moved=self._own.moved)
         return self._own.reference
 
-    def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
-        """Return rows in verl's form: packed ids, with a number for each row by which its tokens are found."""
+    def _data(
+        self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted, top: int = 0
+    ) -> Any:
+        """Return rows in verl's form: packed ids, with a number for each row by which its tokens are found. A pass over them
+        computes `values`, and as many most probable tokens at each place as `top` says."""
         lengths = [len(sample) for sample in samples]
         ids = [torch.from_numpy(sample.ids.astype(np.int64)) for sample in samples]
         heat = [sample.temperature for sample in samples]
@@ -245,7 +249,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             max_token_len_per_gpu=budget,
             micro_batch_size_per_gpu=None,
             return_model_output=not calculate_entropy,
-            **{WANTED: values},
+            **{WANTED: values, TOP: top},
             **({MASKS: RowMasks(samples)} if any(sample.mask is not None for sample in samples) else {}),
         )
         return data

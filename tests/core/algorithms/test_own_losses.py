@@ -11,18 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import SFT
+from lightning import SFT, Trainer
 from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch import given_rows
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.step import check_loss
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import TAKEN, Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
+from lightning.losses.protocol import (
+    TAKEN,
+    Loss,
+    LossOutput,
+    StepLoss,
+    StepTokens,
+    TokenBatch,
+    needs_reference,
+    needs_top_logprobs,
+)
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import staleness, step_metrics
@@ -147,6 +157,62 @@ def test_a_loss_that_did_not_ask_for_the_reference_is_told_how(train: Callable[[
         train(mistyped())
 
 
+def test_a_loss_that_wants_top_logprobs_is_given_them(train: Callable[[Algorithm], dict[str, float]]) -> None:
+    def forgot(tokens: TokenBatch) -> Any:
+        return -tokens.top_logprobs.sum(-1)  # type: ignore[union-attr]
+
+    def doubts(tokens: TokenBatch) -> Any:
+        assert tokens.top_logprobs is not None
+        return -tokens.logprobs, {"margin": tokens.top_logprobs[:, 0] - tokens.top_logprobs[:, 1]}
+
+    asking = partial(doubts)
+    asking.needs_top_logprobs = 2  # type: ignore[attr-defined]
+    for algorithm in (from_loss(needs_top_logprobs=2)(doubts)(), with_loss(asking), bringing(asking)):
+        assert train(algorithm)["margin"] > 0
+    assert needs_top_logprobs(from_loss(needs_reference=True, needs_top_logprobs=2)(doubts)("gspo").loss) == 2
+    assert needs_top_logprobs(from_loss(doubts)().loss) == 0
+    with pytest.raises(
+        ConfigError, match=r"the loss forgot failed on .*tokens\.top_logprobs only for a loss with needs_"
+    ):
+        train(from_loss(forgot)())
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 2.0, True, "4", np.int64(4)], ids=repr)
+def test_a_number_of_top_logprobs_that_cannot_be_is_refused_when_the_loss_is_given(wanted: Any) -> None:
+    said = "the loss plain has needs_top_logprobs = .*: set it to the number of most probable tokens"
+    with pytest.raises(ConfigError, match=said):
+        from_loss(needs_top_logprobs=wanted)(plain)
+    made = partial(plain)
+    made.needs_top_logprobs = wanted  # type: ignore[attr-defined]
+    for give in (from_loss, with_loss, lambda loss: bringing(loss).batch([GROUP])):
+        with pytest.raises(ConfigError, match=said):
+            give(made)
+
+
+def test_more_top_logprobs_than_the_model_has_tokens_are_refused_before_anything_starts(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine, algorithm = TorchEngine(device="cpu"), from_loss(needs_top_logprobs=400)(plain)()
+    said = "the loss plain has needs_top_logprobs = 400, and the model's vocabulary has 320 tokens: set it to 320 at the most"
+    with pytest.raises(ConfigError, match=said):
+        check_loss(engine, folder, algorithm.loss)
+    trainer = Trainer(folder, algorithm, out=tmp_path / "run", steps=1, engine="torch", lr=1e-3)
+    with pytest.raises(ConfigError, match=said):
+        trainer.fit(lambda task, llm: 1.0, train=["a task"])
+    assert not [*tmp_path.rglob("*vllm*")]
+    with pytest.raises(
+        ConfigError,
+        match=r"the loss plain has .* the engine Other gives no logprobs of most",
+    ):
+        check_loss(type("Other", (), {})(), folder, algorithm.loss)
+    check_loss(engine, folder, from_loss(needs_top_logprobs=320)(plain)().loss)
+    engine.open(folder, OptimizerConfig(), seed=0)
+    for take in (engine.step, engine.forward_backward):
+        with pytest.raises(ConfigError, match=said):
+            take(algorithm.batch([GROUP]).samples, algorithm.loss)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "make", [lambda loss: from_loss(loss)(), with_loss, bringing], ids=["loss", "batch", "brought"]
 )
@@ -236,6 +302,30 @@ def test_the_digest_of_a_batch_tells_one_function_from_another() -> None:
 
     others = [forget, imitate, ClippedPolicyGradient(surrogate=imitate), ClippedPolicyGradient(surrogate=imitated)]
     assert len({kept, again, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 5
+
+
+def test_the_digest_of_a_batch_tells_what_a_function_was_made_with() -> None:
+    """Values in its closure that nothing changes, and its attribute; not what it counts, and not what is not there yet."""
+
+    def made(beta: float, among: tuple[int, ...], top: int | None = None) -> Any:
+        calls, seen = 0, list[Any]()
+        if calls:
+            later = 1
+
+        def pull(tokens: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            seen.append(tokens)
+            return later if calls < 0 else -beta * tokens * len(among)
+
+        pull.needs_top_logprobs = top  # type: ignore[attr-defined]
+        return pull
+
+    first, *others = made(0.1, (1, 2)), made(0.2, (1, 2)), made(0.1, (1, 3)), made(0.1, (1, 2), 2)
+    digest = batch_digest(rows([GROUP], first))
+    assert len({digest, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 4
+    first(1.0)
+    assert batch_digest(rows([GROUP], first)) == digest == batch_digest(rows([GROUP], made(0.1, (1, 2))))
 
 
 def test_the_digest_of_a_batch_tells_one_correction_from_another() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,9 +16,10 @@ from lightning.algorithms.presets import LowLevel
 from lightning.config import Config, EngineConfig, load_config, with_settings
 from lightning.config.fields import find
 from lightning.config.other_words import WORDS, answer
-from lightning.credit import Decayed
+from lightning.credit import Decayed, Discounted
 from lightning.errors import ConfigError
 from lightning.losses.correction import Correction
+from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from pydantic import ValidationError
 
@@ -67,6 +69,8 @@ DPO: Any = lightning.DPO
 SFT: Any = lightning.SFT
 DISTILL: Any = lightning.Distill
 CORRECTION: Any = Correction
+LOSS: Any = ClippedPolicyGradient
+DECAYED: Any = Decayed
 SECTION: Any = EngineConfig
 CONFIG: Any = Config
 ASKED = [
@@ -100,6 +104,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: SFT(learning_rate=1e-5), "--set engine.lr=1e-6"),
     (lambda: DISTILL("m", kl_coef=0.1), "verl's word for the weight of the KL term"),
     (lambda: CORRECTION(clip=2.0), "Correction has no argument 'clip'. It takes: kind, level"),
+    (
+        lambda: LOSS(beta=0.1),
+        r"ClippedPolicyGradient has no argument 'beta': .* `ClippedPolicyGradient\(kl_coefficient=",
+    ),
+    (lambda: DECAYED(gama=0.5), "Decayed has no argument 'gama'; did you mean 'gamma'"),
+    (lambda: DECAYED(gamma="x"), "Decayed: gamma cannot be 'x'; it accepts a number"),
     (lambda: SECTION(learning_rate=1e-6), "EngineConfig has no argument 'learning_rate'.*engine.lr"),
     (lambda: CONFIG(beta=1), r"Config has no argument 'beta'.*LightningRL\(kl_coefficient=0.04\)"),
 ]
@@ -109,6 +119,17 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_what_a_noun_does_not_take_is_an_error_of_ours(ask: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ask()
+
+
+def test_no_registered_credit_or_algorithm_takes_what_it_does_not_know() -> None:
+    """Each refuses it by itself (`refuses_unknown`): they are made by users before any registry sees them."""
+    made = {type(plugins().credit(name)) for name in plugins().names("credits")}
+    made |= {type(plugins().get("algorithms", name)()) for name in plugins().names("algorithms") if name != "distill"}
+    nouns: list[Any] = [kind for kind in made if is_dataclass(kind)]
+    assert {Decayed, Discounted, lightning.LightningRL, lightning.DPO} <= {*nouns}
+    for noun in nouns:
+        with pytest.raises(ConfigError, match=f"{noun.__name__} has no argument 'no_such'"):
+            noun(no_such=1)
 
 
 def test_what_a_noun_takes_is_taken() -> None:

@@ -55,6 +55,18 @@ class ReferenceKL:
         return LossOutput(LOSS(batch).loss + (batch.weights * (gap.exp() - 1 - gap)).sum())
 
 
+@dataclass(frozen=True)
+class AmongTop:
+    """The clipped policy gradient and the entropy among the most probable tokens."""
+
+    needs_top_logprobs: int = 5
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        assert batch.top_logprobs is not None
+        among = torch.log_softmax(batch.top_logprobs, -1)
+        return LossOutput(LOSS(batch).loss + (batch.weights * (among.exp() * among).sum(-1)).sum())
+
+
 @pytest.fixture
 def engine(exact_norm: None, open_engine: Callable[..., TorchEngine]) -> TorchEngine:
     return open_engine(dtype="float64")
@@ -177,7 +189,7 @@ VARIANTS: dict[str, tuple[Loss, dict[str, object]]] = {
     "reference": (ReferenceKL(), {}),
     "critic on a frozen trunk": (LOSS, {"critic": True}),
     "critic on a shared trunk": (CallRatio(), {"critic": True, "critic_trunk": "shared"}),
-    "adapters": (LOSS, {"lora": LoraConfig(rank=4)}),
+    "most probable tokens, adapters": (AmongTop(), {"lora": LoraConfig(rank=4)}),
     "adapters, reference, critic": (
         CallRatio(needs_reference=True),
         {"lora": LoraConfig(rank=4), "critic": True, "critic_trunk": "shared"},

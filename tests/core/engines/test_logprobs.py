@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample
-from lightning.engines.logprobs import _LogprobEntropy, chunks, token_logprobs
+from lightning.engines.logprobs import chunks, token_logprobs
 from lightning.engines.rows import plan
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.model import AddingEmbedding, AddingLinear, add_in_place
@@ -64,10 +64,12 @@ def test_loss_and_entropy_are_those_of_a_slow_loop(
 
 def test_masked_logits_have_finite_entropy() -> None:
     logits = torch.tensor([[1.0, 2.0, -float("inf")]])
-    logprobs, entropy = _LogprobEntropy.apply(logits, torch.tensor([1]), None)
+    logprobs, entropy, top, ids = token_logprobs(logits, torch.tensor([1]), None, lambda given: given, top=3)
     p = torch.tensor([1.0, 2.0]).softmax(-1)
     assert entropy.item() == pytest.approx(float(-(p * p.log()).sum()))
     assert logprobs.item() == pytest.approx(float(p[1].log()))
+    assert top.tolist() == [[pytest.approx(float(p[1].log())), pytest.approx(float(p[0].log())), torch.finfo().min]]
+    assert ids.tolist() == [[1, 0, -1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -83,16 +85,20 @@ def test_an_output_layer_in_place_has_autograds_gradients(
     targets = torch.arange(9) % 7
     computing = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
     add_in_place(layer)
+    factors = torch.linspace(-1, 2, 27).reshape(9, 3)
     for _ in range(2):  # the second is added to the first
         with computing:
-            logprobs, entropy = token_logprobs(hidden, targets, temperatures, layer)
-        (logprobs - 0.1 * entropy).sum().backward()
+            logprobs, entropy, top, ids = token_logprobs(hidden, targets, temperatures, layer, top=3)
+        (logprobs - 0.1 * entropy + (factors * top).sum(-1)).sum().backward()
     heat = 1.0 if temperatures is None else temperatures[:, None].to(layer.weight.dtype)
     table = torch.log_softmax(torch.nn.functional.linear(hidden, layer.weight, layer.bias) / heat, -1)
-    expected = table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
-    theirs = torch.autograd.grad((expected[0] - 0.1 * expected[1]).sum() * 2, [hidden, *layer.parameters()])
+    most, places = table.topk(3)
+    expected = table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1), most
+    total = (expected[0] - 0.1 * expected[1] + (factors * most).sum(-1)).sum() * 2
+    theirs = torch.autograd.grad(total, [hidden, *layer.parameters()])
     near = {} if dtype is torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close((logprobs, entropy), expected, **near)
+    torch.testing.assert_close((logprobs, entropy, top), expected, **near)
+    assert dtype is torch.bfloat16 or ids.equal(places)
     torch.testing.assert_close((hidden.grad, *(own.grad for own in layer.parameters())), theirs, **near)
 
 

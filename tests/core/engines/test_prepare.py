@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.batch import Sample
 from lightning.config import LoraConfig
-from lightning.engines.rows import trained_tokens
+from lightning.engines.rows import Read, trained_tokens
 from lightning.engines.step import prepared
 from lightning.engines.torch import layouts
 from lightning.engines.torch.engine import TorchEngine
@@ -24,6 +24,7 @@ from lightning.losses.protocol import LossOutput, StepTokens, TokenBatch
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
 PLAIN = ClippedPolicyGradient(correction=NO_CORRECTION)
+VOCAB = 320
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Watching:
     """A whole-step loss that keeps what it is shown. Each token's number is 1 + its call's place among the step's calls."""
 
     needs_reference: bool = False
+    needs_top_logprobs: int | None = None
     answer: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers
     steps: list[StepTokens] = field(default_factory=list)
     batches: list[TokenBatch] = field(default_factory=list)
@@ -55,12 +57,22 @@ def two_rows(make_row: Make) -> list[Sample]:
 
 @pytest.mark.parametrize("kind", ["linear", "tree", "per-call"])
 def test_it_sees_every_token_once_in_the_order_of_the_rows(open_engine: Open, make_row: Make, kind: str) -> None:
-    engine, loss, (short, long) = open_engine(step=kind), Watching(needs_reference=True), two_rows(make_row)
+    loss, (short, long) = Watching(needs_reference=True, needs_top_logprobs=VOCAB), two_rows(make_row)
+    engine = open_engine(step=kind)
     now = [values[row.weights != 0] for row, values in zip((short, long), engine.logprobs([short, long]), strict=True)]
     engine.step([short, long], loss)
     (step,) = loss.steps
     np.testing.assert_allclose(step.logprobs, np.concatenate(now), atol=1e-5)
     np.testing.assert_allclose(step.reference, step.logprobs, atol=1e-5)
+    assert step.top_logprobs is not None
+    assert step.top_ids is not None
+    np.testing.assert_allclose(np.exp(step.top_logprobs).sum(-1), 1.0, rtol=1e-5)
+    assert (np.diff(step.top_logprobs) <= 0).all()
+    ids = np.concatenate([row.ids[row.weights != 0] for row in (short, long)])
+    places = np.argmax(step.top_ids == ids[:, None], axis=-1)
+    assert np.array_equal(step.top_logprobs[np.arange(len(ids)), places], step.logprobs)
+    trained = sorted(tuple(row) for batch in loss.batches for row in batch.top_ids.tolist())  # type: ignore[union-attr]
+    assert trained == sorted(map(tuple, step.top_ids.tolist()))
     np.testing.assert_allclose(step.old_logprobs, np.concatenate([now[0], np.full(8, -2.0)]), atol=1e-5)
     assert step.calls.tolist() == [0] * 4 + [1] * 3 + [2] * 5
     assert [(span.rollout, span.seq) for span in step.spans] == [("short", 0), ("long", 0), ("long", 1)]
@@ -261,6 +273,6 @@ def test_a_loss_that_needs_entropies_of_an_engine_without_them_is_told(make_row:
     with pytest.raises(
         ConfigError, match=r"prepare of the loss Doubts failed .* step\.entropy only by the engine torch"
     ):
-        prepared(Doubts(), rows, tokens, lambda: (numbers, None), lambda: numbers)
-    found = prepared(Doubts(), rows, tokens, lambda: (numbers, numbers + 3), lambda: numbers)
+        prepared(Doubts(), rows, tokens, lambda: Read(numbers), lambda: numbers)
+    found = prepared(Doubts(), rows, tokens, lambda: Read(numbers, numbers + 3), lambda: numbers)
     assert found[0].prepared is not None

@@ -74,7 +74,7 @@ def test_the_tree_of_a_trained_model_keeps_to_the_bound_and_wrong_weights_do_not
     exact = by_row(open_engine(folder, dtype="float32", step="linear"), samples)
     engine = open_engine(folder, dtype=dtype, lr=1e-5)
     layout = engine._step_layout(samples)
-    over_the_tree, _ = read_logprobs(layout, engine._opened(), 2048)
+    over_the_tree = read_logprobs(layout, engine._opened(), 2048).logprobs
     assert bound.problem_of(np.abs(over_the_tree - exact)) == ""
     assert bound.problem_of(np.abs(by_row(engine, samples) - exact)) == ""
 

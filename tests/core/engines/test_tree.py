@@ -268,7 +268,7 @@ def test_without_gradients_the_keys_and_values_of_one_path_are_held(
     samples = group(8, turns=5)
     engine = open_engine(step="tree")
     layout = engine._step_layout(samples)
-    expected, _ = layouts.read_logprobs(layout, engine._opened(), 10_000)
+    expected = layouts.read_logprobs(layout, engine._opened(), 10_000).logprobs
     original = CausalLM.hidden_attending
     kept: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     held = []
@@ -280,7 +280,7 @@ def test_without_gradients_the_keys_and_values_of_one_path_are_held(
         return hidden
 
     monkeypatch.setattr(CausalLM, "hidden_attending", noting)
-    found, _ = layouts.read_logprobs(layout, engine._opened(), 20)
+    found = layouts.read_logprobs(layout, engine._opened(), 20).logprobs
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert 0 < max(held) <= max(layout.lengths)
     assert sum(size for size, _ in kept) > 4 * max(held)

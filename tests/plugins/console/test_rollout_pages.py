@@ -134,6 +134,7 @@ async def test_why_a_token_was_pushed_is_what_the_batch_has(places: Places) -> N
     sample = next(each for each in batch.samples if each.spans[0].rollout == "run/1/0/0")
     advantage, weight = float(sample.advantages[-1]), float(sample.weights[-1])
     assert found["reward"]["value"] == "1.0000"
+    assert found["advantage"]["source"] == "grpo, credit identical"
     assert float(found["advantage"]["value"]) == pytest.approx(advantage, rel=1e-4)
     assert float(found["weight"]["value"]) == pytest.approx(weight, rel=1e-3)
     assert float(found["push"]["value"]) == pytest.approx(advantage * weight, rel=1e-3)

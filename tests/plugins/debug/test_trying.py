@@ -32,6 +32,12 @@ def plain(tokens: TokenBatch) -> torch.Tensor:
     return -tokens.advantages * tokens.logprobs
 
 
+@from_loss(needs_top_logprobs=2)
+def margin(tokens: TokenBatch) -> torch.Tensor:
+    assert tokens.top_logprobs is not None
+    return tokens.top_logprobs[:, 0] - tokens.top_logprobs[:, 1].detach()
+
+
 @from_loss
 def summed(tokens: TokenBatch) -> torch.Tensor:
     return (-tokens.advantages * tokens.logprobs).sum()
@@ -111,7 +117,7 @@ def test_a_loss_is_not_called_where_that_would_import_torch(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "algorithm", [LightningRL(), LightningRL("ppo"), plain(), plain("gspo", kl_coefficient=0.1), eager()]
+    "algorithm", [LightningRL(), LightningRL("ppo"), plain(), plain("gspo", kl_coefficient=0.1), eager(), margin()]
 )
 def test_what_is_right_has_no_problem(algorithm: Any) -> None:
     assert try_algorithm(algorithm, [PAIR]) == ([], [])

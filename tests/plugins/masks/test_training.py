@@ -18,7 +18,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import TokenBatch
+from lightning.losses.protocol import LossOutput, TokenBatch
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import Transition, logprobs
 from lightning_finetuning.distillation_loss import DistillationLoss
@@ -31,6 +31,27 @@ from transformers import AutoModelForCausalLM
 VOCAB = 320
 LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01, correction=NO_CORRECTION)
 OpenEngine = Callable[..., TorchEngine]
+TOP = 24
+"""More than the strictest masks keep."""
+FACTORS = torch.linspace(2, -1, TOP, dtype=torch.float64)
+
+
+class WithTop:
+    """Also scores the most probable tokens, each alone and their entropy among themselves."""
+
+    needs_top_logprobs = TOP
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        most, ids = batch.top_logprobs, batch.top_ids
+        assert most is not None
+        assert ids is not None
+        assert (most.diff(dim=-1) <= 0).all()
+        assert ((ids < 0) == (most.exp() == 0)).all()
+        found, among = LOSS(batch), torch.log_softmax(most, -1)
+        scores = most.exp() * most + among.exp() * among
+        few = (ids < 0).any(-1)
+        metrics = {**found.metrics, "few": float((batch.weights * few).sum())}
+        return LossOutput(found.loss + (batch.weights * (scores @ FACTORS)).sum(), metrics)
 
 
 def masked(call: Transition, generator: np.random.Generator, vocab: int = VOCAB) -> Transition:
@@ -90,7 +111,10 @@ def expected(model: Path, calls: Sequence[tuple[Transition, float]], weights: Se
             entropy = -(chances[kept] * chances[kept].log()).sum()
             ratio = torch.exp(chances[token].log() - call.logprobs[place])
             surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-            own.append(-surrogate - 0.01 * entropy)
+            most = chances.topk(TOP).values
+            parts = most[most > 0], most[most > 0] / most.sum()
+            pushed = sum((part * part.log() * FACTORS[: len(part)]).sum() for part in parts)
+            own.append(-surrogate - 0.01 * entropy + pushed)
         total = total + weight * torch.stack(own).sum()
     total.backward()
     grads = [own.grad.flatten() for own in net.parameters() if own.grad is not None]
@@ -101,7 +125,8 @@ def gradient(engine: TorchEngine, samples: Sequence[Sample], kind: str) -> torch
     """The loss, and the gradient behind it."""
     engine._kind = kind  # type: ignore[assignment]
     engine.discard_gradient()
-    metrics = engine.forward_backward(list(samples), LOSS).metrics
+    metrics = engine.forward_backward(list(samples), WithTop()).metrics
+    assert 0 < metrics["few"] < 1
     assert metrics["tree"] == (kind == "tree")
     assert metrics["tokens_compared"] == metrics["tokens"]
     grads = [own.grad.flatten() for own in engine._parameters.values() if own.grad is not None]

@@ -24,6 +24,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import TokenBatch
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import ADAPTERS
 from lightning.testing.tiny_models import make_tiny_model
@@ -551,12 +552,22 @@ def test_what_cannot_be_trained_is_refused_by_name_before_anything_is_loaded(mod
     engine = PolicyEngine(POLICIES, torch_engine, config())
     assert isinstance(engine, Engine)
     assert engine.check(model) == ""
+    wanting = ClippedPolicyGradient(surrogate=Wanting())
+    with pytest.raises(ConfigError, match=r"the policy editor: the loss Wanting has needs_top_logprobs = 321.* to 320"):
+        engine.check_loss(model, wanting)
     tables = {"writer": TrainedPolicy(LoraConfig(target_modules=("embed_tokens",)))}
     with pytest.raises(EngineError, match=r"the policy writer: policies\.writer\.lora does not fit this model"):
         PolicyEngine(tables, torch_engine, config()).check(model)
     folder, lora = make_tiny_family(tmp_path / "fp8", "fp8"), LoraConfig(rank=2, target_modules=("q_proj",))
     with pytest.raises(ConfigError, match=r"policy a: .*vLLM alone.* in FP8: .* policies\.a\.lora\.target_modules"):
         PolicyEngine({"a": TrainedPolicy(lora)}, torch_engine, config()).check(folder)
+
+
+class Wanting:
+    needs_top_logprobs = VOCAB + 1
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        return -tokens.logprobs
 
 
 def test_numerics_in_which_policies_differ_are_named_by_policy(open_policies: Open) -> None:

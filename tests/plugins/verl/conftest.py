@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,18 +20,19 @@ from lightning.batch import Ragged, Sample, SamplingMask
 from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.losses.correction import NO_CORRECTION
-from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
+from lightning.losses.policy_gradient import SequencePolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.tiny_models import make_tiny_model
 from lightning_policies.engine import PolicyEngine, TrainedPolicy
 from lightning_verl.device import choose
 from lightning_verl.plugin import verl_engine
 
+from tests.plugins.verl.own_loss import LOSS as LOSS
+
 VOCAB = 320
 OpenVerl = Callable[..., Engine]
 ALONE = 0
 """The world size of a job in this process."""
-LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01, correction=NO_CORRECTION)
 CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3", correction=NO_CORRECTION)
 """Wants to know everything before the gradient pass: the current policy's logprobs, and the reference's."""
 
@@ -162,7 +164,9 @@ def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]
     address = str(tmp_path_factory.mktemp("wire") / "s")
     program = Path(__file__).with_name("rank_process.py")
     with Listener(address, family="AF_UNIX") as listener:
-        processes = [subprocess.Popen([sys.executable, program, address, str(rank)]) for rank in range(2)]
+        found = {**os.environ, "PYTHONPATH": str(program.parents[3])}  # for a loss of the tests
+        asked = [[sys.executable, str(program), address, str(rank)] for rank in range(2)]
+        processes = [subprocess.Popen(each, env=found) for each in asked]
         accepted = [listener.accept() for _ in processes]
         yield [wire for _, wire in sorted(((wire.recv(), wire) for wire in accepted), key=lambda pair: pair[0])]
         for wire in accepted:

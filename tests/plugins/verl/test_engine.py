@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, UNCLIPPED, VOCAB, OpenVerl, masked
+from tests.plugins.verl.own_loss import Sharper
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
 
@@ -182,7 +183,7 @@ def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
     """Logprobs, values, gradient, metrics and what was seen, over steps with different losses, of 7 rows each: the second
     teaches the critic nothing, the fourth nothing else, and the last one's critic learns of one row, which is one rank's.
     Every second row of the first three has sampling masks."""
-    losses: list[Loss] = [LOSS, CALLS, LOSS, LOSS, LOSS]
+    losses: list[Loss] = [Sharper(), CALLS, LOSS, LOSS, LOSS]
     for number, loss in enumerate(losses):
         batch = rows(number, temperature=0.7 if number == 2 else 1.0)
         if number < 3:

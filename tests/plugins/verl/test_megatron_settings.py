@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.step import check_loss
 from lightning.errors import ConfigError, EngineError, MissingExtraError
 from lightning.installation import install_command
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import TokenBatch
 from lightning_credits.value_head import CriticHead
 from lightning_verl import megatron_settings
 from lightning_verl.megatron_settings import (
@@ -23,6 +28,9 @@ from lightning_verl.megatron_settings import (
 )
 from lightning_verl.plugin import verl_engine
 from lightning_verl.state import Taken, read_state, write_state
+
+from tests.plugins.verl.conftest import VOCAB
+from tests.plugins.verl.own_loss import Sharper
 
 
 def configured(**settings: object) -> Config:
@@ -72,9 +80,25 @@ def test_what_is_missing_is_named(installed: set[str]) -> None:
         refuse(configured(verl__megatron={"vanilla_mbridge": False, "context_parallel_size": 2}), "cuda")
 
 
-def test_a_critic_is_refused_before_anything_starts(model: Path) -> None:
+def test_a_critic_and_a_loss_of_most_probable_tokens_are_refused_before_anything_starts(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"the head 'critic' .* set engine\.verl\.strategy = fsdp2"):
         verl_engine(configured()).open(model, OptimizerConfig(), seed=0, head=CriticHead())
+    with pytest.raises(ConfigError, match=r"the loss Sharper has .* Megatron cuts the vocabulary, .* = fsdp2"):
+        check_loss(verl_engine(configured()), model, Sharper())
+    more, fsdp2 = ClippedPolicyGradient(surrogate=wanting(VOCAB + 1)), with_settings(Config(), {"engine.device": "cpu"})
+    with pytest.raises(
+        ConfigError, match=r"the loss wanted has needs_top_logprobs = 321, .* set it to 320 at the most"
+    ):
+        check_loss(verl_engine(fsdp2), model, more)
+    check_loss(verl_engine(fsdp2), model, Sharper())
+
+
+def wanting(top: int) -> Callable[[TokenBatch], torch.Tensor]:
+    def wanted(tokens: TokenBatch) -> torch.Tensor:
+        return -tokens.logprobs
+
+    wanted.needs_top_logprobs = top  # type: ignore[attr-defined]
+    return wanted
 
 
 def test_ours_goes_with_theirs() -> None:

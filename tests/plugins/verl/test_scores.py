@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.live_bytes import Bytes
 from tests.plugins.verl.conftest import random_mask
 
-WORDS, COUNT = 61, 23
+WORDS, COUNT, TOP = 61, 23, 7
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,9 +44,9 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def scalar(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+def scalar(log_probs: torch.Tensor, entropy: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     factors = torch.linspace(-1, 2, len(log_probs))
-    return (factors * log_probs).sum() + (factors.flip(0) * entropy).sum()
+    return (factors * log_probs).sum() + (factors.flip(0) * entropy).sum() + (factors[:, None] * top.exp()).sum()
 
 
 def written_out(mask: SamplingMask | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,18 +79,22 @@ def test_chunks_are_the_whole_table(
     mask = None if temperature is None else random_mask(targets.numpy(), 0, WORDS)
     kept, bias = written_out(mask)
     whole = ((logits_of(model, ids)[0] + bias) / (temperature or 1.0)).masked_fill(~kept, -torch.inf).log_softmax(-1)
-    expected = whole[torch.arange(COUNT), targets], -(whole.exp() * whole.masked_fill(~kept, 0.0)).sum(-1)
+    most, places = whole.topk(TOP)
+    entropy = -(whole.exp() * whole.masked_fill(~kept, 0.0)).sum(-1)
+    expected = whole[torch.arange(COUNT), targets], entropy, most.clamp(min=torch.finfo().min)
     scalar(*expected).backward()
     gradients = {name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None}
     model.zero_grad()
 
     monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 3 * 4 * WORDS)
     made = TokenScores(model, lambda given: logits_of(model, given), tmp_path)
-    made.targets, made.temperatures, made.mask, made.wanted = targets, heat, mask, "also"
+    made.targets, made.temperatures, made.mask, made.wanted, made.top = targets, heat, mask, "also", TOP
     found = model(input_ids=ids, labels=None, use_cache=False)
     assert found["hidden"].shape == (COUNT, 32)
-    torch.testing.assert_close((found["log_probs"], found["entropy"]), expected, atol=1e-5, rtol=1e-5)
-    scalar(found["log_probs"], found["entropy"]).backward()
+    scores = found["log_probs"], found["entropy"], found["top_logprobs"]
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    assert found["top_ids"].equal(places.masked_fill(most.isneginf(), -1))
+    scalar(*scores).backward()
     mine = {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
     assert mine.keys() == gradients.keys()
     for name, own in gradients.items():
@@ -116,7 +120,7 @@ def test_the_gradient_of_a_bfloat16_layer_is_summed_in_float32() -> None:
     for size in (500, 1):
         layer.zero_grad()
         parts = [slice(start, start + size) for start in range(0, 500, size)]
-        found, _ = _Chunked.apply(hidden, targets, None, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
+        found, _ = _Chunked.apply(hidden, targets, None, None, 0, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
         found.sum().backward()
         assert layer.weight.grad is not None
         gradients.append(layer.weight.grad.float())
@@ -133,7 +137,7 @@ def peak(count: int, width: int) -> int:
         hidden = torch.empty(count, width, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.empty(count, dtype=torch.int64)
         parts = list(logprobs.chunks(count, words, torch.bfloat16, hidden.device))
-        found, entropy = _Chunked.apply(hidden, targets, None, None, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
+        found, entropy = _Chunked.apply(hidden, targets, None, None, 0, layer, parts, layer.weight)  # type: ignore[no-untyped-call]
         (found.sum() + entropy.sum()).backward()
     return counted.most
 

@@ -94,7 +94,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     util = SimpleNamespace(get_node_ip_address=lambda: "192.0.2.7")
     ray = SimpleNamespace(shutdown=cluster.shutdown, util=util, nodes=cluster.nodes)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(module, "_vocab_size", lambda _: 10)
+    monkeypatch.setattr(module, "vocab_size", lambda _: 10)
     return cluster
 
 

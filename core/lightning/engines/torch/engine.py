@@ -22,10 +22,10 @@ from torch import nn
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.export import contents, whole_weights, write_adapters, write_file, write_folder
-from lightning.engines.loading import read_model
+from lightning.engines.loading import read_model, vocab_size
 from lightning.engines.protocol import Engine, Head, Opening, OptimizerConfig, StepResult
 from lightning.engines.rows import (
-    Numbers,
+    Read,
     States,
     Tally,
     Tokens,
@@ -52,7 +52,7 @@ from lightning.engines.torch.model import CausalLM, Reference, load_model, resol
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
 from lightning.errors import EngineError
-from lightning.losses.protocol import Loss
+from lightning.losses.protocol import Loss, check_top_logprobs, needs_top_logprobs
 from lightning.types import Json
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ class TorchEngine:
     def check(self, model: Path) -> str:
         """Return the limits of training a model folder, in words, or raise if it cannot be trained (`ChecksModel`)."""
         return contents(model, lora=self._lora, max_model_len=self._served).remark()
+
+    def check_loss(self, model: Path, loss: Loss) -> None:
+        """Raise `ConfigError` for a loss that wants more tokens than the model in this folder has (`ChecksLoss`)."""
+        check_top_logprobs(loss, vocab_size(model))
 
     def check_teacher(self, teacher: Path) -> None:
         """Raise `EngineError` if a folder cannot be loaded as the reference model (`ChecksTeacher`)."""
@@ -186,7 +190,7 @@ class TorchEngine:
         lengths = [len(sample) for sample in samples]
         tokens = wanted_tokens(samples, [np.arange(1, length) for length in lengths])
         layout = Linear(samples, lengths, tokens, states_of((), every=True))
-        found = self._read(layout, reference=False)[0].astype(np.float32)
+        found = self._read(layout, reference=False).logprobs.astype(np.float32)
         return [np.append(np.float32(np.nan), own) for own in _apart(found, [length - 1 for length in lengths])]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -208,7 +212,7 @@ class TorchEngine:
         only a policy server of another model can have sampled. Raises `EngineError` if more than `max_nonfinite_steps` updates
         in a row are not finite.
         """
-        self._check_trainable(samples)
+        self._check_trainable(samples, loss)
         try:
             self.discard_gradient()
             return self._driver.step(self, samples, loss, lr)
@@ -218,7 +222,7 @@ class TorchEngine:
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """Add the gradient of these rows to the accumulated gradient, without an update (`Engine.forward_backward`)."""
-        self._check_trainable(samples)
+        self._check_trainable(samples, loss)
         try:
             return self._driver.forward_backward(self, samples, loss)
         except BaseException:
@@ -242,8 +246,8 @@ class TorchEngine:
             return samples
         layout = self._step_layout(samples)
         tokens = reordered(layout.tokens, row_order(layout.tokens))
-        current, reference = (partial(self._read, layout, reference=which) for which in (False, True))
-        found = prepared(loss, samples, tokens, current, lambda: reference()[0])
+        current = partial(self._read, layout, reference=False, top=needs_top_logprobs(loss))
+        found = prepared(loss, samples, tokens, current, lambda: self._read(layout, reference=True).logprobs)
         self._known = layout.again(found)
         return found
 
@@ -375,8 +379,8 @@ class TorchEngine:
             rows.check(sample, lm.vocab_size)
         return lm
 
-    def _check_trainable(self, samples: Sequence[Sample]) -> None:
-        self._checked(samples)
+    def _check_trainable(self, samples: Sequence[Sample], loss: Loss) -> None:
+        check_top_logprobs(loss, self._checked(samples).vocab_size)
         if self._head is None:
             refuse_targets(samples)
 
@@ -384,16 +388,16 @@ class TorchEngine:
         """Return all parameters that the optimizer changes, by name: the policy's and the head's."""
         return self._parameters | (self._head.parameters() if self._head else {})
 
-    def _read(self, layout: Layout, *, reference: bool) -> tuple[Numbers, Numbers]:
-        """Return the logprobs (N,) and the entropies (N,) of a layout's tokens in the order of the rows, under the reference or
-        the trained model."""
+    def _read(self, layout: Layout, *, reference: bool, top: int = 0) -> Read:
+        """Return the numbers of a layout's tokens in the order of the rows (`read_logprobs`), under the reference model or
+        under the trained one."""
         lm, source = self._opened(), self._reference
         with source.model() if reference and source is not None else nullcontext(lm) as model:
             if reference and source is not None and isinstance(layout, Forest):
                 if source.takes_trees is None:
                     source.takes_trees = not why_no_tree(model)
                 layout = layout if source.takes_trees else layout.by_rows()
-            return self._within_memory(layout, lambda: read_logprobs(layout, model, self._budget))
+            return self._within_memory(layout, lambda: read_logprobs(layout, model, self._budget, top))
 
     def _step_layout(self, samples: Sequence[Sample]) -> Layout:
         lengths = [rows.trained_length(sample) for sample in samples]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ from lightning.engines.rows import (
     Entries,
     Ints,
     Numbers,
+    Read,
     Seen,
     States,
     Tally,
@@ -45,7 +47,7 @@ from lightning.engines.step import MadeHead, NonFiniteError, ran_out
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.tree import TreeWalk
 from lightning.errors import EngineError
-from lightning.losses.protocol import Loss
+from lightning.losses.protocol import Loss, needs_top_logprobs
 from lightning.safe_text import counted
 
 
@@ -285,17 +287,20 @@ def _run_entries(places: Ints, runs: Sequence[Node]) -> tuple[Ints, Ints]:
     return entries, places[entries] + shifts
 
 
-def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> tuple[Numbers, Numbers]:
-    """Return the logprobs (N,) and the entropies (N,) of a layout's tokens under a model with this vocabulary, in the order of
-    the rows, without a gradient."""
+def read_logprobs(layout: Layout, lm: CausalLM, budget: int, top: int = 0) -> Read:
+    """Return the logprobs and the entropies of a layout's tokens under a model, and with `top` the logprobs and ids of as many
+    most probable tokens, in the order of the rows, without a gradient."""
 
-    def read(part: LayoutPart, logprobs: Numbers, entropy: Numbers) -> None:
+    def read(part: LayoutPart, *arrays: Numbers) -> None:
         for own, hidden in _chunks(lm, part, part.hidden):
-            found = _predicted(lm, hidden, reordered(layout.tokens, own), part.what)
-            logprobs[own], entropy[own] = found[0].cpu().numpy(), found[1].cpu().numpy()
+            found, _ = _predicted(lm, hidden, reordered(layout.tokens, own), part.what, top)
+            for array, values in zip(arrays, found, strict=True):
+                array[own] = values.cpu().numpy()
 
-    logprobs, entropy = _read(layout, lm, budget, layout.tokens, read, 2)
-    return logprobs, entropy
+    precision = _precision(lm)
+    kinds: list[tuple[tuple[int, ...], type[np.generic]]] = [((), precision), ((), precision)]
+    kinds += [((top,), precision), ((top,), np.int32)] if top else []
+    return Read(*_read(layout, lm, budget, layout.tokens, read, kinds))
 
 
 def read_values(layout: Layout, lm: CausalLM, values: nn.Module, budget: int) -> Numbers:
@@ -304,16 +309,25 @@ def read_values(layout: Layout, lm: CausalLM, values: nn.Module, budget: int) ->
     def read(part: LayoutPart, found: Numbers) -> None:
         found[part.states] = values(_picked(part.hidden, part.at)).cpu().numpy()
 
-    return _read(layout, lm, budget, layout.states, read, 1)[0]
+    numbers: Numbers = _read(layout, lm, budget, layout.states, read, [((), _precision(lm))])[0]
+    return numbers
+
+
+def _precision(lm: CausalLM) -> type[np.floating]:
+    return np.float64 if lm.dtype is torch.float64 else np.float32
 
 
 def _read(
-    layout: Layout, lm: CausalLM, budget: int, entries: Tokens | States, read: Callable[..., None], count: int
-) -> list[Numbers]:
-    """Return `count` numbers for each of a layout's `entries`, in the order of the rows. `read` puts those of a part into as
-    many arrays in the layout's order."""
-    precision: type[np.floating] = np.float64 if lm.dtype is torch.float64 else np.float32
-    found: list[Numbers] = [np.full(len(entries), np.nan, precision) for _ in range(count)]
+    layout: Layout,
+    lm: CausalLM,
+    budget: int,
+    entries: Tokens | States,
+    read: Callable[..., None],
+    kinds: Sequence[tuple[tuple[int, ...], type[np.generic]]],
+) -> list[npt.NDArray[Any]]:
+    """Return numbers for each of a layout's `entries`, in the order of the rows: an array of each of the `kinds`, which are an
+    entry's shape and the dtype. `read` puts those of a part into as many arrays in the layout's order."""
+    found = [np.zeros((len(entries), *shape), kind) for shape, kind in kinds]
     with lm.evaluating():
         layout.walk(lm, budget, lambda part: read(part, *found))
     order = row_order(entries)
@@ -354,11 +368,11 @@ class GradientPass:
     def _policy_loss(self, part: LayoutPart, seen: Seen) -> torch.Tensor:
         """Compute the loss of a part's tokens in chunks, and go backward through the output layer after each chunk, so that its
         logits can be freed. Return a stand-in for the loss, whose backward pass gives the hidden states their gradients."""
-        gradients = []
+        gradients, top = [], needs_top_logprobs(self.loss)
         for own, hidden in _chunks(self.lm, part, part.hidden.detach()):
             tokens = reordered(self.layout.tokens, own)
-            logprobs, entropy, targets = _predicted(self.lm, hidden.requires_grad_(), tokens, part.what)
-            batch, sampled = token_batch(tokens, logprobs, entropy)
+            scores, targets = _predicted(self.lm, hidden.requires_grad_(), tokens, part.what, top)
+            batch, sampled = token_batch(tokens, *scores)
             seen.note(own, targets, sampled)
             output = self.loss(batch)
             self._check("loss", output.loss, part)
@@ -406,15 +420,14 @@ def _chunks(lm: CausalLM, part: LayoutPart, hidden: torch.Tensor) -> Iterator[tu
 
 
 def _predicted(
-    lm: CausalLM, hidden: torch.Tensor, tokens: Tokens, what: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logprobs, the entropies and the ids of some tokens, each of shape (N,), from the hidden states (N, H) that
-    predict them."""
+    lm: CausalLM, hidden: torch.Tensor, tokens: Tokens, what: str, top: int
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return the scores of some tokens (`token_logprobs`) and their ids (N,), from the hidden states (N, H) that predict
+    them."""
     targets = torch.from_numpy(tokens.targets).to(lm.device)
     heat = None if tokens.temperatures is None else torch.from_numpy(tokens.temperatures).to(lm.device)
     with failing("output layer", what), lm.computing():
-        logprobs, entropy = token_logprobs(hidden, targets, heat, lm.logits, tokens.mask)
-    return logprobs, entropy, targets
+        return token_logprobs(hidden, targets, heat, lm.logits, tokens.mask, top), targets
 
 
 def _picked(hidden: torch.Tensor, places: Ints) -> torch.Tensor:

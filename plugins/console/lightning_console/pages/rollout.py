@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from lightning.errors import DataError
+from lightning.losses.protocol import name_of
 from lightning.trainer.summary import reason
 from lightning.types import POLICY, Json, Transition, by_key
 from lightning_branching.recorded import is_void
@@ -395,7 +396,7 @@ def _why(view: RolloutView, line: CallLine) -> list[Reason]:
     algorithm, step, proved = proof.algorithm, proof.record.step, proof.proved
     mean, deviation, size = proof.groups.get(view.rollout.group, (member.total, 0.0, 1))
     credit = getattr(algorithm, "credit", "")
-    named = credit if isinstance(credit, str) else type(credit).__name__
+    named = credit if isinstance(credit, str) else name_of(credit)
     reasons = [Reason("reward", number(member.reward, 4), "stored; in the rollout's digest", member.recorded)]
     if abs(member.total - member.reward) > 1e-9:
         reasons.append(
