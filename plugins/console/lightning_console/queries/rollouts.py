@@ -282,7 +282,11 @@ async def _branches(
         return (), False
     elsewhere, grows = await branches_of(located, [rollout.id], patience=patience)
     numbers = {call.key: number for number, call in enumerate(calls, 1)}
-    every = [*(Branch(each, located.key) for each in group), *elsewhere]
+    beside = {each.id for each in group}
+    every = [
+        *(Branch(each, located.key) for each in group),
+        *(one for one in elsewhere if one.rollout.id not in beside),
+    ]
     found = [
         BranchLine(each, numbers[each.rollout.parent])
         for each in every
