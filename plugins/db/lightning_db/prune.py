@@ -5,7 +5,7 @@ The invariant: data that a resumed run would read stays, unless the user says th
 A resumed run loads its newest checkpoint, takes the later steps again from the calls of their groups, and goes on with rollouts
 that have not ended. The largest `trainer.max_staleness` of the run's config epochs bounds how old the groups of a step can be.
 A group whose calls stay may begin behind a rollout of an older group, or of another run (`trainer.sampling = prefix`): the
-calls of that group stay, too, because without them the younger group can neither be taken again nor be proved.
+calls of that group stay, too, because without them an audit cannot prove the younger group, and its requests cannot be read.
 Rewards, steps and metrics are small and stay with their run, so that it can still be listed and compared.
 """
 

@@ -292,7 +292,12 @@ async def _branches(
         for each in every
         if each.rollout.parent is not None and each.rollout.parent in numbers
     ]
-    return tuple(sorted(found, key=lambda each: (each.at, each.branch.key, each.branch.rollout.index))), grows
+    return tuple(sorted(found, key=_place)), grows
+
+
+def _place(line: BranchLine) -> tuple[int, str, int, int]:
+    """Return the place of a branch in the list: by call, run and step."""
+    return line.at, line.branch.key, line.branch.rollout.step, line.branch.rollout.index
 
 
 def _call_lines(
