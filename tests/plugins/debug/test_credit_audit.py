@@ -292,6 +292,10 @@ def test_the_credit_of_the_run_is_compared_with_its_own_settings_or_said_to_be_m
     found, warnings = credits_of(of_run(group, credit=Judge("Go left.", model="m", cache="")), ["identical"], None)
     assert set(found) == {"identical"}, "a model is asked only if the caller says so"
     assert warnings[0].startswith("the run's own credit, Judge, is not compared: it has rewards of its own")
+    trunk, other = group.trajectories
+    branch = replace(other, rollout=replace(other.rollout, parent=trunk.transitions[0].key))
+    assert "branch" in credits_of(of_run(Group("g", (trunk, branch))), [], None)[0]
+    assert "branch" not in credits_of(of_run(Group("g", (branch,))), [], None)[0], "behind a rollout of another group"
     unknown = replace(of_run(group), algorithm=None, described_credit={"function": "mine"})
     assert credits_of(unknown, ["identical"], None)[1] == (
         "the run's own credit, a function, is not compared: only your own code can make the run's algorithm again",
