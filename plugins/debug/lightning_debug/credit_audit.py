@@ -21,7 +21,7 @@ from typing import Final, cast
 
 import numpy as np
 from lightning.algorithms.intake import one_per_call, per_call
-from lightning.batch import Group, Trajectory
+from lightning.batch import Group, Trajectory, branched_at
 from lightning.credit import Credit, rloo, rollout_return
 from lightning.errors import ConfigError, DataError, RunnerError
 from lightning.plugins import plugins
@@ -200,7 +200,7 @@ def _why_not(name: str, credit: Credit, recorded: Recorded) -> str:
         return "this name means the logprobs of answers"
     if getattr(credit, "head", ""):
         return "" if recorded.has_values else "it needs the values of a critic, and this step was trained without one"
-    branched = any(member.rollout.parent for group in recorded.groups for member in group.trajectories)
+    branched = any(branched_at(group.trajectories) for group in recorded.groups)  # by a parent in their own group
     if getattr(credit, "knows_branches", False) and not branched:
         return "these groups have no branches, so that it would be rloo"
     return ""

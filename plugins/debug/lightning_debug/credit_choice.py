@@ -202,7 +202,7 @@ def _decisions(
             continue
         runs = call.transition.versions
         if len(runs) > 1 or version_of(call.transition, member.rollout) != version:
-            left_out[f"calls that another version than {version} answered"] += 1
+            left_out[f"calls that were not answered by version {version} alone"] += 1
         elif call.transition.id in several:
             left_out["calls with several choices"] += 1
         else:

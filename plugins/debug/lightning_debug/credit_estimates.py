@@ -153,7 +153,8 @@ def agreement(
     seed: int = 0,
 ) -> Agreement:
     """Compare a credit's advantages with the executed ones. `own` are those of the run's credit, none if it is not known.
-    Intervals are percentiles of a bootstrap over `tasks` (the task of each decision); they are unknown for a single task."""
+    Intervals are percentiles of a bootstrap over `tasks` (the task of each decision); they are unknown for fewer than three
+    tasks, because all samples that have both of two tasks are alike."""
     credit, true = np.array(given, dtype=np.float64), np.array(advantages, dtype=np.float64)
     judged, inner = np.array(mattered, dtype=bool), ~np.array(last, dtype=bool)
     by_task = list(_places(tasks).values())
@@ -225,9 +226,9 @@ def _bootstrap(
     by_task: Sequence[Places],
     seed: int,
 ) -> tuple[float, float] | None:
-    """Return the percentiles of a figure over samples of tasks. None for one task, and if the figure is known in fewer than
-    half of the samples."""
-    if len(by_task) < 2:
+    """Return the percentiles of a figure over samples of tasks. None for fewer than three tasks, and if the figure is
+    known in fewer than half of the samples."""
+    if len(by_task) < 3:
         return None
     drawn = np.random.default_rng(seed).integers(len(by_task), size=(DRAWS, len(by_task)))
     found = [figure(np.concatenate([by_task[place] for place in places])) for places in drawn]

@@ -90,13 +90,13 @@ class Policies:
 
     def _training(self, name: str) -> str:
         base, rate = self._policies[name].base, self._policies[name].lr or self._lr
+        how = [] if rate is None else [f"a learning rate of {rate:g}"]  # branches and evaluations have none
         if name not in self.adapters:
             return f"not trained, stays {base}" if base else "not trained"
         if (lora := self.adapters[name]) is None:
-            return f"trains all weights of {base or 'the model'} with a learning rate of {rate:g}"
-        return (
-            f"trained with a learning rate of {rate:g} and adapters of rank {lora.rank}{f' on {base}' if base else ''}"
-        )
+            return " with ".join([f"trains all weights of {base or 'the model'}", *how])
+        how.append(f"adapters of rank {lora.rank}{f' on {base}' if base else ''}")
+        return f"trained with {' and '.join(how)}"
 
     def resting(self, step: int) -> Sequence[str]:
         """Return the trained policies whose turn this step is not; empty if policies take no turns."""

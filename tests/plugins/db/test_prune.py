@@ -128,9 +128,13 @@ async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database
         parents = [("run/val/0/0", 1, 0), ("run/val/0/0", 1, 0), ("run/1/0/0", 1, 0), ("gone", 1, 0)]
         for run, count in (("branches", 4), ("more", 2)):
             await store.create_rollouts(
-                [Rollout(f"{run}/{n}", run, Task("q"), f"{run}/g", parent=parents[n]) for n in range(count)]
+                [
+                    Rollout(f"{run}/{n}", run, Task("q"), f"{run}/g", split="branch", parent=parents[n])
+                    for n in range(count)
+                ]
             )
-        await store.create_rollouts([Rollout("run/val/0/late", "run", Task("q"), "run/2/9", parent=parents[0])])
+        late = Rollout("run/val/0/late", "run", Task("q"), "run/2/9", split="branch", parent=parents[0])
+        await store.create_rollouts([late])
         trained = (await store.get_rollout("run/1/0/0")).trained_at_step  # type: ignore[union-attr]
         assert trained is not None
         assert {item.run: item.branches for item in await plan(store, keeper, PruneRequest())} == {
@@ -138,6 +142,37 @@ async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database
         }  # fmt: skip
         whole = await plan(store, keeper, PruneRequest(runs=("run", "more"), whole=True, unfinished=True))
         assert {item.run: item.branches for item in whole} == {"run": 3, "more": 0}
+
+
+async def test_a_group_behind_which_a_training_goes_on_stays(database: Path) -> None:
+    """It goes with the groups that begin behind it, or if neither a resume nor an audit shall need these any more."""
+    behind, borrowed = ("run/1/1/0", 1, 0), ("run/2/1/1", 1, 0)
+    async with Opened(database) as (store, _):
+        await store.put_run(Run("borrower", "borrower", {}, 2000.0))  # it has no checkpoint: a resume begins anew
+        later = [Rollout(f"run/3/0/{n}", "run", Task("q"), "run/3/0", 3, index=n, parent=behind) for n in range(2)]
+        theirs = [
+            Rollout("borrower/1/0/0", "borrower", Task("q"), "borrower/1/0", 1),  # this group begins at its task
+            Rollout("borrower/1/1/0", "borrower", Task("q"), "borrower/1/1", 1, parent=borrowed),
+        ]
+        await store.create_rollouts([*later, *theirs])
+
+    async def going(**how: bool) -> tuple[list[str], int]:
+        async with Opened(database) as (store, keeper):
+            (item,) = await plan(store, keeper, PruneRequest(runs=("run",), **how))
+            return [group.removeprefix("run/") for group in item.groups], item.branches
+
+    assert await going() == (["val/0"], 0)
+    async with Opened(database) as (store, _):
+        for run in ("run", "borrower"):
+            for lease in await store.lease(run, "w", limit=9):
+                await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=0.0))
+    assert await going(unfinished=True) == (["1/1", "2/1", "val/0"], 1), "the borrower's branch is told"
+    assert await going(trained=True) == (["1/0", "2/0", "val/0"], 0)
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE rollouts SET trained_at_step = 3 WHERE id = 'run/3/0/0'")
+        connection.commit()
+    assert await going(unfinished=True) == (["2/1", "val/0"], 1), "an audit of step 3 reads where its group begins"
+    assert await going(unfinished=True, trained=True) == (["1/0", "1/1", "2/0", "2/1", "val/0"], 1)
 
 
 async def test_age_is_that_of_the_last_attempt(database: Path) -> None:

@@ -23,15 +23,16 @@ from lightning.cli.output import with_store
 from lightning.config import Config, with_settings
 from lightning.credit import Decayed, GroupAdvantage
 from lightning.errors import ConfigError, DataError
+from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatServer
 from lightning.testing.decisions import branch_of
 from lightning.testing.trajectories import make_group, make_trajectory
-from lightning.types import Fault, Rollout, Run, Status, Task
+from lightning.types import Fault, Rollout, Run, Status, Task, Transition, VersionRun
 from lightning_branching.recorded import VOID
 from lightning_console.places import Places
 from lightning_debug.credit_audit import KEPT, CreditAudit, _given, credits_of, fates, kept_audit
-from lightning_debug.credit_choice import Recorded, _in_turns
+from lightning_debug.credit_choice import Choice, Recorded, _in_turns, choose, read_recorded
 from lightning_debug.credit_command import _model
 from lightning_debug.judge import Judge
 
@@ -141,6 +142,37 @@ def test_decisions_are_executed_and_credit_is_compared_with_them(runs: ScriptedV
     kept = in_store(lambda store: store.get_state("first-credit0", KEPT))
     assert kept_audit(kept) is not None
     assert kept_audit({"run": "first"}) is None, "of another release"
+
+
+def test_decisions_of_another_version_are_left_out_and_counted(
+    runs: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `trainer.max_staleness`, where a step has calls of several versions, and calls that two versions answered."""
+    recorded()
+    read, read_all = SqliteStore.transitions, SqliteStore.transitions_of
+
+    def answered(call: Transition) -> Transition:
+        later = {1: (VersionRun(0, 2), VersionRun(1, 3)), 2: (VersionRun(0, 3),)}.get(call.seq, (VersionRun(0, 2),))
+        return replace(call, versions=later if call.rollout.endswith("/0") else (VersionRun(0, 2),))
+
+    async def transitions(store: SqliteStore, rollout: str, attempt: int | None = None) -> list[Transition]:
+        return [answered(call) for call in await read(store, rollout, attempt)]
+
+    async def transitions_of(store: SqliteStore, attempts: Any) -> list[list[Transition]]:
+        return [[answered(call) for call in calls] for calls in await read_all(store, attempts)]
+
+    monkeypatch.setattr(SqliteStore, "transitions", transitions)
+    monkeypatch.setattr(SqliteStore, "transitions_of", transitions_of)
+
+    async def chosen(store: SqliteStore) -> Choice:
+        run = await store.get_run("first")
+        assert run is not None
+        return await choose(store, await read_recorded(store, run, 0, held_out=True), 4, None, 0)
+
+    found = in_store(chosen)
+    assert found.version == 2
+    assert Counter(decision.call.number for decision in found.decisions) == {1: 4, 2: 2, 3: 2}
+    assert found.left_out == {"calls that were not answered by version 2 alone": 4}
 
 
 def test_the_command_tells_it_and_the_console_shows_it(
@@ -260,6 +292,10 @@ def test_the_credit_of_the_run_is_compared_with_its_own_settings_or_said_to_be_m
     found, warnings = credits_of(of_run(group, credit=Judge("Go left.", model="m", cache="")), ["identical"], None)
     assert set(found) == {"identical"}, "a model is asked only if the caller says so"
     assert warnings[0].startswith("the run's own credit, Judge, is not compared: it has rewards of its own")
+    trunk, other = group.trajectories
+    branch = replace(other, rollout=replace(other.rollout, parent=trunk.transitions[0].key))
+    assert "branch" in credits_of(of_run(Group("g", (trunk, branch))), [], None)[0]
+    assert "branch" not in credits_of(of_run(Group("g", (branch,))), [], None)[0], "behind a rollout of another group"
     unknown = replace(of_run(group), algorithm=None, described_credit={"function": "mine"})
     assert credits_of(unknown, ["identical"], None)[1] == (
         "the run's own credit, a function, is not compared: only your own code can make the run's algorithm again",

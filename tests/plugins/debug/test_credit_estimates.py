@@ -138,6 +138,8 @@ def test_agreement_is_measured_over_tasks() -> None:
     assert (same.better.value, same.better.interval) == (None, None)
     beside = agreement(true, true, mattered=mattered, last=[False] * 6, tasks=tasks, own=[-value for value in true])
     assert (beside.better.value, beside.better.interval) == (pytest.approx(2.0), pytest.approx((2.0, 2.0)))
+    two = agreement(true[:4], true[:4], mattered=mattered[:4], last=[False] * 4, tasks=tasks[:4])
+    assert (two.correlation.value, two.correlation.interval) == (pytest.approx(1.0), None), "two tasks have no spread"
     constant = agreement([1.0] * 6, true, mattered=[False] * 6, last=[False] * 6, tasks=["a"] * 6)
     assert (constant.correlation.value, constant.correlation.interval, constant.sign.value) == (None, None, None)
     assert spearman(np.array([1.0, 2.0, 2.0, 9.0]), np.array([1.0, 5.0, 5.0, 6.0])) == pytest.approx(1.0)

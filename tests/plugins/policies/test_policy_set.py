@@ -68,6 +68,10 @@ def test_a_policys_own_adapters_win_over_those_of_all() -> None:
     assert found.untrained == ("judge", "base")
 
 
+def test_policies_of_branches_and_evaluations_are_described_without_a_learning_rate() -> None:
+    assert policies(LORA).described["writer"] == "answers writer; trained with adapters of rank 8"
+
+
 def test_policies_share_the_servers_of_their_base_but_for_those_trained_whole(tmp_path: Path) -> None:
     model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
     (tmp_path / "link").symlink_to(other)

@@ -1,7 +1,8 @@
 """Find branches: rollouts that repeat their parent's calls up to one of them, and make their own calls from there on.
 
 The invariant: a branch is shown at the call where it leaves its parent, and its parent's answers never count as its own.
-Branches in the same run were made by training, in its groups; `lightning branch` makes a new run for them in the same store.
+Branches in the same run were made by training: in the group of their parent, or as a group of a later step that begins behind
+it. `lightning branch` makes a new run for them in the same store.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
 from lightning_record.exchanges import packed_in
 
 from lightning_console.places import Located, key_of
+from lightning_console.queries.behind import begun_behind, borrows_of, samples_prefixes
 from lightning_console.queries.conversation import one_line
 
 LOOKED: Final = 500
@@ -79,12 +81,14 @@ NOWHERE: Final = Fork()
 @dataclass(frozen=True, slots=True)
 class _Changes:
     """The change that the branches of a run make to the rollout `parent`: in words, empty for none, and the text of an edited
-    answer (None if none was edited). `audits` is the run whose credit the branches audit; they are of many rollouts."""
+    answer (None if none was edited). `audits` is the run whose credit the branches audit; they are of many rollouts. `borrows`
+    is the run behind whose rollouts groups of a training begin; the training then has no one `parent`."""
 
     parent: str
     changed: str
     edit: str | None
     audits: str = ""
+    borrows: str = ""
 
 
 _known: WeakKeyDictionary[Store, dict[tuple[str, float], _Changes | None]] = WeakKeyDictionary()
@@ -135,7 +139,8 @@ async def _changes(store: Store, run: Run) -> _Changes | None:
 async def _read(store: Store, config: Mapping[str, Json]) -> _Changes | None:
     said = config.get(CHANGES)
     if not isinstance(said, Mapping):
-        return None
+        borrows = borrows_of(config)
+        return _Changes("", "", None, borrows=borrows) if borrows else None
     parent = await store.get_rollout(str(said.get("rollout", "")))
     run = await store.get_run(parent.run) if parent is not None else None
     edit, weights, components = said.get("edit"), said.get("weights"), said.get("components")
@@ -174,10 +179,10 @@ def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str
     return found | ({"temperature": temperature} if held_out and temperature is not None else {})
 
 
-async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[str, _Changes]], bool]:
+async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[Run, _Changes]], bool]:
     """Return the newer runs with branches in a run's store and project, the newest first, and whether some are still unread:
     one call reads configurations for at most `patience` seconds, each only once."""
-    found: list[tuple[str, _Changes]] = []
+    found: list[tuple[Run, _Changes]] = []
     until = math.inf if patience is None else time.monotonic() + patience
     known = _known.setdefault(located.store, {})
     for brief in await located.store.list_runs(located.run.project, limit=LOOKED, brief=True):
@@ -186,26 +191,34 @@ async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[st
         if (brief.id, brief.created_at) not in known and time.monotonic() >= until:
             return found, True
         if (changes := await _changes(located.store, brief)) is not None:
-            found.append((brief.id, changes))
+            found.append((brief, changes))
     return found, False
 
 
 async def branches_of(
     located: Located, parents: Sequence[str], *, patience: float | None = None
 ) -> tuple[list[Branch], bool]:
-    """Return the branches of these rollouts that are in other runs, but for those of credit audits, and whether the result may
-    still change. Runs that were not read within `patience` seconds (None: no limit) are left for the next call."""
+    """Return the branches of these rollouts that are in other runs or in groups of later steps, but for those of credit audits,
+    and whether the result may still change. Runs that were not read within `patience` seconds (None: no limit) are left for the
+    next call."""
     wanted, store = set(parents), located.store
-    found: list[Branch] = []
     runs, live = await _runs(located, patience)
+    training = [run for run, changes in runs if changes.borrows == located.run.id]
+    if await samples_prefixes(store, located.run):
+        training.insert(0, located.run)
+    found: list[Branch] = []
+    for run in training:
+        behind, grows = await begun_behind(store, run, parents, MOST, patience)
+        key, live = key_beside(located, run.id), live or grows
+        found += [Branch(each, key, f"weights: {run.id}@{max(0, each.step - 1)}") for each in behind]
     for run, changes in runs:
-        if changes.parent not in wanted or changes.audits:
-            continue
-        own = [each async for each in each_rollout(store, run) if each.parent and each.parent[0] in wanted]
-        found += [Branch(each, key_beside(located, run), changes.changed, changes.edit) for each in own]
-        live = live or (not all(each.status.ended for each in own) and not await is_over(store, run))
         if len(found) >= MOST:
             break
+        if changes.parent not in wanted or changes.audits:
+            continue
+        own = [each async for each in each_rollout(store, run.id) if each.parent and each.parent[0] in wanted]
+        found += [Branch(each, key_beside(located, run.id), changes.changed, changes.edit) for each in own]
+        live = live or (not all(each.status.ended for each in own) and not await is_over(store, run.id))
     return found[:MOST], live
 
 
@@ -213,7 +226,7 @@ async def audits_of(located: Located, *, patience: float | None = None) -> tuple
     """Return the credit audits of a run, the newest first, and whether there may be more. Runs that were not read within
     `patience` seconds (None: no limit) are left for the next call."""
     runs, more = await _runs(located, patience)
-    names = [run for run, changes in runs if changes.audits == located.run.id]
+    names = [run.id for run, changes in runs if changes.audits == located.run.id]
     kept = [kept_audit(await located.store.get_state(name, KEPT)) for name in names]
     return [audit for audit in kept if audit is not None], more
 
@@ -225,7 +238,7 @@ async def runs_with_branches(located: Located) -> list[str]:
     for run, changes in (await _runs(located, None))[0]:
         parent = await located.store.get_rollout(changes.parent)
         if not changes.audits and parent is not None and parent.run == located.run.id:
-            keys.append(key_beside(located, run))
+            keys.append(key_beside(located, run.id))
     return keys
 
 

@@ -282,13 +282,22 @@ async def _branches(
         return (), False
     elsewhere, grows = await branches_of(located, [rollout.id], patience=patience)
     numbers = {call.key: number for number, call in enumerate(calls, 1)}
-    every = [*(Branch(each, located.key) for each in group), *elsewhere]
+    beside = {each.id for each in group}
+    every = [
+        *(Branch(each, located.key) for each in group),
+        *(one for one in elsewhere if one.rollout.id not in beside),
+    ]
     found = [
         BranchLine(each, numbers[each.rollout.parent])
         for each in every
         if each.rollout.parent is not None and each.rollout.parent in numbers
     ]
-    return tuple(sorted(found, key=lambda each: (each.at, each.branch.key, each.branch.rollout.index))), grows
+    return tuple(sorted(found, key=_place)), grows
+
+
+def _place(line: BranchLine) -> tuple[int, str, int, int]:
+    """Return the place of a branch in the list: by call, run and step."""
+    return line.at, line.branch.key, line.branch.rollout.step, line.branch.rollout.index
 
 
 def _call_lines(
