@@ -29,7 +29,7 @@ from lightning.trainer.gains import Gain, gain_of, margin
 from lightning.trainer.plan import TRAIN, VAL
 from lightning.trainer.runs import differences
 from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
-from lightning.types import Fault, Json, Rollout, Run, Status, StepRecord, StepReward
+from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
 if TYPE_CHECKING:
     from typer._click.core import Command, Context
@@ -384,7 +384,7 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
     if stored is None:
         return None
     rollouts = [rollout async for rollout in each_rollout(store, run, step=step)]
-    failures = [one for one in rollouts if one.status is Status.FAILED and one.fault is not Fault.CANCELLED]
+    failures = [one for one in rollouts if one.status is Status.FAILED]
     matching = failures if failed else rollouts
     chosen = matching[:limit]
     attempts = await store.attempts_of([(rollout.id, None) for rollout in chosen])
@@ -401,7 +401,7 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
             if attempt.step_rewards
         },
         failures=grouped(rollout.error for rollout in failures),
-        cancelled=sum(rollout.fault is Fault.CANCELLED for rollout in rollouts),
+        cancelled=sum(rollout.status is Status.CANCELLED for rollout in rollouts),
         summary=await summarize(store, run),
     )
 

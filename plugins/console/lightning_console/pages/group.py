@@ -16,8 +16,8 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.summary import reason
 from lightning.types import Rollout, Transition
 from lightning_branching.recorded import is_void
-from lightning_record.exchanges import parents_of
 from lightning_debug.rollout_calls import why_no_calls
+from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import (
     Block,
