@@ -58,6 +58,15 @@ async def test_a_call_has_the_policy_of_its_agent_or_of_the_model_that_it_asks_f
     assert found == [("writer", 3), ("writer", 3), ("checker", 0), ("guest", 3), ("base", 0)]
 
 
+async def test_models_lists_the_names_that_a_call_may_ask_for(build: Any) -> None:
+    house = await opened(build, *SETTINGS, 'policies.editor.models=["small", "tiny-*"]')
+    llm = await house.llm()
+    names = [card["id"] for card in (await (await house.http(llm)).get("/models")).json()["data"]]
+    assert names == ["policy", "small"], "the policy of the calling agent, and no globs"
+    answers = [await ask(house, llm, "unknown", name) for name in names]
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
 async def test_an_agent_without_a_policy_is_refused_where_the_model_is_not_served_untrained(build: Any) -> None:
     house = await opened(build, 'policies.writer.agents=["writer"]')
     llm = await house.llm()
