@@ -26,7 +26,7 @@ from lightning.store.memory import MemoryStore
 from lightning.trainer import agents, trainer
 from lightning.types import CallStatus
 from lightning_branching import branching
-from lightning_branching.branching import join_gateway, why_not_served
+from lightning_branching.live_policy import join_gateway, why_not_served
 from starlette.types import Receive, Scope, Send
 
 from tests.core.gateway.conftest import build  # noqa: F401 — a fixture
