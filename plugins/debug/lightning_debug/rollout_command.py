@@ -85,7 +85,8 @@ def show_rollout(found: RolloutCalls) -> None:
     own = found.rollout
     ended = f"{own.status}, reward {said(own.reward)}" if found.is_last else "its outcome is not kept"
     fault = f", fault: {own.fault}" if own.fault and found.is_last else ""
-    step = f"; step {found.step} looked at it" if found.step is not None else ""
+    trained = [len(line.transition.response_ids) for line in found.calls if not line.untrained]
+    step = "" if found.step is None else f"; {'trained by' if trained else 'left out by'} step {found.step}"
     say(f"[bold]{escape(own.id)}[/bold], attempt {own.attempt} of {found.attempts}: {ended}{fault}{step}")
     rewards = [*found.step_rewards, *(each for line in found.calls for each in line.step_rewards)]
     if parts := said_parts(own.rewards if found.is_last else {}, rewards):
@@ -103,7 +104,6 @@ def show_rollout(found: RolloutCalls) -> None:
     print_table(list(shown), list(zip(*shown.values(), strict=True)))
     if found.tool_events:
         say(f"tool runs of no call: {escape(_tools(found.tool_events))}")
-    trained = [len(line.transition.response_ids) for line in found.calls if not line.untrained]
     say(f"{counted(len(trained), 'call')} of {len(found.calls)} trained, with {sum(trained)} tokens")
 
 
