@@ -25,7 +25,7 @@ from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
 from lightning.trainer import agents, trainer
 from lightning.types import CallStatus
-from lightning_branching import branching
+from lightning_branching import live_policy
 from lightning_branching.live_policy import join_gateway, why_not_served
 from starlette.types import Receive, Scope, Send
 
@@ -50,7 +50,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Plugins:
         gateway_policy,
         agents,
         trainer,
-        branching,
+        live_policy,
         load,
         plugin_settings,
     ):
