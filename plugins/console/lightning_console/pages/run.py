@@ -622,9 +622,19 @@ def _tokens(profile: Profile) -> Facts:
             ),
             Fact("in groups that taught nothing", count(sum(tokens.untaught.values())), untaught),
             Fact("in rollouts that failed", count(tokens.failed)),
+            *([Fact("in cancelled rollouts", count(tokens.cancelled))] if tokens.cancelled else []),
             Fact(
                 "in calls that are not trained",
-                count(max(0, tokens.sampled - tokens.trained - sum(tokens.untaught.values()) - tokens.failed)),
+                count(
+                    max(
+                        0,
+                        tokens.sampled
+                        - tokens.trained
+                        - sum(tokens.untaught.values())
+                        - tokens.failed
+                        - tokens.cancelled,
+                    )
+                ),
                 "at least: of other agents, or left out by the algorithm",
                 hint="`train_agents` says whose calls are trained",
             ),
