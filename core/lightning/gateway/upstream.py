@@ -527,17 +527,17 @@ class Forwarder:
             live.unsure = True
 
     async def models(self, policy: Policy, rollout: str, names: Mapping[str, str]) -> bytes:
-        """Return the model list of the rollout's servers under these `names`, each with the policy that answers it (empty:
-        any). Raises aiohttp's errors, `UpstreamError`, and `RefusalError` (503; 404 for a policy that answers nowhere)."""
+        """Return a list of models with these `names`, each with the policy that answers it (empty: any). A name has the fields
+        of its server's model, also where adapters answer: vLLM knows no context of these. Raises aiohttp's errors,
+        `UpstreamError`, and `RefusalError` (503; 404 for a policy that answers nowhere)."""
         session, lists, cards = self.look_after(policy), dict[Upstream, Body](), list[Body]()
         for name, of in names.items():
             slot = await policy.pool.pick(rollout, policy=of or None)
             if (server := slot.upstream) not in lists:
                 lists[server] = await self._listed(session, slot)
-            wanted = server.model_of(of) or server.model
-            found = [card for card in lists[server].get("data", []) if card.get("id") == wanted]
+            found = [card for card in lists[server].get("data", []) if card.get("id") == server.model]
             if not found:
-                raise UpstreamError(f"it does not serve {wanted}")
+                raise UpstreamError(f"it does not serve {server.model}")
             cards += [{**card, "id": name} for card in found]
         return write_object({"object": "list", **next(iter(lists.values()), {}), "data": cards})
 

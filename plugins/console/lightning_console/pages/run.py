@@ -613,6 +613,7 @@ def _parts(profile: Profile) -> Table:
 def _tokens(profile: Profile) -> Facts:
     tokens = profile.tokens
     untaught = ", ".join(f"{reason.replace('_', ' ')} {count(many)}" for reason, many in tokens.untaught.items())
+    known = tokens.trained + sum(tokens.untaught.values()) + tokens.failed + tokens.cancelled
     return Facts(
         [
             Fact(
@@ -625,16 +626,7 @@ def _tokens(profile: Profile) -> Facts:
             *([Fact("in cancelled rollouts", count(tokens.cancelled))] if tokens.cancelled else []),
             Fact(
                 "in calls that are not trained",
-                count(
-                    max(
-                        0,
-                        tokens.sampled
-                        - tokens.trained
-                        - sum(tokens.untaught.values())
-                        - tokens.failed
-                        - tokens.cancelled,
-                    )
-                ),
+                count(max(0, tokens.sampled - known)),
                 "at least: of other agents, or left out by the algorithm",
                 hint="`train_agents` says whose calls are trained",
             ),
