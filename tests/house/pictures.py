@@ -45,11 +45,18 @@ COLUMNS_OF_TABLES: Final = (
 )
 """The places of the tables, from left to right and from top to bottom."""
 
-STATES: Final = {"pending": (110, 120), "running": (400, 120), "succeeded": (720, 60), "failed": (720, 180)}
+STATES: Final = {
+    "pending": (110, 120),
+    "running": (400, 120),
+    "succeeded": (720, 60),
+    "failed": (720, 180),
+    "cancelled": (720, 250),
+}
 CHANGES: Final = (
     ("pending", "running", "lease: attempt + 1"),
     ("running", "succeeded", "complete with a reward"),
     ("running", "failed", "agent or timeout fault; no attempts left"),
+    ("running", "cancelled", "wanted no more"),
     ("running", "pending", "infrastructure fault, expired lease, release"),
 )
 """The edges of a rollout's state machine. `test_pictures` walks each of them in a real store."""
@@ -142,16 +149,18 @@ def states() -> str:
     parts = []
     for name, (x, y) in STATES.items():
         parts += [box(x - 60, y - 20, 120, 40), text(x, y + 5, name, "title", "middle")]
-    leased, rewarded, failed, lost = (label for _, _, label in CHANGES)
+    leased, rewarded, failed, cancelled, lost = (label for _, _, label in CHANGES)
     parts += [
         arrow("M170,112 L338,112"),
         text(255, 104, leased, "small", "middle"),
         arrow("M460,110 L658,66"),
         text(560, 66, rewarded, "small", "middle"),
         arrow("M460,130 L658,174"),
-        text(530, 196, failed, "small", "middle"),
+        text(590, 144, failed, "small", "middle"),
+        arrow("M440,141 L658,244"),
+        text(510, 236, cancelled, "small", "middle"),
         arrow("M385,141 C340,220 170,220 125,142"),
         text(255, 222, lost, "small", "middle"),
         text(720, 100, "trained once, by one step", "small", "middle"),
     ]
-    return svg(860, 240, parts)
+    return svg(860, 290, parts)

@@ -63,6 +63,7 @@ async def test_states(tmp_path: Path) -> None:
             "rewarded": Outcome(reward=1.0),
             "faulty": Outcome(fault=Fault.AGENT, error="a bug"),
             "slow": Outcome(fault=Fault.TIMEOUT, error="too slow"),
+            "unwanted": Outcome(fault=Fault.CANCELLED, error="the group was complete"),
             "lost": Outcome(fault=Fault.INFRASTRUCTURE, error="the machine died"),
         }
         created = [Rollout(name, "run", Task(name, {}), name, max_attempts=3) for name in outcomes]

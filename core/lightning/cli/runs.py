@@ -29,7 +29,7 @@ from lightning.trainer.gains import Gain, gain_of, margin
 from lightning.trainer.plan import TRAIN, VAL
 from lightning.trainer.runs import differences
 from lightning.trainer.summary import Reason, Summary, grouped, reason, said, said_parts, said_reward, summarize
-from lightning.types import Fault, Json, Rollout, Run, Status, StepRecord, StepReward
+from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
 if TYPE_CHECKING:
     from typer._click.core import Command, Context
@@ -162,14 +162,19 @@ def show(
                 )
             else:
                 _show_run(found)
-                _say_untrained(found.steps)
-                if folder := _folder_of(named, place):
-                    next_steps(
-                        ("look for problems, and for better settings", ["advise", folder]),
-                        ("prove what was trained", ["audit", folder]),
-                    )
+                _say_next(found, _folder_of(named, place), place)
             return
     raise ConfigError(_no_run(run, place))
+
+
+def _say_next(found: Details, folder: Path | None, place: str) -> None:
+    where = [] if place == "runs" else ["--runs", place]
+    one = [("see the calls of a rollout", ["rollout", found.rollouts[0].id, *where])] if found.rollouts else []
+    whole = [
+        ("look for problems, and for better settings", ["advise", folder]),
+        ("prove what was trained", ["audit", folder]),
+    ]
+    next_steps(*one, *(whole if folder else []))
 
 
 def _no_run(run: str, place: str) -> str:
@@ -379,7 +384,7 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
     if stored is None:
         return None
     rollouts = [rollout async for rollout in each_rollout(store, run, step=step)]
-    failures = [one for one in rollouts if one.status is Status.FAILED and one.fault is not Fault.CANCELLED]
+    failures = [one for one in rollouts if one.status is Status.FAILED]
     matching = failures if failed else rollouts
     chosen = matching[:limit]
     attempts = await store.attempts_of([(rollout.id, None) for rollout in chosen])
@@ -396,7 +401,7 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
             if attempt.step_rewards
         },
         failures=grouped(rollout.error for rollout in failures),
-        cancelled=sum(rollout.fault is Fault.CANCELLED for rollout in rollouts),
+        cancelled=sum(rollout.status is Status.CANCELLED for rollout in rollouts),
         summary=await summarize(store, run),
     )
 
@@ -411,8 +416,24 @@ def _show_run(found: Details) -> None:
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
     _say_policies(found.epochs[-1])
-    rested = [_rested(record) for record in found.steps]
-    aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
+    _show_steps(found.steps)
+    for result in found.summary.evaluations:
+        named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
+        say(
+            f"held-out after {counted(result.step, 'step')}: {said_reward(result)}{named} over "
+            f"{counted(result.rollouts, 'task')}"
+        )
+    if gain := gain_of(found.summary.evaluations, with_failures=True):
+        note = " (failures count as 0)" if any(result.failed for result in found.summary.evaluations) else ""
+        say(f"held-out gain{note}: {escape(str(gain))}")
+    _show_rollouts(found)
+    _say_untrained(found.steps)
+
+
+def _show_steps(steps: Sequence[StepRecord]) -> None:
+    """Print the table of committed steps; columns that no step needs are left out."""
+    rested = [_rested(record) for record in steps]
+    aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in steps)
     columns = ["step", "reward", "failed as 0", "rollouts trained on", "tokens", "loss", "logprob gap", "policy"]
     print_table(
         [*columns, *(["age", "record"] if aged else []), *(["policies that rested"] if any(rested) else [])],
@@ -429,19 +450,14 @@ def _show_run(found: Details) -> None:
                 *(_age(record) if aged else ()),
                 *([escape(resting)] if any(rested) else ()),
             ]
-            for record, resting in zip(found.steps, rested, strict=True)
+            for record, resting in zip(steps, rested, strict=True)
         ],
         title="committed steps",
     )
-    for result in found.summary.evaluations:
-        named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
-        say(
-            f"held-out after {counted(result.step, 'step')}: {said_reward(result)}{named} over "
-            f"{counted(result.rollouts, 'task')}"
-        )
-    if gain := gain_of(found.summary.evaluations, with_failures=True):
-        note = " (failures count as 0)" if any(result.failed for result in found.summary.evaluations) else ""
-        say(f"held-out gain{note}: {escape(str(gain))}")
+
+
+def _show_rollouts(found: Details) -> None:
+    """Print the table of the selected rollouts, and why rollouts failed."""
     rest = f"; {found.left_out} more with a larger --limit" if found.left_out else ""
     print_table(
         ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],

@@ -328,12 +328,12 @@ class Info:
         return Response(orjson.dumps(said), 200 if well else 503, media_type=JSON)
 
     async def models(self, request: Request) -> Response:
-        """Answer vLLM's list of models, with the policy under the name that agents use; the other fields are vLLM's."""
+        """Answer vLLM's list of models, with the names that calls of the key may ask for; the other fields are vLLM's."""
         claims = self._parts.identity.claims(request.scope)
+        names = await self._parts.line.models(claims)
         try:
-            return Response(
-                await self._parts.forwarder.models(self._parts.policies.of(claims.run), claims.rollout), media_type=JSON
-            )
+            found = await self._parts.forwarder.models(self._parts.policies.of(claims.run), claims.rollout, names)
+            return Response(found, media_type=JSON)
         except UNANSWERED as error:
             message = f"The policy server did not list its models ({error!r}). Ask again."
             raise RefusalError(502, "upstream_failed", message) from error

@@ -20,6 +20,10 @@ and before there is an attempt, or at its beginning:
 and after it, before `ended`:
 
     over       an attempt has ended, with whatever outcome: let go of it
+
+and for the list of models:
+
+    models     somebody asks which models there are: say the names that a call may ask for
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +43,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request, refuse_unstored
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
-from lightning.gateway.identity import NO_RETRY, Claims
+from lightning.gateway.identity import MODEL, NO_RETRY, Claims
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.store.rollout_state import ending
@@ -92,6 +96,10 @@ class CallStage(named.Stage):
 
     answers: ClassVar[Collection[str]] = ()
     only_for: ClassVar[Collection[str]] = ()
+
+    async def models(self, claims: Claims) -> Mapping[str, str] | None:
+        """Return the model names that a request with this key may ask for, each with the name of the policy that answers; None
+        if the stage chooses no policies for it. The gateway's list of models has these names."""
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """Look at a call whose key is valid and whose body was read. Return None to go on. An ASGI application (such as
@@ -146,8 +154,8 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "reading", "ended", "elsewhere", "planned", "placed", "over", "told"),
-    ordered=(*POINTS, "reading", "ended", "elsewhere", "placed"),
+    points=(*POINTS, "reading", "ended", "elsewhere", "models", "planned", "placed", "over", "told"),
+    ordered=(*POINTS, "reading", "ended", "elsewhere", "models", "placed"),
     setting="gateway.stage_order",
     error=GatewayError,
     of="calls",
@@ -216,6 +224,16 @@ class Line(named.StageLine[CallStage]):
     def named(self, name: str) -> CallStage | None:
         """Return the stage with this name; None if there is none."""
         return next((each.stage for each in self.stages if each.name == name), None)
+
+    async def models(self, claims: Claims) -> Mapping[str, str]:
+        """Return the model names of the first stage that has some for a key, with their policies (`CallStage.models`); else the
+        name that agents use, with no policy. Raises `RefusalError` for a stage that fails."""
+        for each in self.at("models"):
+            with _failing_closed(each, "models", claims.rollout):
+                found = await each.stage.models(claims)
+            if found is not None:
+                return found
+        return {MODEL: ""}
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """Return the answer of the first stage that has one (`CallStage.admitted`); None for a call to send. Raises

@@ -24,7 +24,7 @@ import hashlib
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -46,7 +46,7 @@ from lightning.gateway.http import (
     read_object,
     write_object,
 )
-from lightning.gateway.identity import MODEL, NO_RETRY
+from lightning.gateway.identity import NO_RETRY
 from lightning.memory_budget import bounded
 
 if TYPE_CHECKING:
@@ -428,29 +428,16 @@ class Forwarder:
         Raises `UpstreamError` if a server breaks off before, and `RefusalError` if a hold lasts too long or no server is up
         (503) or no server can be reached (502).
         """
-        loop, gate, pool = asyncio.get_running_loop(), policy.gate, policy.pool
-        session = self.look_after(policy)
+        loop, pool, session = asyncio.get_running_loop(), policy.pool, self.look_after(policy)
         tried: list[Slot] = []
-        renewed, waited = False, 0.0
+        renewed = False
         headers = [*headers, ("X-Request-Id", live.request_id)]
+        policy.check()
+        waited = await policy.gate.wait(0.0)
+        if policy.seed is not None and body.get("seed") is None:  # the seed is known once the gate has been open
+            body["seed"] = await draw_seed(policy.seed)
         while len(tried) < MAX_TRIES:
-            policy.check()
-            waited = await gate.wait(waited)
-            if policy.seed is not None and body.get("seed") is None:  # the seed is known once the gate has been open
-                body["seed"] = await draw_seed(policy.seed)
-            asked = loop.time()
-            try:
-                slot = await pool.pick(rollout, live.home, tried=tried, policy=live.policy)
-            except RefusalError:
-                waited += loop.time() - asked
-                # A restart is under way, which may take longer than `grace`.
-                if gate.closed or (gate.held and waited < gate.timeout):
-                    continue
-                raise
-            policy.check()
-            if gate.closes(slot.number):  # it is being updated, and the rollout stays with it unless it dies
-                waited = await gate.wait(waited, slot.number, partial(pool.is_vacant, slot.number))
-                continue
+            slot, waited = await self._open_server(policy, rollout, live, tried, waited)
             body["model"] = slot.upstream.model_of(live.policy)
             payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()
             data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
@@ -476,6 +463,30 @@ class Forwarder:
             tried.append(slot)
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
+
+    async def _open_server(
+        self, policy: Policy, rollout: str, live: LiveCall, tried: Sequence[Slot], waited: float
+    ) -> tuple[Slot, float]:
+        """Return the server that gets a call, when no hold is in its way, and the seconds for which the call has `waited` for
+        holds. Until the caller awaits anything, no hold begins. Raises `RefusalError` (503)."""
+        loop, gate, pool = asyncio.get_running_loop(), policy.gate, policy.pool
+        while True:
+            policy.check()
+            waited = await gate.wait(waited)
+            asked = loop.time()
+            try:
+                slot = await pool.pick(rollout, live.home, tried=tried, policy=live.policy)
+            except RefusalError:
+                waited += loop.time() - asked
+                # A restart is under way, which may take longer than `grace`.
+                if gate.closed or (gate.held and waited < gate.timeout):
+                    continue
+                raise
+            policy.check()
+            if not gate.closes(slot.number):
+                return slot, waited
+            # It is being updated, and the rollout stays with it unless it dies.
+            waited = await gate.wait(waited, slot.number, partial(pool.is_vacant, slot.number))
 
     async def is_gone(self, policy: Policy, live: LiveCall) -> bool:
         """Return whether the server to which a call was sent is gone or no longer well."""
@@ -515,18 +526,27 @@ class Forwarder:
         if not await policy.gate.settle(lambda: live.unsure, slot):
             live.unsure = True
 
-    async def models(self, policy: Policy, rollout: str) -> bytes:
-        """Return the model list of the rollout's server, with the model under the name that agents use. Raises aiohttp's
-        errors, `UpstreamError`, and `RefusalError` (503)."""
-        session, slot = self.look_after(policy), await policy.pool.pick(rollout, policy=None)
+    async def models(self, policy: Policy, rollout: str, names: Mapping[str, str]) -> bytes:
+        """Return a list of models with these `names`, each with the policy that answers it (empty: any). A name has the fields
+        of its server's model, also where adapters answer: vLLM knows no context of these. Raises aiohttp's errors,
+        `UpstreamError`, and `RefusalError` (503; 404 for a policy that answers nowhere)."""
+        session, lists, cards = self.look_after(policy), dict[Upstream, Body](), list[Body]()
+        for name, of in names.items():
+            slot = await policy.pool.pick(rollout, policy=of or None)
+            if (server := slot.upstream) not in lists:
+                lists[server] = await self._listed(session, slot)
+            found = [card for card in lists[server].get("data", []) if card.get("id") == server.model]
+            if not found:
+                raise UpstreamError(f"it does not serve {server.model}")
+            cards += [{**card, "id": name} for card in found]
+        return write_object({"object": "list", **next(iter(lists.values()), {}), "data": cards})
+
+    async def _listed(self, session: aiohttp.ClientSession, slot: Slot) -> Body:
+        """Return a server's own list of models."""
         url = slot.url("/v1/models")
         async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
             _at_its_place(response).raise_for_status()
-            listed = read_object(await read_answer(response))
-        cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
-        if not cards:
-            raise UpstreamError(f"it does not serve {slot.upstream.model}")
-        return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
+            return read_object(await read_answer(response))
 
     async def tokenize(self, policy: Policy, rollout: str, name: str | None, body: Body) -> tuple[int, bytes]:
         """Return the status and the body of vLLM's `/tokenize` for a prompt, from a server of the policy with this name (None:

@@ -181,10 +181,10 @@ class Store(Protocol):
         """End an attempt and store its whole outcome, atomically. Return the rollout.
 
         A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left. Without
-        `spend` such an attempt does not count, as after `release`, up to `rollout_state.EXCUSED` times. Other faults make the
-        rollout failed. The same call again returns the same rollout. Raises `StaleAttemptError` for another outcome of an ended
-        attempt and for an attempt that is not the newest; `DataError` for a NaN or infinite reward and for extras that
-        `lightning.store.rows` refuses.
+        `spend` such an attempt does not count, as after `release`, up to `rollout_state.EXCUSED` times. `Fault.CANCELLED` makes
+        the rollout cancelled, other faults make it failed. The same call again returns the same rollout. Raises
+        `StaleAttemptError` for another outcome of an ended attempt and for an attempt that is not the newest; `DataError` for a
+        NaN or infinite reward and for extras that `lightning.store.rows` refuses.
 
         `outcome.labels` become the callers of the attempt's transitions with these ids, and `outcome.untrained` the reasons why
         they are not trained; unknown ids are ignored.

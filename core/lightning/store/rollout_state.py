@@ -201,7 +201,7 @@ def after(position: Position, end: Ending) -> Status:
         return Status.SUCCEEDED
     if end.fault == Fault.INFRASTRUCTURE and position.spent < position.max_attempts:
         return Status.PENDING
-    return Status.FAILED
+    return Status.CANCELLED if end.fault == Fault.CANCELLED else Status.FAILED
 
 
 def is_excused(position: Position, end: Ending, *, spend: bool) -> bool:

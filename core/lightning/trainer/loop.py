@@ -36,7 +36,7 @@ from lightning.trainer.context import (
     numeric_context,
     other_stages,
 )
-from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
+from lightning.trainer.metrics import Remarks, UntrainedCalls, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.model import earlier_steps, rate_of
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.run_stages import BringForward, RunLine
@@ -113,6 +113,7 @@ class Loop:
             self.checkpoints, self.engine.save, self.stack.config.trainer.checkpoint_every or default
         )
         self.remarks, self.usage = Remarks(), UsageMeter(self.stack.servers)
+        self.untrained = UntrainedCalls(self.stack.store, self.stack.run.id)
         self.held_out = HeldOut(self.stack.folder, compared_since(self.epochs))
 
     @property
@@ -243,7 +244,7 @@ class Loop:
         `digest` of what it did, for the record in place of the batch's; `extras` are what it keeps with the step."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result, resting=self.resting(step))
         metrics |= staleness(step - 1, batch) | sampled.metrics
-        metrics |= await self.usage.step(groups)
+        metrics |= await self.usage.step(groups) | await self.untrained.step(groups)
         metrics["drift_tokens"] = self.drift(groups, batch, result)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
         fresh = not metrics.get("staleness_max") and not sampled.elsewhere  # other weights differ, as they should

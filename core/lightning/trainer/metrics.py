@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final
 
@@ -25,6 +25,7 @@ from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.outcomes import read_cause
 from lightning.safe_text import counted
+from lightning.store.protocol import Store
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.trainer.training_data import NOT, OF_MODEL, OF_POLICY, is_trainable
 from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
@@ -153,7 +154,6 @@ def step_metrics(
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         **({"truncated": count_truncated(trained) / len(trained)} if trained else {}),
-        **{f"{UNTRAINED}{name}": count for name, count in most_reasons(untrained_reasons(calls_of(groups))).items()},
         **({} if resting else wholly_untrained(groups)),
     }
 
@@ -193,12 +193,35 @@ def untrained_reasons(calls: Iterable[Transition]) -> Counter[str]:
     return Counter(call.untrained for call in calls if call.untrained and not call.choice)
 
 
-def most_reasons(found: Mapping[str, float]) -> dict[str, float]:
-    """Return numbers of untrained calls by reason, the most first, then by name: at most `MOST_NAMES` reasons, since agents may
-    make them up, and the sum of the rest as `other`."""
-    named = sorted((each for each in found.items() if each[0] != OTHER), key=lambda each: (-each[1], each[0]))
-    rest = found.get(OTHER, 0.0) + sum(number for _, number in named[MOST_NAMES:])
-    return dict(named[:MOST_NAMES]) | ({OTHER: rest} if rest else {})
+def most_reasons(found: Mapping[str, float], named: Collection[str] = ()) -> dict[str, float]:
+    """Return numbers of untrained calls by reason, the most first, then by name: those that are `named` already and as many
+    others as leave `MOST_NAMES` in all, since agents may make reasons up. The sum of the rest is `other`."""
+    new = sorted(found.keys() - {*named, OTHER}, key=lambda name: (-found[name], name))
+    kept = {*named, *new[: max(0, MOST_NAMES - len(named))]}
+    told = sorted(found.keys() & kept, key=lambda name: (-found[name], name))
+    rest = sum(number for name, number in found.items() if name not in kept)
+    return {name: found[name] for name in told} | ({OTHER: rest} if rest else {})
+
+
+class UntrainedCalls:
+    """Counts the untrained calls of a run's steps by reason. The first `MOST_NAMES` reasons of the run have a metric each, so
+    that a run has few metrics however long it is; the committed steps say after a resume which these are."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._run = store, run
+        self._named: set[str] | None = None
+
+    async def step(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the metrics of a step; empty without such a call. Raises `StoreError`."""
+        if not (found := untrained_reasons(calls_of(groups))):
+            return {}
+        if self._named is None:
+            records = await self._store.steps(self._run, brief=True)
+            told = {name for record in records for name in record.metrics if name.startswith(UNTRAINED)}
+            self._named = {name.removeprefix(UNTRAINED) for name in told} - {OTHER}
+        counts = most_reasons(found, self._named)
+        self._named |= counts.keys() - {OTHER}
+        return {f"{UNTRAINED}{name}": count for name, count in counts.items()}
 
 
 def said_reasons(found: Mapping[str, float]) -> str:
@@ -291,7 +314,7 @@ REASONS: Mapping[str, str] = {
 ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})
 """Reasons that also occur in a healthy run."""
 MOST_NAMES: Final = 20
-"""Most callers, or reasons of untrained calls, that a sentence or the metrics of a step name."""
+"""Most callers, or reasons of untrained calls, that a sentence or the metrics of a run name."""
 CURE_OF_GREEDY = (
     "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
     "all its calls with --set gateway.override_sampling.temperature=1"

@@ -245,13 +245,13 @@ def _place_of(rollout: Rollout) -> tuple[str, int]:
 
 
 def is_lost(rollouts: Sequence[Rollout]) -> bool:
-    """Whether nothing can be learned from these rollouts, so that they must be planned again: every training rollout failed,
-    and none by the policy's own fault.
+    """Whether nothing can be learned from these rollouts, so that they must be planned again: every training rollout failed
+    or was cancelled, and none failed by the policy's own fault.
 
     A held-out evaluation is lost only if the infrastructure failed every rollout. An agent that fails every task is a result.
     """
     return all(
-        rollout.status is Status.FAILED
+        rollout.status in (Status.FAILED, Status.CANCELLED)
         and (rollout.fault is not Fault.POLICY if rollout.split == TRAIN else rollout.fault is Fault.INFRASTRUCTURE)
         for rollout in rollouts
     )

@@ -429,7 +429,9 @@ class _Tally:
     """The values of each named part."""
 
     def add(self, rollout: Rollout) -> None:
-        """Count a rollout."""
+        """Count a rollout. A cancelled one is no part of the evaluation."""
+        if rollout.status is Status.CANCELLED:
+            return
         self.rollouts += 1
         self.failed += rollout.status is Status.FAILED
         self.unfinished += not rollout.status.ended

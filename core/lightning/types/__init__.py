@@ -114,24 +114,26 @@ def new_id(prefix: str) -> str:
 class Status(StrEnum):
     """The state of a rollout.
 
-    pending -> running -> succeeded | failed; running -> pending again if an attempt was lost and may be retried.
+    pending -> running -> succeeded | failed | cancelled; running -> pending again if an attempt was lost and may be retried. A
+    cancelled rollout has neither succeeded nor failed: nobody wanted it any more (`Fault.CANCELLED`).
     """
 
     PENDING = "pending"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
+    CANCELLED = "cancelled"
 
     @property
     def ended(self) -> bool:
-        """Whether the state is final: succeeded or failed."""
-        return self in (Status.SUCCEEDED, Status.FAILED)
+        """Whether the state is final: succeeded, failed or cancelled."""
+        return self not in (Status.PENDING, Status.RUNNING)
 
 
 class Fault(StrEnum):
     """The cause of an unsuccessful attempt; only `INFRASTRUCTURE` is retried. `POLICY` means the model's own fault, such as an
     endless answer; `trainer.policy_fault` decides how training treats it. `CANCELLED` means that nobody wanted the rollout any
-    more."""
+    more, which is no failure (`Status.CANCELLED`)."""
 
     AGENT = "agent"
     POLICY = "policy"

@@ -21,29 +21,25 @@ from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
 from lightning.cli.output import load_agent, name_of, with_store
-from lightning.config import Config, load_config, recorded_config, with_settings
+from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.gateway.gateway import Gateway
-from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
-from lightning.policy_server.auto_settings import shares_gpu
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
-from lightning.trainer.agents import Agents, HowToCall, hidden_from_agents, of_project
+from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.context import mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.run_stages import Prompts
-from lightning.trainer.runs import claim_folder, is_claimed
+from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import LLM, Json, Lease, Rollout, Run
+from lightning.types import Json, Rollout, Run
 from lightning_record import exchanges
 
 from lightning_branching.branch_parent import (
-    INSTEAD,
     Parent,
     config_of,
     file_at,
@@ -51,23 +47,10 @@ from lightning_branching.branch_parent import (
     remarks,
     unused,
 )
+from lightning_branching.live_policy import LiveAgents, open_live, served_policy
 from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
 from lightning_branching.prompt_texts import longest_literal, texts_in
 from lightning_branching.recorded import CHANGES, edited, is_void, live_tools
-
-
-@dataclass(frozen=True, slots=True)
-class LiveAgents:
-    """Runs the agents of branches against the policy that the parent's run serves. Make one with `open_live`."""
-
-    store: Store
-    agents: Agents
-    prompts: Prompts
-
-    async def execute(self, rollouts: Sequence[Rollout], told: Callable[[Rollout], None]) -> None:
-        """Create the rollouts and run each to its end."""
-        await self.agents.create(await self.prompts.stamp(self.store, rollouts))
-        await self.agents.work(told)
 
 
 def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
@@ -77,52 +60,6 @@ def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) ->
     if runner.concurrency == 0:
         raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
     return runner
-
-
-async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
-    """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
-    `resources` closes it. Raises `PluginError` where no plugin finds them."""
-    plugins().fleet("a gateway before the policies that trainers serve")
-    gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
-    resources.push_async_callback(gateway.close)
-    await gateway.start()
-    return gateway
-
-
-async def why_not_served(store: Store, run: str, version: int, config: Config) -> str:
-    """Why the trainer of a run with these settings does not serve this version of its policy to others; empty where it says
-    that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
-    if shares_gpu(config) and not config.trainer.max_staleness:
-        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
-    wanted = f"the policy of run {run}, which its trainer serves,"
-    if not plugins().names("fleets"):
-        return plugins().missing("fleets", wanted)
-    served = await plugins().fleet(wanted)().served_version(store, run)
-    if served is None:
-        return f"nobody serves the policy of run {run} now"
-    return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
-
-
-async def open_live(
-    resources: AsyncExitStack, store: Store, run: Run, parent: Run, config: Config, runner: Runner, prompts: Prompts
-) -> LiveAgents:
-    """Start a gateway in front of the policy server of the run `parent`, and the runner; `resources` closes them. Raises
-    `ConfigError` if no server of that policy answers."""
-    gateway = await join_gateway(resources, store, config)
-    if not await gateway.served(parent.id):
-        raise ConfigError(
-            f"no server of the policy of run {parent.id} answers here: its trainer was killed, updates the policy now, or is "
-            f"on another machine: {INSTEAD}"
-        )
-    resources.push_async_callback(runner.close)
-    await runner.start()
-    how = HowToCall(seed=config.trainer.seed if config.runner.seed_agents else None)
-
-    def llm_for(lease: Lease) -> LLM:
-        return how.llm(gateway, lease, prompts.of(lease.rollout), parent.id)
-
-    seen = of_project(store, run.project)
-    return LiveAgents(seen, Agents(seen, run.id, runner, config.runner, llm_for, gateway.parts.line), prompts)
 
 
 SPLIT: Final = "branch"
@@ -244,7 +181,9 @@ def branch(
         if isinstance(settings, Mapping):
             said += filter(None, [unused(settings, live=live)])
         folder = _folder(parent) if out is None else Path(out)
-        model, remark = (_served(parent), "") if live else _model(parent, weights, place, folder / "models", config)
+        model, remark = (
+            (served_policy(parent), "") if live else _model(parent, weights, place, folder / "models", config)
+        )
         said += [*filter(None, [remark]), *remarks(parent, n, config.gateway.override_sampling)]
         plan = _Plan(
             parent, function, named, n, config, model, edit, prompts or {}, runner, folder.resolve(), tuple(said), live
@@ -291,20 +230,6 @@ def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) 
             lambda store: model_of_run(store, parent.run, parent.folder, parent.version, into.resolve(), config),
         )
     )
-
-
-def _served(parent: Parent) -> EvaluatedModel:
-    """Return the policy that the trainer of the parent's run serves. Raises `ConfigError` if the trainer serves none, or serves
-    another version than the one that answered the call."""
-    base, _ = recorded_config(parent.found.settings)
-    # The database alone may be a copy, which still says that the policy is served.
-    if parent.folder is not None and not is_claimed(parent.folder):
-        raise ConfigError(f"no process trains or serves the run in {parent.folder} now: {INSTEAD}")
-    asked = with_store(parent.url, lambda store: why_not_served(store, parent.run.id, parent.version, base))
-    if why := asyncio.run(asked):
-        raise ConfigError(f"{why}: {INSTEAD}")
-    model = Path(str(parent.run.config.get("model", "")))
-    return EvaluatedModel(f"{parent.run.id}@{parent.version}", model, "the policy that its trainer serves")
 
 
 def _folder_of_runs(place: str) -> Path:

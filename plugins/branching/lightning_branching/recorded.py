@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from lightning.batch import begins_at, is_prefix
 from lightning.errors import DataError
+from lightning.safe_text import counted
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition, by_key
@@ -76,6 +77,16 @@ class RecordedRollout:
     has_outcome: bool = True
 
 
+def at_attempt(rollout: Rollout, attempt: int | None) -> Rollout:
+    """Return the rollout with its `attempt` set; None leaves the last one. Raises `DataError` if there was no such attempt."""
+    if attempt is None:
+        return rollout
+    if not 0 < attempt <= rollout.attempt:
+        made = counted(rollout.attempt, "attempt")
+        raise DataError(f"the rollout {rollout.id} has {made}, so there is no attempt {attempt}")
+    return replace(rollout, attempt=attempt)
+
+
 async def read_rollout(
     store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True, may_be_empty: bool = False
 ) -> RecordedRollout:
@@ -88,14 +99,13 @@ async def read_rollout(
     found = await store.get_rollout(rollout)
     if found is None:
         raise DataError(f"there is no rollout {rollout!r} in this store")
-    number = found.attempt if attempt is None else attempt
-    if not 0 < number <= found.attempt:
-        raise DataError(f"the rollout {rollout} has {found.attempt} attempts, so there is no attempt {number}")
+    own = at_attempt(found, attempt)
+    number = own.attempt
     transitions = await store.transitions(rollout, number)
     (ended,) = await store.attempts_of([(rollout, number)])
     (parent,) = await parents_of(store, [found])
     made = recorded_rollout(
-        replace(found, attempt=number),
+        own,
         transitions,
         ended.tool_events,
         ended.step_rewards,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.cli.output import answers, escape, load_agent, locate, next_steps, say, with_store
-from lightning.errors import ConfigError, DataError, LightningError
+from lightning.cli.output import escape, load_agent, locate, next_steps, say, with_store
+from lightning.errors import ConfigError, DataError
 from lightning.runner.protocol import Agent
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
@@ -27,6 +27,7 @@ from lightning.trainer.plan import TRAIN
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 from lightning_resources.operations import get_resource
 
+from lightning_branching.find_rollout import ask_of_rollout
 from lightning_branching.recorded import RecordedRollout, read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
 from lightning_branching.replay_server import ReplayServer
@@ -170,24 +171,11 @@ def found_at(
     """Find a rollout as `find` does, and return it with the URL of its store. `check` is called with the rollout before its
     calls are read, and may raise a `LightningError` to refuse it."""
 
-    async def look(_: str, store: Store) -> Found | LightningError | None:
-        known = await store.get_rollout(rollout)
-        if known is None:
-            return None
-        try:
-            check(known)
-            return await found_in(store, rollout, attempt, with_tools=with_tools)
-        except LightningError as error:  # returned, because the search goes on in other stores after a raised one
-            return error
+    async def look(store: Store, known: Rollout) -> Found:
+        check(known)
+        return await found_in(store, rollout, attempt, with_tools=with_tools)
 
-    for url, found in answers(where, look):
-        if isinstance(found, LightningError):
-            raise found
-        if found is not None:
-            return url, found
-    raise ConfigError(
-        f"there is no rollout {rollout!r} in {where}: `lightning runs --runs {where} show RUN` lists those of a run"
-    )
+    return ask_of_rollout(where, rollout, look)
 
 
 async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tools: bool = True) -> Found:

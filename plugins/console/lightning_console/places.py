@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import unquote
@@ -22,7 +22,7 @@ from lightning.errors import ConfigError, DataError, LightningError
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
 from lightning.store.places import DATABASE, run_id_of
-from lightning.store.protocol import PRUNED, Store
+from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
 from lightning.trainer.context import is_over
 from lightning.types import Rollout, Run, StepRecord
@@ -242,17 +242,6 @@ async def neighbours(
     return list(dict.fromkeys(each.group for each in page.items)), page.items
 
 
-async def why_no_calls(store: Store, rollout: Rollout) -> str:
-    """Say why a rollout has no stored call."""
-    if not rollout.attempt:
-        return "it has not begun yet"
-    if not rollout.status.ended:
-        return "it has made no call yet"
-    if await store.get_state(rollout.run, PRUNED):
-        return "no call of it is stored: it made none, or `lightning db prune` removed them (it did in this run)"
-    return "it made no model call"
-
-
 async def may_change(store: Store, rollouts: list[Rollout]) -> bool:
     """Return whether the rollouts of a group, or their results in training, may still change."""
     if all(each.status.ended for each in rollouts) and (
@@ -260,10 +249,3 @@ async def may_change(store: Store, rollouts: list[Rollout]) -> bool:
     ):
         return False
     return not await is_over(store, rollouts[0].run)
-
-
-def at_attempt(rollout: Rollout, attempt: int) -> Rollout:
-    """Return the rollout with its `attempt` set. Raises `DataError` if there was no such attempt."""
-    if not 0 < attempt <= rollout.attempt:
-        raise DataError(f"the rollout {rollout.id} has {rollout.attempt} attempts, so there is no attempt {attempt}")
-    return replace(rollout, attempt=attempt)

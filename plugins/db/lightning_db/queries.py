@@ -39,9 +39,7 @@ WEIGH_CALLS: Final = (
     f"WHERE rollout IN {_MEMBERS}"
 )
 WEIGH_SPANS: Final = f"SELECT count(*) FROM spans WHERE rollout IN {_MEMBERS}"  # noqa: S608
-UNENDED: Final = (
-    "SELECT count(*) FROM rollouts WHERE run = ? AND group_id = ? AND status NOT IN ('succeeded', 'failed')"
-)
+UNENDED: Final = "SELECT count(*) FROM rollouts WHERE run = ? AND group_id = ? AND status IN ('pending', 'running')"
 FORGET_CALLS: Final = (
     f"DELETE FROM transitions WHERE rollout IN {_MEMBERS}",  # noqa: S608
     (

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning.trainer.stages import StepStage
 
 COMMANDS = {
+    "rollout": ("rollout_command:rollout", "Show a rollout's calls, and which were trained or why not."),
     "reward": ("run_commands:reward", "Grade a run's rollouts again with another reward function."),
     "advise": ("run_commands:advise", "Name what is wrong in a run, and what past runs did better."),
     "profile": ("run_commands:profile", "Show where a run's time and tokens went, and what would help."),

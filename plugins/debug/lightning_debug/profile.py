@@ -287,7 +287,7 @@ class StepTimes:
 class Tokens:
     """Counts of tokens: `prompt` in prompts, `cached` of these found in vLLM's prefix cache (None if it did not say), `sampled`
     in answers, `trained` of these used for training. `untaught` are the sampled tokens of groups that were not trained on, by
-    reason; `failed` those of failed rollouts."""
+    reason; `failed` those of failed rollouts, `cancelled` those of cancelled ones."""
 
     prompt: int = 0
     cached: int | None = None
@@ -295,6 +295,7 @@ class Tokens:
     trained: int = 0
     untaught: Mapping[str, int] = field(default_factory=dict)
     failed: int = 0
+    cancelled: int = 0
 
     @property
     def useful(self) -> float | None:
@@ -452,6 +453,9 @@ def _tokens(
         if not any((rollout.id, rollout.attempt) in trained for rollout in members):
             sampled = sum(made[rollout.id].response for rollout in members if rollout.id in made)
             untaught[why_untaught(members, fault)] += sampled
+    of_status = Counter[Status]()
+    for rollout in took:
+        of_status[rollout.status] += made[rollout.id].response if rollout.id in made else 0
     shares = [(time.step, time.metrics.get("prefix_hit_share")) for time in times]
     prompt = sum(activity.prompt for activity in found)
     known = [share for _, share in shares if share is not None]
@@ -461,7 +465,8 @@ def _tokens(
         sampled=sum(activity.response for activity in found),
         trained=sum(made[one.id].trainable for one in took if (one.id, one.attempt) in trained and one.id in made),
         untaught=dict(untaught.most_common()),
-        failed=sum(made[one.id].response for one in took if one.status is Status.FAILED and one.id in made),
+        failed=of_status[Status.FAILED],
+        cancelled=of_status[Status.CANCELLED],
     )
 
 

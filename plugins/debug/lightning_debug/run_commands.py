@@ -234,6 +234,7 @@ def profile_json(found: Profile, helps: Sequence[Help]) -> dict[str, object]:
             "useful_share": tokens.useful,
             "untaught": dict(tokens.untaught),
             "failed": tokens.failed,
+            "cancelled": tokens.cancelled,
         },
         "helps": [
             {
@@ -299,7 +300,7 @@ def _show_tokens(found: Profile) -> None:
     say(
         f"of those sampled, {tokens.trained} were trained ({said(tokens.useful, '.0%')}); "
         f"{sum(tokens.untaught.values())} are of groups that taught nothing{f' ({reasons})' if reasons else ''}, "
-        f"{tokens.failed} of rollouts that failed"
+        f"{tokens.failed} of rollouts that failed{f', {tokens.cancelled} of cancelled ones' if tokens.cancelled else ''}"
     )
 
 

@@ -28,6 +28,7 @@ from lightning.trainer.agents import project_of
 from lightning_debug.config import AlertsConfig
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
 from lightning_planner.memory import Memory, memory
+from lightning_planner.needs import with_all_adapters
 from lightning_planner.shape import Shape, read_shape
 from lightning_prompts.config import OptimizerModelConfig
 from lightning_record.config import RecordConfig
@@ -73,20 +74,29 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
     machines."""
     if gpu not in GPUS:
         raise ConfigError(f"{gpu!r} is no GPU that deployments know: use one of {', '.join(GPUS)}")
+    models = _served(config)
+    if models > 1 and (engine != "torch" or config.policy_server.is_elsewhere):
+        raise ConfigError(
+            f"the policies have {models} models with vLLMs of their own, which need the engine torch and vLLMs on the "
+            "trainer's machine: leave out --engine, policy_server.placement and policy_server.attach, or let all policies have "
+            "adapters of one model (engine.lora, no policies.NAME.base)"
+        )
     training = _training_gpus(config, engine)
     gpus = training + _serving_gpus(config)
     if gpus > MOST_GPUS:
         raise ConfigError(
-            f"{training} GPUs for training and {gpus - training} for policy_server.replicas: deployments are made for one "
-            f"machine of up to {MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, or have vLLMs "
-            "elsewhere (policy_server.placement, policy_server.attach)"
+            f"{training} GPUs for training and {gpus - training} for vLLMs: deployments are made for one machine of up to "
+            f"{MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, give fewer policies models of their "
+            "own (policies.NAME.base), or have vLLMs elsewhere (policy_server.placement, policy_server.attach)"
         )
     try:
         shape = read_shape(model)
+        if models > 1:
+            raise ConfigError(f"the policies have {models} models with vLLMs of their own")
     except ConfigError as error:
-        return MachineNeeds(
-            gpu, gpus, LEAST_MEMORY, 8, LEAST_DISK, (), (f"memory was not estimated, so check that it fits: {error}",)
-        )
+        note = f"memory was not estimated, so check that it fits: {error}"
+        return MachineNeeds(gpu, gpus, LEAST_MEMORY, 8 * gpus, LEAST_DISK, (), (note,))
+    config = with_all_adapters(config)
     uses = _uses(shape, config, gpu, training)
     _check_fits(shape, config, gpu, training, uses)
     weights = 4 * shape.parameters
@@ -101,9 +111,17 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
 def _serving_gpus(config: Config) -> int:
     """Return the number of GPUs on which vLLM alone runs; 0 where it has those of the training."""
     replicas = ReplicasConfig.of(config)
-    if config.policy_server.is_elsewhere or (replicas.replicas == 1 and replicas.gpus_each is None):
+    servers = replicas.replicas * _served(config)
+    if config.policy_server.is_elsewhere or (servers == 1 and replicas.gpus_each is None):
         return 0
-    return replicas.replicas * (replicas.gpus_each or 1)
+    return servers * (replicas.gpus_each or 1)
+
+
+def _served(config: Config) -> int:
+    """Return the number of models with vLLMs of their own: several only where policies begin as several, or train all
+    weights."""
+    several = plugins().policy_set(config)
+    return 1 if several is None else several.count
 
 
 def _training_gpus(config: Config, engine: str) -> int:
@@ -271,6 +289,10 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
     _check_kept(config, given)
     files = {name: Path(str(given[name])) for name in PATHS if name in given}
     data = [_below(project, path, f"--{name}") for name, path in files.items() if path.exists()]
+    bases = several.bases if (several := plugins().policy_set(config)) else {}
+    data += [
+        _below(project, Path(base), f"policies.{name}.base") for name, base in bases.items() if Path(base).exists()
+    ]
     module = agent.partition(":")[0]
     prefixed = module in plugins().names("agents")
     needs = (config_file,) if config_file is not None else ()

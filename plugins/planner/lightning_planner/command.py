@@ -13,11 +13,9 @@ from typing import Annotated
 
 import typer
 from lightning.cli.output import AsJson, escape, locate, next_steps, print_json, print_table, run_words, say, with_store
-from lightning.config import Config, LoraConfig, load_config
+from lightning.config import Config, load_config
 from lightning.errors import ConfigError
-from lightning.plugins import plugins
 from lightning.safe_text import counted
-from lightning.trainer.needs import ranks_of_adapters
 from lightning_replicas.config import ReplicasConfig
 from lightning_server.config import GatewayProcessesConfig
 
@@ -25,6 +23,7 @@ from lightning_planner.cluster import Assumptions, Cluster, Gpu, assume, find_gp
 from lightning_planner.costs import Changes
 from lightning_planner.division import Division, divided, named
 from lightning_planner.gateways import MEASURED
+from lightning_planner.needs import with_all_adapters
 from lightning_planner.planner import (
     LABEL,
     Plan,
@@ -92,7 +91,7 @@ def plan(
     recorded = asyncio.run(with_store(url, lambda store: read_run(store, run_id)))
     calibration, played = calibrated(recorded)
     given = [*(set_ or ()), *_as_settings(agents, max_staleness or ())]
-    config = _with_all_adapters(load_config(overrides=given, env={}, base=recorded_config(recorded.config)))
+    config = with_all_adapters(load_config(overrides=given, env={}, base=recorded_config(recorded.config)))
     cluster = _cluster(config, find_gpu(gpu), gpus, serve_on, assume(assume_ or ())) if gpus else None
     schedule = schedule_of(
         config,
@@ -111,16 +110,6 @@ def plan(
     else:
         _show(recorded, played, plans, target, division)
         next_steps(("see where the recorded run's time went", ["profile", *run_words(run, runs)]))
-
-
-def _with_all_adapters(config: Config) -> Config:
-    """Return the settings with the adapters of all policies as those of one: together they have as many weights. Without
-    adapters if a policy trains all weights."""
-    if plugins().policy_set(config) is None:
-        return config
-    rank = ranks_of_adapters(config)
-    lora = LoraConfig(rank=rank) if rank else None
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"lora": lora})})
 
 
 def _as_settings(agents: int, bounds: Sequence[int]) -> list[str]:

@@ -119,6 +119,16 @@ def _training_bytes(
     return base + TRAINING_BYTES * sum(own or parameters for own in adapters)
 
 
+def with_all_adapters(config: Config) -> Config:
+    """Return the settings with the adapters of all policies as those of one: together they have as many weights. Without
+    adapters if a policy trains all weights."""
+    if plugins().policy_set(config) is None:
+        return config
+    rank = ranks_of_adapters(config)
+    lora = LoraConfig(rank=rank) if rank else None
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"lora": lora})})
+
+
 def served_adapters(shapes: Sequence[tuple[int, ...]], trained: Sequence[LoraConfig | None]) -> int:
     """Return the least number of weights of adapters that a vLLM has with several policies: as many for each of its policies
     that trains adapters as for that with the highest rank."""

@@ -117,14 +117,14 @@ def _of_two(policies: Mapping[str, PolicyConfig]) -> Iterator[str]:
                     )
     for (first, one), (second, other) in permutations(policies.items(), 2):
         pair = {first: one, second: other}
-        for name in filter(_is_name, one.agents):
+        for name in filter(is_name, one.agents):
             path = tuple(name.split("/"))
             if len(policies_of(pair, Caller(path[-1], path), "")) > 1:
                 yield (
                     f"the agent {name!r} of policies.{first}.agents belongs to policies.{second} as well, and a call has one "
                     f"policy: take it out there with {NOT + name!r} in policies.{second}.agents"
                 )
-        for model in filter(_is_name, one.models):
+        for model in filter(is_name, one.models):
             if any(fnmatchcase(model, glob) for glob in other.models):
                 yield (
                     f"the model {model!r} of policies.{first}.models belongs to policies.{second} as well, and a call has one "
@@ -132,6 +132,6 @@ def _of_two(policies: Mapping[str, PolicyConfig]) -> Iterator[str]:
                 )
 
 
-def _is_name(glob: str) -> bool:
+def is_name(glob: str) -> bool:
     """Return whether a glob matches a single name."""
     return not glob.startswith(NOT) and not WILD & set(glob)

@@ -15,12 +15,13 @@ from lightning.errors import ConfigError
 from lightning.gateway.call import Call, Request
 from lightning.gateway.calls import Parts
 from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import MODEL, Claims
 from lightning.gateway.stages import CallStage
 from lightning.store.protocol import Store
 from lightning.types import Run
 
 from lightning_policies.bases import is_base_served
-from lightning_policies.calls import BASE, policy_of
+from lightning_policies.calls import BASE, is_name, policy_of
 from lightning_policies.config import PoliciesConfig, PolicyConfig
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,15 @@ class PoliciesStage(CallStage):
                 run,
             )
         call.policy_name, call.frozen = name, name == BASE or not policies[name].train
+
+    async def models(self, claims: Claims) -> Mapping[str, str] | None:
+        """Return the model names by which a call may ask for a policy, and for keys of a run the name under which the policy of
+        the calling agent answers; None for a run without policies."""
+        policies, _ = await self._of(claims.run or claims.session)
+        if not policies:
+            return None
+        asked = {name: policy for policy, own in policies.items() for name in own.models if is_name(name)}
+        return {MODEL: "", **asked} if claims.run else asked
 
     async def _of(self, run: str) -> tuple[Mapping[str, PolicyConfig], bool]:
         """Return the policies of a run, and whether the run's model is served untrained. A run without policies has none, and

@@ -8,7 +8,7 @@ The invariant: every key begins with the store's prefix, and no two things share
     columns, standing                   hashes by rollout: its fixed data; its state
     attempts, labels                    hashes by rollout:attempt: how it ended, and the names given to its calls
     held                                sorted set of worker NUL rollout: the rollouts that a worker holds
-    all, pending, running, succeeded, failed, step:N, followed by a run
+    all, pending, running, succeeded, failed, cancelled, step:N, followed by a run
                                         sorted sets of its rollouts by number
     leases:RUN                          sorted set of its running rollouts by the end of their lease
     calls:ATTEMPT:ROLLOUT               hash by seq: the calls of an attempt

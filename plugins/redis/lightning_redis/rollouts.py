@@ -176,7 +176,10 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
         lua_scripts.of_store("complete"),
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
-            *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
+            *(
+                link.keys(name, run)
+                for name in ("pending", "running", "succeeded", "failed", "cancelled", "leases", "changes")
+            ),
         ],
         *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, *end.standing[1:]),
         *(events, rewards, labels, 0 if spend else rollout_state.EXCUSED, states, extras_to_text(extras)),

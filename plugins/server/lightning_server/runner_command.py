@@ -72,6 +72,7 @@ def runner(
         fail("ended at once; what was leased has been given back")
         raise typer.Exit(130) from None
     say(
-        f"{done.leased} attempts: {done.succeeded} succeeded, {done.failed} failed, {done.retried} to be made again, "
+        f"{done.leased} attempts: {done.succeeded} succeeded, {done.failed} failed, {done.cancelled} cancelled, "
+        f"{done.retried} to be made again, "
         f"{done.lost} given to others"
     )

@@ -64,7 +64,7 @@ class Wanted:
     def rollouts(self) -> list[Rollout]:
         """Those that have ended, in their order, without cancelled ones."""
         return sorted(
-            (one for one in self.ended if one.fault is not Fault.CANCELLED), key=lambda one: (one.group, one.index)
+            (one for one in self.ended if one.status is not Status.CANCELLED), key=lambda one: (one.group, one.index)
         )
 
     def give_up(self, why: str) -> None:
@@ -303,7 +303,7 @@ class Queue(Sampler):
 
     def _ended(self, rollout: Rollout) -> None:
         """Note that a rollout has ended for good."""
-        if rollout.fault is not Fault.CANCELLED:
+        if rollout.status is not Status.CANCELLED:
             self.finished(rollout)
         group = self._unfinished.pop(rollout.id, None)
         if group is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from lightning.cli import output
 from lightning.cli.output import with_store
 from lightning.plugins import plugins
-from lightning.store.protocol import Store
+from lightning.store.protocol import RolloutCount, Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.context import Epoch, keep_epochs, read_epochs
-from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, StepReward, Task
+from lightning.trainer.summary import evaluate_rollouts
+from lightning.types import Fault, Json, Outcome, Rollout, Run, Status, StepRecord, StepReward, Task
 
 
 def test_list(lightning, runs: Path) -> None:
@@ -353,3 +355,26 @@ def test_a_place_with_too_few_runs_is_named(lightning, runs: Path, tmp_path: Pat
         assert ran.code == 2
         said = f"a comparison needs two or more runs, and there is {count} in {place}: give another place with --runs"
         assert said in ran.err
+
+
+def test_a_cancelled_rollout_has_neither_failed_nor_succeeded(lightning, runs: Path) -> None:
+    async def cancel(store: Store) -> list[RolloutCount]:
+        (lease,) = await store.lease("small", "worker")
+        await store.complete(lease.rollout.id, lease.attempt, Outcome(fault=Fault.CANCELLED, error="enough"))
+        return await store.count_rollouts("small")
+
+    counts = asyncio.run(with_store(sqlite_url(runs / "small" / "lightning.db"), cancel))
+    assert {each.status: each.rollouts for each in counts} == {"cancelled": 1, "failed": 1, "succeeded": 2}
+    (row,) = json.loads(lightning("runs", "--runs", str(runs), "--json").out)
+    assert (row["training_rollouts"], row["rollouts_failed"]) == (4, 1)
+    shown = json.loads(lightning("runs", "show", "small", "--runs", str(runs), "--json").out)
+    assert (shown["summary"]["failed"], len(shown["failures"])) == (1, 1)
+    table = lightning("runs", "show", "small", "--runs", str(runs)).out
+    assert "1 of 4 rollouts were cancelled" in table
+    assert "1 of 4 rollouts failed: ValueError" in table
+
+
+def test_a_cancelled_rollout_is_no_part_of_an_evaluation() -> None:
+    done = Rollout("a", "r", Task(1), "g", split="val", status=Status.SUCCEEDED, reward=1.0)
+    unwanted = replace(done, id="b", status=Status.CANCELLED, fault=Fault.CANCELLED, reward=None)
+    assert evaluate_rollouts(3, [done, unwanted]) == evaluate_rollouts(3, [done])

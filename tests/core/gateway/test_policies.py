@@ -22,6 +22,9 @@ class Chooses(CallStage):
 
     api = 1
 
+    async def models(self, claims):
+        return {name: name for name in ("writer", "checker", "judge")}
+
     async def admitted(self, call, request):
         call.policy_name, call.frozen = request.model, request.model in FROZEN
 
@@ -68,10 +71,15 @@ async def test_a_policy_that_answers_nowhere_is_refused_at_once(two) -> None:
     assert "No policy server answers for the policy 'poet'" in answer.json()["error"]["message"]
 
 
+async def test_models_lists_what_a_call_may_ask_for_as_its_server_has_it(two) -> None:
+    house, shared, own, _ = two
+    shared.max_model_len, own.max_model_len = 1111, 2222
+    listed = (await (await house.client()).models.list()).data
+    assert [(card.id, card.max_model_len) for card in listed] == [("writer", 1111), ("checker", 1111), ("judge", 2222)]
+
+
 async def test_what_is_the_same_for_all_policies_is_asked_of_any_server(two) -> None:
     house, *_ = two
-    listed = await (await house.client()).models.list()
-    assert [card.id for card in listed.data] == ["policy"]
     status, answer = await house.gateway.parts.forwarder.tokenize(house.gateway.own, "run/0", None, {"messages": HI})
     assert (status, b"tokens" in answer) == (200, True)
 

@@ -738,7 +738,7 @@ async def test_the_clean_up_of_an_unwanted_attempt_is_not_cut_short(store: Memor
 
 
 async def test_an_unwanted_rollout_is_ended_before_and_during_its_attempt(store: MemoryStore) -> None:
-    """It fails as cancelled, whatever was recorded of it, and is not retried; the others are untouched."""
+    """It ends as cancelled, whatever was recorded of it, and is not retried; the others are untouched."""
     going, cancelled = asyncio.Event(), asyncio.Event()
 
     async def agent(task: Task, llm: LLM) -> float:
@@ -763,7 +763,7 @@ async def test_an_unwanted_rollout_is_ended_before_and_during_its_attempt(store:
         source.ends = "r0"
         source.changed.set()
         during = await ended.get()
-        assert (during.id, during.fault, during.status) == ("r0", Fault.CANCELLED, Status.FAILED)
+        assert (during.id, during.fault, during.status) == ("r0", Fault.CANCELLED, Status.CANCELLED)
         assert cancelled.is_set()
         going.set()
         assert {(await ended.get()).reward for _ in range(2)} == {1.0}

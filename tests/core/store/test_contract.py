@@ -371,10 +371,13 @@ async def test_an_attempt_that_is_not_to_be_spent_is_given_back_a_few_times(stor
     assert (await store.complete("a", EXCUSED + 1, INFRASTRUCTURE, spend=False)).status is Status.FAILED
 
 
-@pytest.mark.parametrize("outcome", [Outcome(reward=1.0), Outcome(fault=Fault.AGENT), Outcome(fault=Fault.TIMEOUT)])
+@pytest.mark.parametrize(
+    "outcome", [Outcome(reward=1.0), *(Outcome(fault=each) for each in (Fault.AGENT, Fault.TIMEOUT, Fault.CANCELLED))]
+)
 async def test_only_what_the_infrastructure_lost_is_given_back(leased: Store, outcome: Outcome) -> None:
     ended = await leased.complete("a", 1, outcome, spend=False)
-    assert ended.status is (Status.FAILED if outcome.reward is None else Status.SUCCEEDED)
+    ends = {None: Status.SUCCEEDED, Fault.CANCELLED: Status.CANCELLED}
+    assert ended.status is ends.get(outcome.fault, Status.FAILED)
 
 
 @pytest.mark.parametrize("asked", [{"ttl": math.nan}, {"ttl": -1.0}, {"limit": -1}, {"worker": ""}], ids=str)

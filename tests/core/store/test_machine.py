@@ -43,6 +43,7 @@ OUTCOMES = (
     Outcome(reward=0.0, step_rewards=(StepReward(0.5),)),
     Outcome(reward=0.0, labels={"c0": Caller("writer"), "c1": Caller("b", ("a", "b"))}),
     Outcome(fault=Fault.AGENT, error="raised", untrained={"c0": "rejected", "c2": "title"}),
+    Outcome(fault=Fault.CANCELLED, error="wanted no more"),
     Outcome(fault=Fault.INFRASTRUCTURE, error="lost"),
 )
 
@@ -168,7 +169,8 @@ class StoreMachine(RuleBasedStateMachine):
             excused = lost and not spend and model.attempt - model.spent < EXCUSED and not is_served(self.store)
             retry = excused or (lost and model.spent < model.max_attempts)
             model.spent -= excused
-            ended = Status.FAILED if outcome.reward is None else Status.SUCCEEDED
+            unwanted = outcome.fault is Fault.CANCELLED
+            ended = Status.SUCCEEDED if outcome.reward is not None else Status.CANCELLED if unwanted else Status.FAILED
             model.status = Status.PENDING if retry else ended
         assert (found.status, found.reward) == (model.status, model.reward)
 

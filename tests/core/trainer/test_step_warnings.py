@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
+from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_call, make_group
 from lightning.trainer.metrics import (
     Remarks,
+    UntrainedCalls,
     most_reasons,
     nothing_trained,
     staleness,
@@ -24,7 +28,7 @@ from lightning.trainer.metrics import (
     untrained_reasons,
     wholly_untrained,
 )
-from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Status, Task
+from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Run, Status, StepRecord, Task
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))
 CHECKER = Caller("checker", ("agent", "checker"))
@@ -48,6 +52,14 @@ def tell(remarks: Remarks, step: int, groups: list[Group], agents: tuple[str, ..
     batch = LightningRL("grpo", group_size=2).batch(groups)
     result = StepResult({"stepped": stepped if batch.samples else 0.0}, {})
     remarks.step(step, groups, batch, step_metrics([], groups, batch, result), agents)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    made = MemoryStore()
+    await made.open()
+    yield made
+    await made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -98,15 +110,14 @@ def test_calls_with_media_are_counted_and_said_once(caplog: pytest.LogCaptureFix
     assert said[0].startswith("step 1: 2 of 4 calls of trained agents are not trained: their prompts have an image")
 
 
-def test_a_step_whose_calls_are_all_marked_says_why_and_one_without_marks_has_no_metric(
-    caplog: pytest.LogCaptureFixture,
+async def test_a_step_whose_calls_are_all_marked_says_why_and_one_without_marks_has_no_metric(
+    caplog: pytest.LogCaptureFixture, store: MemoryStore
 ) -> None:
     groups = [group(0.0, 1.0, untrained="title")]
     tell(Remarks(), 1, groups)
     assert "the calls that could be trained are marked as untrained (2 title)" in caplog.text
     for seen, counted in ((groups, {"calls_untrained/title": 2.0}), ([group(0.0, 1.0)], {})):
-        metrics = step_metrics([], seen, LightningRL("grpo", group_size=2).batch(seen), StepResult({}, {}))
-        assert {name: value for name, value in metrics.items() if name.startswith("calls_untrained")} == counted
+        assert await UntrainedCalls(store, "run").step(seen) == counted
 
 
 def test_many_reasons_are_few_metrics() -> None:
@@ -118,6 +129,24 @@ def test_many_reasons_are_few_metrics() -> None:
     assert len(found) == 21
     assert (found["title"], found["other"], sum(found.values())) == (3, 982, 1004)
     assert next(iter(found)) == "title"
+
+
+async def test_new_reasons_in_every_step_are_few_metrics_of_the_run_also_after_a_resume(
+    store: MemoryStore,
+) -> None:
+    await store.put_run(Run("run", "run"))
+    rng, before, names = random.Random(0), UntrainedCalls(store, "run"), set[str]()
+    for step in range(1, 6):
+        reasons = [f"try {rng.randrange(30 * step)}" for _ in range(40)] + ["title"] * 3
+        calls = tuple(replace(make_call((1,), (2,), seq=seq), untrained=why) for seq, why in enumerate(reasons))
+        member = replace(group(0.0).trajectories[0], transitions=calls)
+        resumed = await UntrainedCalls(store, "run").step([Group("g", (member,))])
+        metrics = await before.step([Group("g", (member,))])
+        assert resumed == metrics
+        assert (sum(metrics.values()), metrics["calls_untrained/title"]) == (43, 3)
+        names |= metrics.keys()
+        await store.commit_step(StepRecord("run", step, step, (), (), "d", metrics=metrics))
+    assert len(names) == 21
 
 
 def test_rollouts_all_of_whose_calls_are_marked_are_counted_beside_the_others(

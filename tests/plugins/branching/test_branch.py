@@ -420,7 +420,7 @@ def test_the_parents_folder_is_that_of_its_database_wherever_one_is(
         (["--at", "4"], "has 3 calls, counted from 1: there is no call 4"),
         (["--at", "0"], "there is no call 0"),
         (["--at", "2", "-n", "0"], "-n"),
-        (["--at", "2", "--attempt", "3"], "has 1 attempts, so there is no attempt 3"),
+        (["--at", "2", "--attempt", "3"], "has 1 attempt, so there is no attempt 3"),
         (["--at", "2", "--runs", "nowhere"], "nowhere is neither a folder nor a database"),
         (["--at", "2", "--runs", "http://127.0.0.1:9"], "is a Lightning Server, which answers agents itself"),
         (["--at", "2", "--prompt", "critic"], "write NAME=FILE"),

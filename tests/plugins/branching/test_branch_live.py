@@ -20,7 +20,8 @@ from lightning.store.protocol import Store
 from lightning.testing import FakeVLLM, Reply
 from lightning.trainer.runs import claim_folder
 from lightning.types import Rollout
-from lightning_branching.branching import BranchReport, branch, why_not_served
+from lightning_branching.branching import BranchReport, branch
+from lightning_branching.live_policy import why_not_served
 from lightning_server.fleet.owner import Owner
 
 from tests.plugins.debug.evaluating import ScriptedVLLM, said

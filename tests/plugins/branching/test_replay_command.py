@@ -61,7 +61,7 @@ def test_what_cannot_be_replayed_is_said(agents: Path) -> None:
         (ROLLOUT,): "give the agent as MODULE:FUNCTION, or --serve",
         (ROLLOUT, "two_turns:agent", "--port", "9"): "--port and --seconds are for --serve",
         (ROLLOUT, "two_turns:agent", "--model", "m"): "--model is for --train",
-        (ROLLOUT, "two_turns:agent", "--attempt", "7"): "has 1 attempts, so there is no attempt 7",
+        (ROLLOUT, "two_turns:agent", "--attempt", "7"): "has 1 attempt, so there is no attempt 7",
     }.items():
         ran = lightning("replay", *arguments)
         assert ran.returncode == 2

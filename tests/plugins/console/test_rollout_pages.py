@@ -383,7 +383,7 @@ async def test_what_is_not_whole_is_said(tmp_path: Path, places: Places) -> None
         to("rollout", "nowhere", "r"): "there is no run 'nowhere'",
         to("rollout", "run", "run/1/0/0", call=3): "has 2 calls, so there is no call 3",
         to("rollout", "run", "run/1/0/0", call=-1): "there is no call -1",
-        to("rollout", "run", "run/1/0/0", attempt=2): "has 1 attempts, so there is no attempt 2",
+        to("rollout", "run", "run/1/0/0", attempt=2): "has 1 attempt, so there is no attempt 2",
         to("rollout", "run", "run/1/0/0", call="x"): "is no whole number",
     }.items():
         assert said in await text_of(places, address), address

@@ -61,6 +61,39 @@ def test_gpus_are_those_that_the_engine_uses(project: Path) -> None:
     assert "verl" in plan.extras
 
 
+def policies(*overrides: str) -> list[str]:
+    given = ['policies.writer.agents=["write"]', 'policies.judge.agents=["judge"]', *overrides]
+    return [*TRAIN, *(part for each in given for part in ("--set", each))]
+
+
+def test_policies_need_the_memory_of_all_their_adapters_and_a_vllm_for_each_model(project: Path) -> None:
+    one, two = (make_plan(arguments, Options(), project) for arguments in (TRAIN, policies()))
+    assert (two.machine.gpus, two.machine.notes) == (1, ())
+    assert sum(use.used for use in two.machine.uses) > sum(use.used for use in one.machine.uses)
+    assert two.train[-4:] == tuple(policies()[-4:])
+    (project / "judge").mkdir()
+    (project / "judge" / "config.json").write_text("{}")
+    apart = make_plan(policies("policies.judge.base=judge", "policies.judge.train=false"), Options(), project)
+    assert apart.machine.gpus == 3, "one trains, and each model has a vLLM"
+    assert "the policies have 2 models with vLLMs of their own" in apart.machine.notes[0]
+    assert Path("judge") in apart.data
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--engine", "verl"], "need the engine torch and vLLMs on the trainer's machine"),
+        (["--set", "policy_server.replicas=4"], "1 GPUs for training and 8 for vLLMs"),
+        (["--set", "policies.judge.base=../elsewhere"], "policies.judge.base .*elsewhere"),
+    ],
+)
+def test_policies_that_a_deployment_cannot_keep_are_refused(project: Path, more: list[str], said: str) -> None:
+    (project.parent / "elsewhere").mkdir(exist_ok=True)
+    own = policies("policies.judge.base=Qwen/Qwen3-0.6B", "policies.judge.train=false")
+    with pytest.raises(ConfigError, match=said):
+        make_plan([*own, *more], Options(), project)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from lightning.config import load_config
+from lightning.gateway.identity import Claims
 from lightning.store.memory import MemoryStore
 from lightning.types import Caller, CallStatus, Run, VersionRun
 
@@ -56,6 +57,22 @@ async def test_a_call_has_the_policy_of_its_agent_or_of_the_model_that_it_asks_f
         assert (await ask(house, llm, path, model or "policy")).status_code == 200
     found = [(call.policy, call.versions[0].version) for call in await house.transitions()]
     assert found == [("writer", 3), ("writer", 3), ("checker", 0), ("guest", 3), ("base", 0)]
+
+
+async def test_models_lists_the_names_that_a_call_may_ask_for(build: Any) -> None:
+    house = await opened(build, *SETTINGS, 'policies.editor.models=["small", "tiny-*"]')
+    llm = await house.llm()
+    names = [card["id"] for card in (await (await house.http(llm)).get("/models")).json()["data"]]
+    assert names == ["policy", "small"], "the policy of the calling agent, and no globs"
+    answers = [await ask(house, llm, "unknown", name) for name in names]
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
+async def test_a_served_session_lists_its_policies_alone(build: Any) -> None:
+    """`lightning serve RUN` gives each policy the model of its name; a call that asks for `policy` is refused there."""
+    house = await opened(build, 'policies.writer.models=["writer"]', 'policies.editor.models=["editor"]')
+    found = await house.gateway.parts.line.models(Claims("run/0", 1, 1e10, session="run"))
+    assert found == {"writer": "writer", "editor": "editor"}
 
 
 async def test_an_agent_without_a_policy_is_refused_where_the_model_is_not_served_untrained(build: Any) -> None:

@@ -25,8 +25,8 @@ from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
 from lightning.trainer import agents, trainer
 from lightning.types import CallStatus
-from lightning_branching import branching
-from lightning_branching.branching import join_gateway, why_not_served
+from lightning_branching import live_policy
+from lightning_branching.live_policy import join_gateway, why_not_served
 from starlette.types import Receive, Scope, Send
 
 from tests.core.gateway.conftest import build  # noqa: F401 — a fixture
@@ -50,7 +50,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Plugins:
         gateway_policy,
         agents,
         trainer,
-        branching,
+        live_policy,
         load,
         plugin_settings,
     ):

@@ -232,7 +232,7 @@ async def test_groups_come_as_they_complete_and_a_loop_may_be_left(bench: Open, 
         await take(session, found)  # at once: what was under way is given up
         assert session.step == 1
         ended = await of_step(made, 1)
-        assert {rollout.status for rollout in ended} <= {Status.SUCCEEDED, Status.FAILED}
+        assert {rollout.status for rollout in ended} <= {Status.SUCCEEDED, Status.CANCELLED}
         assert {one.fault for one in ended if one.task.input == "slow"} == {Fault.CANCELLED}
         assert (await audit(made.store, "run")).ok
 

@@ -16,6 +16,7 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.summary import reason
 from lightning.types import Rollout, Transition
 from lightning_branching.recorded import is_void
+from lightning_debug.rollout_calls import why_no_calls
 from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import (
@@ -52,7 +53,7 @@ from lightning_console.pages.words import (
     tone_of,
     trail,
 )
-from lightning_console.places import Located, Places, group_of, may_change, neighbours, why_no_calls
+from lightning_console.places import Located, Places, group_of, may_change, neighbours
 from lightning_console.queries.branches import (
     Branch,
     branches_of,

@@ -613,6 +613,7 @@ def _parts(profile: Profile) -> Table:
 def _tokens(profile: Profile) -> Facts:
     tokens = profile.tokens
     untaught = ", ".join(f"{reason.replace('_', ' ')} {count(many)}" for reason, many in tokens.untaught.items())
+    known = tokens.trained + sum(tokens.untaught.values()) + tokens.failed + tokens.cancelled
     return Facts(
         [
             Fact(
@@ -622,9 +623,10 @@ def _tokens(profile: Profile) -> Facts:
             ),
             Fact("in groups that taught nothing", count(sum(tokens.untaught.values())), untaught),
             Fact("in rollouts that failed", count(tokens.failed)),
+            *([Fact("in cancelled rollouts", count(tokens.cancelled))] if tokens.cancelled else []),
             Fact(
                 "in calls that are not trained",
-                count(max(0, tokens.sampled - tokens.trained - sum(tokens.untaught.values()) - tokens.failed)),
+                count(max(0, tokens.sampled - known)),
                 "at least: of other agents, or left out by the algorithm",
                 hint="`train_agents` says whose calls are trained",
             ),

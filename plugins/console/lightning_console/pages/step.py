@@ -38,6 +38,7 @@ from lightning_console.pages.policies import policies_table
 from lightning_console.pages.reward_change import change_blocks
 from lightning_console.pages.tools import more_links
 from lightning_console.pages.words import (
+    NONE,
     count,
     counted,
     inside,
@@ -71,7 +72,6 @@ FAULTS: Final = {
     "policy": "the policy itself is at fault",
     "timeout": "it ran out of time",
     "infrastructure": "the infrastructure is at fault",
-    "cancelled": "the training loop wanted it no more",
 }
 EXAMPLES: Final = 5
 """Rollouts that are linked for each reason why rollouts failed."""
@@ -286,6 +286,8 @@ def _facts(step: Step) -> Facts:
     record, rollouts = step.record, step.proof.rollouts
     metrics = record.metrics if record is not None else {}
     failed = sum(rollout.status is Status.FAILED for rollout in rollouts)
+    cancelled = sum(rollout.status is Status.CANCELLED for rollout in rollouts)
+    told = [f"{failed} failed", *([f"{cancelled} cancelled"] if cancelled else [])]
     mean = mean_of([rollout.reward for rollout in rollouts])
     facts = [
         Fact(
@@ -294,7 +296,7 @@ def _facts(step: Step) -> Facts:
             f"{number(metrics.get('reward', mean))} of those that succeeded" if failed else "",
             hint="the larger figure counts failed rollouts as 0" if failed and record else "",
         ),
-        Fact("rollouts", count(len(rollouts)), f"{failed} failed", "warn" if failed > 0.1 * len(rollouts) else ""),
+        Fact("rollouts", count(len(rollouts)), "; ".join(told), "warn" if failed > 0.1 * len(rollouts) else ""),
     ]
     if record is None or step.proof.epoch is None:
         ended = sum(rollout.status.ended for rollout in rollouts)
@@ -365,8 +367,9 @@ def _row(found: Located, step: Step, group: TaskGroup) -> list[Cell]:
 
 
 def _reward(rollout: Rollout) -> str:
-    failed = rollout.status is Status.FAILED
-    return "×" if failed else "…" if rollout.reward is None else f"{rollout.reward:.3g}"
+    if rollout.reward is not None:
+        return f"{rollout.reward:.3g}"
+    return {Status.FAILED: "×", Status.CANCELLED: NONE}.get(rollout.status, "…")
 
 
 def _scatter(found: Located, step: Step, axis: str) -> Chart:

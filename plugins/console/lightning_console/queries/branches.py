@@ -22,7 +22,7 @@ from lightning.store.protocol import Attempt, Store
 from lightning.trainer.context import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
-from lightning_branching.branching import why_not_served
+from lightning_branching.live_policy import why_not_served
 from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout, version_of
 from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
 from lightning_record.exchanges import packed_in

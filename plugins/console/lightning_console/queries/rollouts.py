@@ -8,7 +8,6 @@ before it. Tools report only their end; their span starts at the answer of the c
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -20,11 +19,13 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.trainer.training_data import load_groups
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
+from lightning_branching.recorded import at_attempt
 from lightning_debug.credit_audit import AuditedCall, CreditAudit
 from lightning_debug.judge import Judge, Judgements, Opinion
-from lightning_record.exchanges import parents_of
+from lightning_debug.rollout_calls import call_behind, requests_of, tries_again, why_no_calls, why_untrained
+from lightning_record.exchanges import Parent, parents_of
 
-from lightning_console.places import SERVER, Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
+from lightning_console.places import SERVER, Located, group_of, may_change, rollout_of
 from lightning_console.queries.branches import (
     NOWHERE,
     Branch,
@@ -49,8 +50,7 @@ MOST_TOKENS: Final = 20_000
 @dataclass(frozen=True, slots=True)
 class CallLine:
     """One call of a rollout. `number` counts all calls and choices of the attempt from 1. `credit` is None if the call was not
-    trained on, and `untrained` says why. `again` is the number of the call before it with the same agent and prompt, which it
-    tries again; 0 for none."""
+    trained on, and `untrained` says why. `again` is the number of the earlier call that it tries again; 0 for none."""
 
     number: int
     transition: Transition
@@ -172,14 +172,14 @@ async def rollout_view(
     proof = (
         await prove(store, located.run, found) if own.attempt == newest else StepProof(why="another attempt was taken")
     )
+    (parent,) = await parents_of(store, [own])
     credit = proof.members.get(own.id)
     trained = credit.calls if credit else {}
-    calls = _call_lines(transitions, trained, lambda call: _why_untrained(call, found, proof))
+    calls = _call_lines(transitions, trained, lambda call: _why_untrained(call, own, newest, proof), parent)
     if not 0 <= call <= len(calls):
         raise DataError(f"the rollout {own.id} has {len(calls)} calls, so there is no call {call}")
     chosen = call or next((each.number for each in calls if each.credit is not None), min(1, len(calls)))
     vocabulary = vocabulary_of(located)
-    (parent,) = await parents_of(store, [own])
     said = said_by(transitions, vocabulary, parent)
     lines, left_out = conversation(transitions, said, ended.step_states, vocabulary, ended.step_rewards)
     reward = found.reward if own.attempt == newest else None
@@ -301,10 +301,13 @@ def _place(line: BranchLine) -> tuple[int, str, int, int]:
 
 
 def _call_lines(
-    calls: Sequence[Transition], trained: Mapping[int, CallCredit], why: Callable[[Transition], str]
+    calls: Sequence[Transition],
+    trained: Mapping[int, CallCredit],
+    why: Callable[[Transition], str],
+    parent: Parent | None,
 ) -> tuple[CallLine, ...]:
     """Return the lines of an attempt's calls. `trained` has the credit of trained calls by `seq`, `why` says it of others."""
-    again = tries_again(calls)
+    again = tries_again(calls, requests_of(calls, parent))
     return tuple(
         CallLine(number, call, credit, "" if credit else why(call), again.get(number, 0))
         for number, call in enumerate(calls, 1)
@@ -312,32 +315,12 @@ def _call_lines(
     )
 
 
-def tries_again(calls: Sequence[Transition]) -> dict[int, int]:
-    """Return, by number, the number of the last call before each call that had its agent and its prompt, token for token."""
-    found, last = {}, dict[tuple[str, bytes], tuple[int, str]]()
-    for number, call in enumerate(calls, 1):
-        if len(call.prompt_ids):
-            key = call.caller.name, hashlib.blake2b(call.prompt_ids, digest_size=16).digest()
-            before, name = last.get(key, (0, call.id))
-            if name != call.id:
-                found[number] = before
-            if not call.choice:
-                last[key] = number, call.id
-    return found
-
-
-def _why_untrained(call: Transition, rollout: Rollout, proof: StepProof) -> str:
-    if call.untrained:
-        return f"it is recorded and not trained: {call.untrained}"
-    if proof.proved is None:
-        return proof.why
-    if not call.status.answered or not len(call.response_ids):
-        return f"it gave nothing to train on: {call.status}{f', {call.finish_reason}' if call.finish_reason else ''}"
-    if rollout.id not in proof.members:
-        return f"its rollout is in no group: {rollout.status}{f', fault: {rollout.fault}' if rollout.fault else ''}"
-    if why := proof.skipped.get(rollout.group):
+def _why_untrained(call: Transition, own: Rollout, newest: int, proof: StepProof) -> str:
+    told = why_untrained(call, own, proof.record, proof.epoch, newest=newest)
+    why = proof.skipped.get(own.group) if own.id in proof.members else None
+    if why and call.status.answered and not call.untrained:
         return f"its group taught nothing: {why.replace('_', ' ')}"
-    return "its agent is not trained, the rollout is masked, or its advantage is exactly 0"
+    return told or (proof.why if proof.proved is None else "its advantage is exactly 0")
 
 
 def _tokens(line: CallLine, vocabulary: Vocabulary, prompt: int) -> Tokens:
@@ -413,7 +396,7 @@ def lanes_of(
         status = UNTRAINED if call.untrained and call.status.answered else str(call.status)
         made = Moment("call", f"call {number}", call.started_at, end, number, status, detail)
         placed.append((call.caller.name, made))
-    placed += [_tool(event, calls, by_id, numbers) for event in events]
+    placed += [_tool(event, calls) for event in events]
     for given in rewards:
         behind = by_id.get(given.response_id)
         at = max(given.at, behind.ended_at) if behind else given.at
@@ -438,16 +421,13 @@ def _lane(call: Transition | None, calls: Sequence[Transition]) -> str:
     return known.caller.name if known else UNNAMED.name
 
 
-def _tool(
-    event: ToolEvent, calls: Sequence[Transition], by_id: Mapping[str, Transition], numbers: Mapping[str, int]
-) -> tuple[str, Moment]:
-    asked = next((call for call in calls if event.call_id and event.call_id in call.tool_calls), None)
-    behind = asked or by_id.get(event.response_id)
+def _tool(event: ToolEvent, calls: Sequence[Transition]) -> tuple[str, Moment]:
+    number = call_behind(event, calls)
+    behind = calls[number - 1] if number else None
     begin = behind.ended_at if behind else event.at
     end = max(event.at, begin)
     who = event.caller.name if event.caller and not behind else _lane(behind, calls)
     detail = (event.error or event.output)[:200]
-    number = numbers.get(behind.id, 0) if behind else 0
     return f"{who} · tools", Moment("tool", event.name, begin, end, number, event.status, detail)
 
 

@@ -73,9 +73,9 @@ async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Seque
     following = steps[-1][0] + 1 if steps else 1
     page = await store.list_rollouts(run.id, split=TRAIN, step=following)
     mine = of_generation(page.items, newest_generation(page.items))
-    if mine and is_lost(mine):
-        reasons = grouped(rollout.error for rollout in mine if rollout.status is Status.FAILED)
-        return State("failed", f"all {len(mine)} rollouts of step {following} failed: {reasons[0][1]}")
+    failed = [rollout.error for rollout in mine if rollout.status is Status.FAILED]
+    if failed and is_lost(mine):
+        return State("failed", f"all {len(failed)} rollouts of step {following} failed: {grouped(failed)[0][1]}")
     where = f"after step {steps[-1][0]}" if steps else "before its first step"
     return State(
         "stopped", f"it stopped {where}: it has written nothing for {said_seconds(quiet)}, and no end is recorded"

@@ -25,6 +25,7 @@ from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import agents_of_step, load_groups, rollout_digest
 from lightning.types import Rollout, Run, StepRecord
 from lightning_debug.credit_choice import rewarded
+from lightning_debug.rollout_calls import HELD_OUT, UNTRAINED, record_of
 from lightning_debug.rules import last_line
 from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values, rollouts_of
 
@@ -36,11 +37,6 @@ OWN_CODE: Final = (
 )
 FRESH: Final = 60.0
 """Seconds for which a derived step is kept, or 20 times the time that deriving it took if that is more."""
-UNTRAINED: Final = {
-    "train": "no training step has looked at it",
-    "branch": "branches that were made by a command are not trained on",
-}
-"""Why a rollout was not trained, by its split."""
 CHANGED: Final = "the run's own loop trained on changed rows: with other weights or advantages, or on some of them"
 REMOVED: Final = "calls that the run was trained on were removed (lightning db prune --trained)"
 ASKS: Final = "its credit function has rewards of its own (a judge), which is not asked for a page"
@@ -115,18 +111,6 @@ class StepProof:
 _proofs: Memo[StepProof] = Memo(kept=16)
 
 
-async def record_of(store: Store, rollout: Rollout, epochs: Sequence[Epoch]) -> StepRecord | None:
-    """Return the committed step that used a rollout's group; None if none has."""
-    if rollout.trained_at_step is not None:
-        found = await store.steps(rollout.run, after=rollout.trained_at_step - 1, limit=1)
-        return found[0] if found and found[0].step == rollout.trained_at_step else None
-    most = max((epoch.max_staleness or 0 for epoch in epochs), default=0)
-    for record in await store.steps(rollout.run, after=rollout.step - 1, limit=most + 1):
-        if rollout.group in record.groups:
-            return record
-    return None
-
-
 async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
     """Derive the step that used a rollout, and so the credit of it and its siblings. A result is kept for about a minute.
 
@@ -135,7 +119,7 @@ async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
     epochs = await read_epochs(store, run)
     record = await record_of(store, rollout, epochs)
     if record is None:
-        said = UNTRAINED.get(rollout.split, "held-out rollouts are never trained on")
+        said = UNTRAINED.get(rollout.split, HELD_OUT)
         return StepProof(why=said)
     return await prove_step(store, run, record, epochs)
 

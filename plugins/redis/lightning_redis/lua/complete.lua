@@ -1,4 +1,4 @@
--- keys: standing columns attempts labels uses held pending running succeeded failed leases changes
+-- keys: standing columns attempts labels uses held pending running succeeded failed cancelled leases changes
 -- arguments: rollout attempt digest reward rewards fault error seconds tool_events step_rewards named excused step_states extras
 -- The digest of the outcome tells a call that comes again. `excused` is how many attempts may have been given back before this
 -- one is spent.
@@ -34,6 +34,9 @@ elseif fault == 'infrastructure' and position.attempt - position.spent < tonumbe
 elseif fault == 'infrastructure' and position.spent < position.max then
   position.status = 'pending'
   move(rollout, running, pending)
+elseif fault == 'cancelled' then
+  position.status = 'cancelled'
+  move(rollout, running, cancelled)
 else
   position.status = 'failed'
   move(rollout, running, failed)

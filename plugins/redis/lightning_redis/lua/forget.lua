@@ -10,7 +10,7 @@ local places = {}
 for i = 0, tonumber(count) - 1 do
   local rollout, seen = ARGV[REST + i * 2 + 1], tonumber(ARGV[REST + i * 2 + 2])
   local position = stand(standing, rollout)
-  local ended = position and (position.status == 'succeeded' or position.status == 'failed')
+  local ended = position and position.status ~= 'pending' and position.status ~= 'running'
   if not ended or position.attempt ~= seen then return {'kept'} end
   for attempt = 1, seen do places[#places + 1] = rollout .. ':' .. attempt end
 end

@@ -188,6 +188,7 @@ class AttemptCounts:
     leased: int = 0
     succeeded: int = 0
     failed: int = 0
+    cancelled: int = 0
     retried: int = 0
     lost: int = 0
 
@@ -296,6 +297,7 @@ class ServerDelivery:
             return None
         self.tally.succeeded += rollout.status is Status.SUCCEEDED
         self.tally.failed += rollout.status is Status.FAILED
+        self.tally.cancelled += rollout.status is Status.CANCELLED
         self.tally.retried += rollout.status is Status.PENDING
         return rollout
 
