@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from statistics import fmean
 from typing import Final, NamedTuple
 
@@ -28,6 +29,9 @@ from lightning.types import Rollout
 HALF: Final = 0.5
 SKEWED: Final = 0.25
 """A task whose mean worth is this near 0 or 1 gets prefixes; other tasks teach from their beginning."""
+NEARER: Final = 0.05
+"""By how much nearer to one half the worth of a group behind a prefix must be expected than that of the task. With less, the
+prefix teaches no more than the task."""
 RAREST: Final = 0.01
 """The mean worth that a task is expected to have where no rollout of it has earned anything."""
 REMEMBERED: Final = 16
@@ -132,6 +136,7 @@ class Chooser:
     def __init__(self) -> None:
         self._tasks: dict[str, _Known] = {}
         self._shares: deque[tuple[int, float, float]] = deque(maxlen=4096)
+        self._barren: deque[tuple[int, bool]] = deque(maxlen=4096)
         self._void: set[str] = set()
         self.voided = 0
         """How many of the latest groups behind prefixes were void as a whole, in a row."""
@@ -149,6 +154,7 @@ class Chooser:
             known.groups.append(tuple(group))
             known.step = step
             known.spread(group)
+            self._barren.append((step, len({one.reward for one in group}) == 1))
 
     def add_behind(self, task: str, step: int, parent: Parent | None, seq: int, group: Sequence[Begun]) -> None:
         """Add a group of a step that began behind a prefix: the parent (None if it cannot be read any more), the call, and the
@@ -198,9 +204,17 @@ class Chooser:
         share = self._share(step, rate, start=end > rate)
         expected = [rate + (end - rate) * float(np.interp(place.left, *share)) for place in parent.places]
         found = min(range(len(expected)), key=lambda index: (round(abs(expected[index] - HALF), 9), -index))
-        if abs(expected[found] - HALF) >= abs(rate - HALF):
+        if abs(expected[found] - HALF) > abs(rate - HALF) - NEARER:
             return None
         return Beginning(parent.rollout, parent.places[found].seq)
+
+    def repeated(self, found: Sequence[Beginning], count: int, step: int) -> list[Beginning]:
+        """Return where the groups behind prefixes begin, `count` at most, those of `found` in turn: each once, and again as
+        long as the share of groups is not reached that teach nothing at their task (of the latest ones). A group behind the
+        one prefix that is known then takes the place of such a group."""
+        known = [(FADING ** (step - at), barren) for at, barren in self._barren if step - at <= WINDOW]
+        share = sum(weight for weight, barren in known if barren) / max(sum(weight for weight, _ in known), 1e-9)
+        return list(islice(cycle(found), min(count, max(len(found), round(share * count)))))
 
     def _share(self, step: int, rate: float, *, start: bool) -> tuple[list[float], list[float]]:
         """Return, at the knots of the way that is left, which share of the difference between the task and the parent a prefix
