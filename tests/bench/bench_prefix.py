@@ -97,6 +97,7 @@ def run(learner: Learner, seed: int, share: float) -> list[tuple[int, float]]:
                 if beginning := chooser.choose(name, parent_of(learner, begun, name), step):
                     found.append(beginning)
                 break
+        found = chooser.repeated(found, GROUPS, step)
         groups, told = [], []
         for place in range(GROUPS):
             begin = found.pop(0) if found and rng.random() >= share else None

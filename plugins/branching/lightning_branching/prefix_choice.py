@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from statistics import fmean
 from typing import Final, NamedTuple
 
@@ -28,8 +29,11 @@ from lightning.types import Rollout
 HALF: Final = 0.5
 SKEWED: Final = 0.25
 """A task whose mean worth is this near 0 or 1 gets prefixes; other tasks teach from their beginning."""
-ASTRAY: Final = 0.3
-"""Most by which the expected worth of a group may differ from one half. Beyond it, the prefix teaches no more than the task."""
+NEARER: Final = 0.05
+"""By how much nearer to one half the worth of a group behind a prefix must be expected than that of the task. With less, the
+prefix teaches no more than the task."""
+RAREST: Final = 0.01
+"""The mean worth that a task is expected to have where no rollout of it has earned anything."""
 REMEMBERED: Final = 16
 """Most groups of a task that are looked back at."""
 FORGETTING: Final = 0.5
@@ -132,6 +136,7 @@ class Chooser:
     def __init__(self) -> None:
         self._tasks: dict[str, _Known] = {}
         self._shares: deque[tuple[int, float, float]] = deque(maxlen=4096)
+        self._barren: deque[tuple[int, bool]] = deque(maxlen=4096)
         self._void: set[str] = set()
         self.voided = 0
         """How many of the latest groups behind prefixes were void as a whole, in a row."""
@@ -149,6 +154,7 @@ class Chooser:
             known.groups.append(tuple(group))
             known.step = step
             known.spread(group)
+            self._barren.append((step, len({one.reward for one in group}) == 1))
 
     def add_behind(self, task: str, step: int, parent: Parent | None, seq: int, group: Sequence[Begun]) -> None:
         """Add a group of a step that began behind a prefix: the parent (None if it cannot be read any more), the call, and the
@@ -194,19 +200,30 @@ class Chooser:
         rate = known.rate
         if rate is None or not parent.places:
             return None
-        share, end = self._share(step), known.worth(parent.reward)
+        end = known.worth(parent.reward)
+        share = self._share(step, rate, start=end > rate)
         expected = [rate + (end - rate) * float(np.interp(place.left, *share)) for place in parent.places]
         found = min(range(len(expected)), key=lambda index: (round(abs(expected[index] - HALF), 9), -index))
-        if abs(expected[found] - HALF) > ASTRAY:
+        if abs(expected[found] - HALF) > abs(rate - HALF) - NEARER:
             return None
         return Beginning(parent.rollout, parent.places[found].seq)
 
-    def _share(self, step: int) -> tuple[list[float], list[float]]:
+    def repeated(self, found: Sequence[Beginning], count: int, step: int) -> list[Beginning]:
+        """Return where the groups behind prefixes begin, `count` at most, those of `found` in turn: each once, and again as
+        long as the share of groups is not reached that teach nothing at their task (of the latest ones). A group behind the
+        one prefix that is known then takes the place of such a group."""
+        known = [(FADING ** (step - at), barren) for at, barren in self._barren if step - at <= WINDOW]
+        share = sum(weight for weight, barren in known if barren) / max(sum(weight for weight, _ in known), 1e-9)
+        return list(islice(cycle(found), min(count, max(len(found), round(share * count)))))
+
+    def _share(self, step: int, rate: float, *, start: bool) -> tuple[list[float], list[float]]:
         """Return, at the knots of the way that is left, which share of the difference between the task and the parent a prefix
-        keeps: from 1 at the parent's end to 0 at the task. It is a mean over the latest groups of all tasks, with the straight
-        line as one group (`BELIEF`)."""
-        knots = [knot / KNOTS for knot in range(KNOTS + 1)]
-        weights, sums = [BELIEF] * (KNOTS + 1), [BELIEF * (1.0 - left) for left in knots]
+        keeps: from 1 at the parent's end to 0 at the task. It is a mean over the latest groups of all tasks, with one group
+        (`BELIEF`) for which all parts of the way are equally hard. Then success behind a good rollout (`start`: a head start)
+        is the task's `rate` to the power of the way that is left, and the mistake of a bad one is anywhere on its way."""
+        knots, rate = [knot / KNOTS for knot in range(KNOTS + 1)], max(rate, RAREST)
+        kept = [(rate**left - rate) / (1.0 - rate) if start else 1.0 - left for left in knots]
+        weights, sums = [BELIEF] * (KNOTS + 1), [BELIEF * share for share in kept]
         for at, left, share in self._shares:
             if step - at <= WINDOW:
                 knot = min(max(round(left * KNOTS), 1), KNOTS - 1)

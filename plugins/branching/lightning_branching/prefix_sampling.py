@@ -84,7 +84,8 @@ class PrefixSampler(TurnSampler):
             await self._learn(earlier)
         algorithm = self.schedule.at(step)
         waves = self.config.max_waves if samples_dynamically(algorithm) else 1
-        self._found = [found async for found in self._beginnings(step, waves * self.config.tasks_per_step)]
+        count = waves * self.config.tasks_per_step
+        self._found = self._chooser.repeated([found async for found in self._beginnings(step, count)], count, step)
         sampled = await super().step(step)
         self._tell_void(sampled.rollouts)
         return replace(sampled, metrics=sampled.metrics | prefix_metrics(sampled.groups, sampled.rollouts))

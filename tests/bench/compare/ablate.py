@@ -174,7 +174,7 @@ def main(given: argparse.Namespace) -> int:
     results = [Result.read(file) for file in sorted(given.out.glob("*/*/seed-*.json"))]
     sys.stdout.write(say(results) + "\n")
     if given.publish and results:
-        publish(results, ROOT / "docs")
+        publish(results, ROOT / "docs", given.part)
     for text in failed:
         tell(f"failed: {text}")
     return bool(failed)
@@ -189,6 +189,7 @@ def arguments() -> argparse.ArgumentParser:
                         help="a variant of your own; names are those of plugins")  # fmt: skip
     add_arguments(parser, out="bench/ablation", page="docs/ablation.md", eval_every=0)
     parser.add_argument("--train-tasks", type=int, default=TRAIN_TASKS, help="training tasks of each run")
+    parser.add_argument("--part", default="ablation", help="which tables of the page to write, and which file of data")
     parser.add_argument("--progress", action="store_true", help="show each run's progress")
     return parser
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from page import replace_table
 from repeats import Kept, against, span, spread
 from summary import machine
-from variants import BASE, LEARNABLE, SUITES
+from variants import BASE, SUITES
 
 MISMATCH_METRICS = ("masked_share", "ess", "approx_kl", "clip_fraction", "staleness_mean")
 
@@ -114,8 +114,8 @@ def tables(results: Sequence[Result]) -> str:
         parts.append(_note(mine))
         if mismatch := _mismatch(mine):
             parts.append(mismatch)
-        if order := _at_equal_tokens(mine):
-            parts.append(order)
+        if equal := _at_equal_tokens(mine):
+            parts.append(equal)
     return "\n\n".join(parts)
 
 
@@ -149,17 +149,17 @@ def _mismatch(results: Sequence[Result]) -> str:
 
 
 def _at_equal_tokens(results: Sequence[Result]) -> str:
-    """Both orders of the tasks, for each seed, when as many tokens had been sampled as by the run that sampled fewer."""
+    """Each variant and the base, for each seed, when as many tokens had been sampled as by the run that sampled fewer."""
     runs = {(result.variant, result.seed): result for result in results if result.sampled}
     lines = []
-    for seed in sorted({seed for variant, seed in runs if variant == LEARNABLE}):
-        pair = [runs[variant, seed] for variant in (BASE, LEARNABLE) if (variant, seed) in runs]
-        if len(pair) < 2:
+    for variant, seed in sorted(runs):
+        if variant == BASE or (BASE, seed) not in runs:
             continue
+        pair = [runs[BASE, seed], runs[variant, seed]]
         tokens = min(sum(run.sampled) for run in pair)
         rewards = [run.held_out_at(tokens) for run in pair]
         shares = [sum(used for used, _ in run.taught) / max(1, sum(groups for _, groups in run.taught)) for run in pair]
-        cells = [str(seed), str(tokens), *(f"{run.before or 0.0:.3f}" for run in pair)]
+        cells = [f"`{variant}`", str(seed), str(tokens), *("-" if run.before is None else f"{run.before:.3f}" for run in pair)]
         cells += [
             *("-" if reward is None else f"{reward:.3f}" for reward in rewards),
             *(f"{share:.0%}" for share in shares),
@@ -167,9 +167,9 @@ def _at_equal_tokens(results: Sequence[Result]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if not lines:
         return ""
-    heads = ["seed", "sampled tokens"]
-    heads += [f"{what}, {order}" for what in ("untrained", "held-out reward", "groups that taught")
-              for order in ("shuffled", LEARNABLE)]  # fmt: skip
+    heads = ["variant", "seed", "sampled tokens"]
+    heads += [f"{what}, {whose}" for what in ("untrained", "held-out reward", "groups that taught")
+              for whose in ("the base", "the variant")]  # fmt: skip
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
 
 
@@ -178,12 +178,12 @@ def say(results: Sequence[Result]) -> str:
     return tables(results) if results else "nothing was run yet"
 
 
-def publish(results: Sequence[Result], docs: Path) -> None:
-    """Write the data and the page's tables."""
-    data = docs / "data" / "ablation.json"
+def publish(results: Sequence[Result], docs: Path, part: str) -> None:
+    """Write the data, and the tables of a part of the page."""
+    data = docs / "data" / f"{part}.json"
     data.parent.mkdir(exist_ok=True)
     on = machine()
     content = {"machine": on, "runs": [asdict(result) for result in results]}
     data.write_text(json.dumps(content, indent=1) + "\n")
     note = f"Measured on {on['cores']} cores of {on['cpu']}, Python {on['python']}."
-    replace_table(docs / "ablation.md", "ablation", f"{tables(results)}\n\n{note}")
+    replace_table(docs / "ablation.md", part, f"{tables(results)}\n\n{note}")

@@ -69,21 +69,21 @@ def exam(task: Task, llm: LLM) -> dict[str, float]:
     return {"reward": float(all(right)), "right": sum(right) / len(right)}
 
 
-def of_questions(questions: Sequence[Task]) -> list[Task]:
-    """Exams of these questions, each once."""
+def of_questions(questions: Sequence[Task], each: int) -> list[Task]:
+    """Exams of these questions, each once, `each` in an exam."""
     asked = [[str(one.input), one.expected] for one in questions]
-    return [Task(asked[first : first + QUESTIONS]) for first in range(0, len(asked), QUESTIONS)]
+    return [Task(asked[first : first + each]) for first in range(0, len(asked), each)]
 
 
-def demo() -> Demo:
-    """The exam, as a demonstration."""
+def demo(questions: int = QUESTIONS) -> Demo:
+    """An exam of so many questions, as a demonstration."""
     tiny = plugins().demo("tiny")()
     return replace(
         tiny,
         name="exam",
         agent=exam,
-        tasks=lambda n, seed: of_questions(tiny.tasks(n * QUESTIONS, seed)),
-        val_tasks=lambda n: of_questions(tiny.val_tasks(n * QUESTIONS)),
+        tasks=lambda n, seed: of_questions(tiny.tasks(n * questions, seed), questions),
+        val_tasks=lambda n: of_questions(tiny.val_tasks(n * questions), questions),
         settings={
             **tiny.settings,
             "trainer.steps": 12,
@@ -170,7 +170,7 @@ def train(given: argparse.Namespace) -> list[str]:
         for name in given.variants
         if not (given.out / name / f"seed-{seed}.json").is_file()
     ]
-    failed, shown = [], demo()
+    failed, shown = [], demo(given.questions)
     while missing:
         with serving(shown, given, log=given.out / "vllm.log") as url:
             while missing:
@@ -208,6 +208,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="questions of an exam")
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     parser.add_argument("--held-out", type=int, default=48, help="held-out exams of each evaluation")
     parser.add_argument("--eval-every", type=int, default=4, help="steps between evaluations")

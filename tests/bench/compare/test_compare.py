@@ -268,12 +268,12 @@ class TestTables:
         assert "- `uncorrected`: masked_share 0.00000" in text
         assert "masked_share" not in tables([a_result()])
 
-    def test_orders_are_compared_at_as_many_sampled_tokens(self):
+    def test_a_variant_is_compared_with_the_base_at_as_many_sampled_tokens(self):
         shuffled = replace(a_result(after=0.9), sampled=[100, 100, 100], taught=[(2, 4), (2, 4), (1, 4)])
         learnable = replace(a_result("learnable", after=0.7), sampled=[50, 50, 50], taught=[(3, 4), (3, 4), (3, 4)])
         text = tables([shuffled, learnable])
         assert "### `tiny`: order" in text
-        assert "| 0 | 150 | 0.300 | 0.300 | 0.600 | 0.700 | 42% | 75% |" in text
+        assert "| `learnable` | 0 | 150 | 0.300 | 0.300 | 0.600 | 0.700 | 42% | 75% |" in text
         assert shuffled.held_out_at(1000) == 0.9, "the last evaluation holds from there on"
         assert "sampled tokens" not in tables([shuffled]), "one alone is not compared"
 

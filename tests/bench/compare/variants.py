@@ -7,9 +7,10 @@ in what that thing's paper fixes, and in nothing else.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from by_token import last_tokens, top_entropy
 from lightning.algorithms.protocol import Algorithm
 from lightning.demos import Demo
 from lightning.errors import ConfigError
@@ -21,10 +22,10 @@ BASE = "grpo"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`arguments` go to the factory that the plugin name `algorithm` stands for, beside the group's size; `says` is its row
-    in the table; `settings` are added to the demonstration's."""
+    """`arguments` go to the factory `algorithm`, or that the plugin name stands for, beside the group's size; `says` is its
+    row in the table; `settings` are added to the demonstration's."""
 
-    algorithm: str
+    algorithm: str | Callable[..., Algorithm]
     arguments: Mapping[str, object]
     says: str
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -52,9 +53,16 @@ LOW_LEVELS: Mapping[str, Variant] = {
     "reinforce++": Variant("reinforce++", _DEMO, "REINFORCE++"),
     "dapo": Variant("dapo", {}, "DAPO (dynamic sampling)"),
     "gspo": Variant("gspo", {}, "GSPO"),
+    "gspo-rloo": Variant("gspo", {"estimator": "rloo"}, "GSPO with RLOO's advantage"),
     "ppo": Variant("ppo", _DEMO, "PPO"),
 }
 """How single calls are trained; credit is identical, but for PPO's critic."""
+TOKENS: Mapping[str, Variant] = {
+    BASE: Variant("grpo", {**_DEMO, "credit": "identical"}, "GRPO (the base)"),
+    "last-tokens": Variant("grpo", {**_DEMO, "credit": last_tokens}, "the last eight tokens get the credit"),
+    "top-entropy": Variant(top_entropy, _TOKENS, "the fifth of the tokens with the most entropy is trained"),
+}
+"""What differs within a call."""
 MISMATCH: Mapping[str, Variant] = {
     BASE: Variant("grpo", {**_DEMO, "credit": "identical"}, "masked and dual-clipped (the base)"),
     "uncorrected": Variant("grpo", {**_DEMO, "correction": NO_CORRECTION}, "without a correction"),
@@ -69,11 +77,11 @@ ORDERS: Mapping[str, Variant] = {
 }
 """Which tasks a step takes: worth a run where there are fewer tasks than groups (`--train-tasks`)."""
 SUITES: Mapping[str, Mapping[str, Variant]] = {
-    "Credit": CREDITS, "Low level": LOW_LEVELS, "Mismatch": MISMATCH, "Order": ORDERS,
+    "Credit": CREDITS, "Low level": LOW_LEVELS, "Within a call": TOKENS, "Mismatch": MISMATCH, "Order": ORDERS,
 }  # fmt: skip
 USUAL = (*CREDITS, *(name for name in LOW_LEVELS if name not in CREDITS))
 """The variants that run where none are named."""
-VARIANTS: Mapping[str, Variant] = {**MISMATCH, **ORDERS, **CREDITS, **LOW_LEVELS}
+VARIANTS: Mapping[str, Variant] = {**MISMATCH, **ORDERS, **TOKENS, **CREDITS, **LOW_LEVELS}
 
 
 def choose(names: Sequence[str], own: Sequence[str]) -> dict[str, Variant]:
@@ -108,8 +116,9 @@ def build(variant: Variant, demo: Demo) -> Algorithm:
     """The algorithm, with the demonstration's group size. Raises `PluginError` for a name that nobody registered."""
     if isinstance(credit := variant.arguments.get("credit"), str):
         plugins().credit(credit)
+    make = plugins().algorithm(variant.algorithm) if isinstance(variant.algorithm, str) else variant.algorithm
     try:
-        return plugins().algorithm(variant.algorithm)(group_size=demo.algorithm().group_size, **variant.arguments)
+        return make(group_size=demo.algorithm().group_size, **variant.arguments)
     except TypeError as error:
         raise ConfigError(
             f"the algorithm {variant.algorithm!r} does not take {dict(variant.arguments)}: {error}"

@@ -292,6 +292,32 @@ def test_a_hard_task_begins_earlier_as_groups_succeed_and_later_as_they_fail() -
     assert set(begins([1.0] * 4 + [0.0] * 4)) <= {middle - 1, middle, middle + 1}
 
 
+@pytest.mark.parametrize(("calls", "chance"), [(4, 0.35), (4, 0.6), (8, 0.6), (8, 0.75)])
+def test_a_hard_task_begins_where_half_of_its_equally_hard_calls_would_succeed(calls: int, chance: float) -> None:
+    """Also where no rollout of the run has succeeded: another run lent the good one."""
+    for solved in (1, 0):
+        chooser = Chooser()
+        chooser.lend("one", group([1.0], 9))
+        chooser.add("one", 1, group([*[1.0] * solved, *[0.0] * (round(1 / chance**calls) - solved)]))
+        beginning = chooser.choose("one", made_parent(1.0, calls - 1), 2)
+        assert beginning is not None
+        if solved:
+            behind = [chance ** (calls - seq) for seq in range(1, calls)]
+            assert abs(behind[beginning.seq - 1] - HALF) <= min(abs(share - HALF) for share in behind) + 0.05
+        assert beginning.seq > calls / 2
+
+
+def test_a_prefix_after_which_no_more_succeed_than_from_the_task_is_not_begun_at() -> None:
+    chooser, parent = Chooser(), made_parent(1.0, 1)
+    chooser.add("one", 1, group([1.0, *[0.0] * 31]))
+    for step in range(2, 40):
+        if (beginning := chooser.choose("one", parent, step)) is None:
+            break
+        chooser.add_behind("one", step, parent, beginning.seq, group([0.0] * 8, step))
+    else:
+        pytest.fail("the prefix never helped")
+
+
 def test_an_easy_task_begins_behind_a_bad_rollout() -> None:
     chooser = Chooser()
     chooser.add("one", 1, group([0.0, *[1.0] * 15]))
