@@ -159,7 +159,12 @@ def _at_equal_tokens(results: Sequence[Result]) -> str:
         tokens = min(sum(run.sampled) for run in pair)
         rewards = [run.held_out_at(tokens) for run in pair]
         shares = [sum(used for used, _ in run.taught) / max(1, sum(groups for _, groups in run.taught)) for run in pair]
-        cells = [f"`{variant}`", str(seed), str(tokens), *("-" if run.before is None else f"{run.before:.3f}" for run in pair)]
+        cells = [
+            f"`{variant}`",
+            str(seed),
+            str(tokens),
+            *("-" if run.before is None else f"{run.before:.3f}" for run in pair),
+        ]
         cells += [
             *("-" if reward is None else f"{reward:.3f}" for reward in rewards),
             *(f"{share:.0%}" for share in shares),
