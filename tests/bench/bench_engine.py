@@ -223,7 +223,7 @@ def losses(model: Path) -> dict[str, float]:
         peaks.append(peak_bytes(way))
     costs = fastest(*ways)  # gradients are added to those that are there
     engine.close()
-    found = {}
+    found: dict[str, float] = {}
     for name, cost, peak in zip(given, costs, peaks, strict=True):
         found |= {f"{name}_cpu_seconds": cost.cpu, f"{name}_peak_mib": peak / 2**20}
         found |= {f"{name}_cpu_ratio": cost.cpu / costs[0].cpu, f"{name}_peak_ratio": peak / peaks[0]}
