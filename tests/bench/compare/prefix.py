@@ -37,16 +37,22 @@ from variants import Variant
 ROOT = Path(__file__).parents[3]
 QUESTIONS = 3
 """Questions of an exam."""
-TASK, PREFIX, MORE = "task", "prefix", "more"
+TASK, PREFIX, MORE, TASK_UNTIL, PREFIX_UNTIL = "task", "prefix", "more", "task-dynamic", "prefix-dynamic"
 _TINY = {"normalization": "token-mean", "clip_low": 0.2, "clip_high": 0.28}
 """What the demonstration's own algorithm has besides."""
+_UNTIL = {**_TINY, "dynamic_sampling": True}
+"""A step samples groups until as many teach as it has tasks, as in DAPO."""
 VARIANTS: Mapping[str, Variant] = {
     TASK: Variant("grpo", _TINY, "every group from its task"),
     PREFIX: Variant("grpo", _TINY, "half behind prefixes (the default)", {"trainer.sampling": "prefix"}),
     MORE: Variant(
         "grpo", _TINY, "three quarters behind prefixes", {"trainer.sampling": "prefix", "trainer.task_share": 0.25}
     ),
+    TASK_UNTIL: Variant("grpo", _UNTIL, "every group from its task, until four teach"),
+    PREFIX_UNTIL: Variant("grpo", _UNTIL, "half behind prefixes, until four teach", {"trainer.sampling": "prefix"}),
 }
+BESIDE: Mapping[str, str] = {PREFIX: TASK, MORE: TASK, PREFIX_UNTIL: TASK_UNTIL}
+"""The arm that each arm with prefixes is compared with."""
 HEADS = (
     "groups",
     "seeds",
@@ -132,9 +138,9 @@ def table(results: Sequence[Result]) -> str:
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     lines.append(f"| untrained | {len(befores)} evaluations | {spread(befores)} | | | | |")
     lines += [row(name, [*mine.values()]) for name, mine in arms.items() if mine]
-    others = [one for name in (PREFIX, MORE) for one in arms[name].values() if one.seed in arms[TASK]]
+    pairs = [(arms[task].get(one.seed), one) for name, task in BESIDE.items() for one in arms[name].values()]
     lines += ["", f"| {' | '.join(REACHED)} |", "|---" * len(REACHED) + "|"]
-    return "\n".join([*lines, *(beside(arms[TASK][one.seed], one) for one in others)])
+    return "\n".join([*lines, *(beside(task, one) for task, one in pairs if task is not None)])
 
 
 def beside(task: Result, prefix: Result) -> str:
