@@ -1,9 +1,11 @@
 """How many calls must be sampled until a learner solves a task of several calls: groups from the task, and from prefixes too.
 
 The learner is simulated: each call of a rollout goes right with a probability, and only a rollout without a mistake is
-rewarded. GRPO moves the logits of the calls that were sampled. Either all calls need one skill, or each call one of its own, so
-that nothing carries over between calls. Where groups begin is chosen by the code of `trainer.sampling = prefix`. Printed are
-the calls that were sampled until the success on held-out tasks, from their beginning, came to some bars.
+rewarded. GRPO moves the logits of the calls that were sampled, by steps of Adam: these have one length, however strong a
+gradient is. Either all calls need one skill, or each call one of its own, so that nothing carries over between calls. Where
+groups begin is chosen by the code of `trainer.sampling = prefix`. Either a step has its groups, or with dynamic sampling as
+many waves of them as it takes until enough teach. Printed are the calls that were sampled until the success on held-out tasks,
+from their beginning, came to some bars.
 
     python tests/bench/bench_prefix.py [--json FILE] [--seeds N]
 """
@@ -22,13 +24,15 @@ import numpy as np
 from lightning.types import Rollout, Task
 from lightning_branching.prefix_choice import Beginning, Begun, Chooser, Parent, Place
 
-GROUP, GROUPS, TASKS = 8, 8, 512
-"""Rollouts of a group, groups of a step, and tasks."""
-CALLS = (4, 6, 8)
+GROUP, GROUPS, WAVES, TASKS = 8, 4, 8, 512
+"""Rollouts of a group, groups of a wave, most waves of a step with dynamic sampling, and tasks."""
+CALLS = (4, 8)
 FIRST = (0.2, 0.02, 0.002)
 """How often the untrained learner solves the middle task."""
-SPREAD, RATE = 0.5, 0.4
-"""Deviation of the tasks' difficulties, and what a step moves a logit by, at an advantage of one."""
+SPREAD = 0.5
+"""Deviation of the tasks' difficulties."""
+RATE, BETAS = 0.15, (0.9, 0.95)
+"""Adam's learning rate, and how much it remembers of the gradient and of its square."""
 BARS = (0.25, 0.5)
 MOST = 60_000
 """Calls after which a run ends."""
@@ -42,6 +46,7 @@ class Compared:
     calls: int
     first: float
     shared: bool
+    dynamic: bool
     share: float
     reached: list[tuple[float | None, float | None]]
     ratios: list[float | None]
@@ -55,6 +60,7 @@ class Learner:
         self.calls, self.rng = calls, np.random.default_rng([seed, calls])
         begin = np.log(first ** (1 / calls) / (1 - first ** (1 / calls)))
         self.skills = np.full(1 if shared else calls, begin)
+        self.mean, self.square, self.steps = np.zeros_like(self.skills), np.zeros_like(self.skills), 0
         self.hard = self.rng.normal(0.0, SPREAD, TASKS)
         self.held_out = self.rng.normal(0.0, SPREAD, 256)
 
@@ -81,25 +87,37 @@ class Learner:
                 else:
                     moved[first:] += found.sum(axis=0)
         if count:
-            self.skills = self.skills + RATE * moved * len(moved) / count
+            self._step(moved * len(moved) / count)
+
+    def _step(self, gradient: np.ndarray) -> None:
+        """A step of Adam."""
+        first, second = BETAS
+        self.steps += 1
+        self.mean = first * self.mean + (1 - first) * gradient
+        self.square = second * self.square + (1 - second) * gradient**2
+        size = np.sqrt(self.square / (1 - second**self.steps)) + 1e-8
+        self.skills = self.skills + RATE * self.mean / (1 - first**self.steps) / size
 
 
-def run(learner: Learner, seed: int, share: float) -> list[tuple[int, float]]:
+def run(learner: Learner, seed: int, share: float, *, dynamic: bool) -> list[tuple[int, float]]:
     """The success on held-out tasks by the calls that were sampled; `share` is the setting `trainer.task_share`."""
+    most = GROUPS * (WAVES if dynamic else 1)
     rng, chooser = np.random.default_rng([seed, 1]), Chooser()
     passed: dict[str, tuple[int, np.ndarray]] = {}
     curve, sampled, step = [(0, learner.success)], 0, 0
     while sampled < MOST and curve[-1][1] < max(BARS):
         step += 1
         found: list[Beginning] = []
-        for name in chooser.skewed()[:GROUPS]:
+        for name in chooser.skewed()[:most]:
             for begun in chooser.parents(name):
                 if beginning := chooser.choose(name, parent_of(learner, begun, name), step):
                     found.append(beginning)
                 break
-        found = chooser.repeated(found, GROUPS, step)
+        found = chooser.repeated(found, most, step)
         groups, told = [], []
-        for place in range(GROUPS):
+        for place in range(most):
+            if place % GROUPS == 0 and sum(rewards.std() > 0 for *_, rewards in groups) >= GROUPS:
+                break
             begin = found.pop(0) if found and rng.random() >= share else None
             task = int(begin.parent.task.id) if begin else int(rng.integers(TASKS))
             first = begin.seq if begin else 0
@@ -135,16 +153,16 @@ def reached(curve: Sequence[tuple[int, float]], bar: float) -> int | None:
     return next((sampled for sampled, success in curve if success >= bar), None)
 
 
-def compare(calls: int, first: float, seeds: int, share: float, *, shared: bool) -> Compared:
+def compare(calls: int, first: float, seeds: int, share: float, *, shared: bool, dynamic: bool) -> Compared:
     """Both ways, with the same learners."""
     means: list[list[float | None]] = []
     for one in (1.0, share):
-        curves = [run(Learner(calls, first, seed, shared=shared), seed, one) for seed in range(seeds)]
+        curves = [run(Learner(calls, first, seed, shared=shared), seed, one, dynamic=dynamic) for seed in range(seeds)]
         found = [[reached(curve, bar) for curve in curves] for bar in BARS]
         means.append([statistics.fmean(map(float, row)) if None not in row else None for row in found])  # type: ignore[arg-type]
     pairs = list(zip(*means, strict=True))
     ratios = [None if task is None or prefix is None else task / prefix for task, prefix in pairs]
-    return Compared(calls, first, shared, share, pairs, ratios, seeds)
+    return Compared(calls, first, shared, dynamic, share, pairs, ratios, seeds)
 
 
 def main() -> None:
@@ -155,13 +173,16 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="the setting trainer.task_share")
     given = parser.parse_args()
     found = [
-        compare(calls, first, given.seeds, given.share, shared=shared)
+        compare(calls, first, given.seeds, given.share, shared=shared, dynamic=dynamic)
+        for dynamic in (False, True)
         for shared in (True, False)
         for calls in CALLS
         for first in FIRST
     ]
     bars = " | ".join(f"calls until {bar:.2f}: task | prefix | ratio" for bar in BARS)
-    sys.stdout.write(f"| skills | calls | success at first | {bars} |\n|{'---|' * (3 + 3 * len(BARS))}\n")
+    sys.stdout.write(
+        f"| groups of a step | skills | calls | success at first | {bars} |\n|{'---|' * (4 + 3 * len(BARS))}\n"
+    )
     for one in found:
         cells = [
             "-" if value is None else f"{value:,.0f}" if place < 2 else f"{value:.1f}"
@@ -169,7 +190,8 @@ def main() -> None:
             for place, value in enumerate((*pair, ratio))
         ]
         skills = "one" if one.shared else "one a call"
-        sys.stdout.write(f"| {skills} | {one.calls} | {one.first:g} | {' | '.join(cells)} |\n")
+        groups = "until enough teach" if one.dynamic else str(GROUPS)
+        sys.stdout.write(f"| {groups} | {skills} | {one.calls} | {one.first:g} | {' | '.join(cells)} |\n")
     if given.json:
         given.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
 
