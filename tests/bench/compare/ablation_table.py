@@ -15,7 +15,7 @@ from pathlib import Path
 from page import replace_table
 from repeats import Kept, against, span, spread
 from summary import machine
-from variants import BASE, SUITES
+from variants import BASE, MISMATCH, SUITES
 
 MISMATCH_METRICS = ("masked_share", "ess", "approx_kl", "clip_fraction", "staleness_mean")
 
@@ -112,8 +112,8 @@ def tables(results: Sequence[Result]) -> str:
             if any(result.variant in names and result.variant != BASE for result in mine):
                 parts += [f"### `{demo}`: {title.lower()}", table(mine, names)]
         parts.append(_note(mine))
-        if mismatch := _mismatch(mine):
-            parts.append(mismatch)
+        if any(result.variant in MISMATCH and result.variant != BASE for result in mine):
+            parts.append(_mismatch(mine))
         if equal := _at_equal_tokens(mine):
             parts.append(equal)
     return "\n\n".join(parts)
