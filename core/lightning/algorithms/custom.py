@@ -105,7 +105,7 @@ def from_loss(
         "name": property(lambda self: name),
         "loss": property(lambda self: self.loss_with(surrogate)),
         "zero_advantage_teaches": True,
-        "own_functions": {"loss": function},
+        "own_functions": {"loss": function, **{name: need for name, need in needs.items() if need is not None}},
     }
     return type(name, (LightningRL,), members)
 

@@ -238,7 +238,7 @@ class Pool:
         If there is none, wait up to `grace` seconds for a healthy server. Raises `RefusalError`: 503 if none comes up, 404 if
         the policy answers nowhere.
         """
-        found = self._choose(rollout, tried, home, policy)
+        found = self.choose(rollout, home, tried=tried, policy=policy)
         if found is not None:
             return found
         if self.slots and not any(slot.upstream.answers(policy) for slot in self.slots):
@@ -246,7 +246,7 @@ class Pool:
             raise RefusalError(404, "no_such_policy", message, [NO_RETRY])
         try:
             async with asyncio.timeout(self.grace):
-                while (found := self._choose(rollout, (), home, policy)) is None:
+                while (found := self.choose(rollout, home, policy=policy)) is None:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -258,9 +258,10 @@ class Pool:
             raise RefusalError(503, "no_policy_server", message, [(b"retry-after", b"2")]) from None
         return found
 
-    def _choose(
-        self, rollout: str, tried: Sequence[Slot], home: int | None = None, policy: str | None = None
+    def choose(
+        self, rollout: str, home: int | None = None, *, tried: Sequence[Slot] = (), policy: str | None = None
     ) -> Slot | None:
+        """Return the server that `pick` returns at once; None if `pick` would wait or raise."""
         well = (slot for slot in self.slots if slot.healthy and slot not in tried)
         candidates = [slot for slot in well if slot.upstream.answers(policy)]
         if len(candidates) < 2:
@@ -528,17 +529,26 @@ class Forwarder:
 
     async def models(self, policy: Policy, rollout: str, names: Mapping[str, str]) -> bytes:
         """Return a list of models with these `names`, each with the policy that answers it (empty: any). A name has the fields
-        of its server's model, also where adapters answer: vLLM knows no context of these. Raises aiohttp's errors,
+        of its server's model, also where adapters answer: vLLM knows no context of these. It has none while its server is
+        down, as long as another one is well: programs ask for the list when they start. Raises aiohttp's errors,
         `UpstreamError`, and `RefusalError` (503; 404 for a policy that answers nowhere)."""
-        session, lists, cards = self.look_after(policy), dict[Upstream, Body](), list[Body]()
-        for name, of in names.items():
-            slot = await policy.pool.pick(rollout, policy=of or None)
-            if (server := slot.upstream) not in lists:
-                lists[server] = await self._listed(session, slot)
-            found = [card for card in lists[server].get("data", []) if card.get("id") == server.model]
-            if not found:
-                raise UpstreamError(f"it does not serve {server.model}")
-            cards += [{**card, "id": name} for card in found]
+        session, pool, lists = self.look_after(policy), policy.pool, dict[Upstream, Body]()
+        slots = {name: pool.choose(rollout, policy=of or None) for name, of in names.items()}
+        if not any(slots.values()):
+            first = next(iter(names))
+            slots[first] = await pool.pick(rollout, policy=names[first] or None)
+        cards: list[Body] = []
+        for name, slot in slots.items():
+            card: Body = {"object": "model"}
+            if slot is not None:
+                server = slot.upstream
+                if server not in lists:
+                    lists[server] = await self._listed(session, slot)
+                found = [one for one in lists[server].get("data", []) if one.get("id") == server.model]
+                if not found:
+                    raise UpstreamError(f"it does not serve {server.model}")
+                card = found[0]
+            cards.append({**card, "id": name})
         return write_object({"object": "list", **next(iter(lists.values()), {}), "data": cards})
 
     async def _listed(self, session: aiohttp.ClientSession, slot: Slot) -> Body:

@@ -13,7 +13,7 @@ from typing import Final
 from lightning.errors import SchemaError
 from lightning.installation import other_format
 
-SCHEMA: Final = 8
+SCHEMA: Final = 9
 """The number of the present tables and columns, or keys, and of the form of their content."""
 
 

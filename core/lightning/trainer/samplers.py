@@ -265,11 +265,12 @@ class Sampler(Stage, ABC):
         return await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
 
     def check(self, what: str, rollouts: Sequence[Rollout]) -> None:
-        """Warn how many rollouts failed. Raises `RunnerError` when that leaves nothing to learn from."""
+        """Warn how many rollouts failed. Raises `RunnerError` when that, with the cancelled ones, leaves nothing to learn
+        from."""
         said = self.tell_failed(what, rollouts)
-        if said and is_lost(rollouts):
+        if rollouts and is_lost(rollouts):
             raise RunnerError(
-                f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said} "
+                f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said or 'they were cancelled'} "
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed --json)"
             )
 

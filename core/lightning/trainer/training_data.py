@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import dis
 import hashlib
 import json
 import struct
@@ -18,7 +17,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import attrgetter
-from types import CellType, CodeType
 
 import numpy as np
 
@@ -241,9 +239,9 @@ def digest_loss(digest: hashlib._Hash, batch: Batch) -> None:
 
 def _fields(loss: object) -> Iterator[str]:
     """What a loss was made with, as JSON, and what its correction was made with; of a function or an object of another class
-    its name. Then the number of most probable tokens that it wants, the digest of the code, if it is a user's, the defaults of
-    its arguments and what its closure `_held`. All of it is the same in every process. Other values that a function finds
-    outside of itself are not in it, because they may change while it runs."""
+    its name. Then the number of most probable tokens that it wants, the digest of the code, if it is a user's, and the defaults
+    of its arguments. All of it is the same in every process. Values that a function finds outside of itself, also in its
+    closure, are not in it, because they may change while it runs."""
     if dataclasses.is_dataclass(loss):
         for field in dataclasses.fields(loss):
             if field.init:
@@ -260,23 +258,6 @@ def _fields(loss: object) -> Iterator[str]:
         defaults = [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
         if any(defaults):
             yield json.dumps(defaults, default=_in_json, skipkeys=True)
-        if held := _held(inner):
-            yield json.dumps(held)
-
-
-def _held(function: object) -> dict[str, object]:
-    """Return the numbers, texts and tuples of them that a function's closure holds, by name, without those that the function
-    itself changes (`nonlocal`)."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if not isinstance(code, CodeType) or not cells:
-        return {}
-    changed = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"}
-    known = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True) if cell != CellType()}
-    return {name: value for name, value in known.items() if name not in changed and _never_changes(value)}
-
-
-def _never_changes(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and all(map(_never_changes, value)))
 
 
 def _in_json(value: object) -> object:

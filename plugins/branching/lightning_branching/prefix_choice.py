@@ -1,4 +1,4 @@
-"""Choose behind which earlier rollout, and at which of its calls, a group begins, so that about half of its rollouts succeed.
+"""Choose behind which earlier rollout, and at which of its calls, a group begins, so that nearly half of its rollouts succeed.
 
 The invariant: the choice is a pure function of the groups that were added and of their order. So a resumed run chooses what the
 run chose before.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from statistics import fmean
 from typing import Final, NamedTuple
 
@@ -138,6 +138,7 @@ class Chooser:
         self._shares: deque[tuple[int, float, float]] = deque(maxlen=4096)
         self._barren: deque[tuple[int, bool]] = deque(maxlen=4096)
         self._void: set[str] = set()
+        self._repeatable: set[str] = set()
         self.voided = 0
         """How many of the latest groups behind prefixes were void as a whole, in a row."""
 
@@ -164,6 +165,8 @@ class Chooser:
         if not group:
             return
         self.voided, before = 0, known.rate
+        if parent is not None:
+            self._repeatable.add(parent.rollout.id)
         place = next((one for one in parent.places if one.seq == seq), None) if parent else None
         if place and parent and before is not None:
             end = known.worth(parent.reward)
@@ -174,8 +177,8 @@ class Chooser:
 
     def add_void(self, parent: str) -> None:
         """Add a group that was void as a whole: no further group begins behind that rollout."""
+        self.voided += parent not in self._void
         self._void.add(parent)
-        self.voided += 1
 
     def skewed(self) -> list[str]:
         """Return the tasks that get prefixes: first those that had the fewest, of these the ones that were sampled last."""
@@ -195,7 +198,8 @@ class Chooser:
         yield from (one for one in sorted(far, key=lambda one: -sign * one.reward) if one.rollout not in self._void)
 
     def choose(self, task: str, parent: Parent, step: int) -> Beginning | None:
-        """Return the call of a parent behind which about half of a group is expected to succeed; None if there is none."""
+        """Return the call of a parent behind which the share of a group that is expected to succeed is nearest to one half;
+        None if behind no call it is nearer than at the task (`NEARER`)."""
         known = self._tasks[task]
         rate = known.rate
         if rate is None or not parent.places:
@@ -209,12 +213,13 @@ class Chooser:
         return Beginning(parent.rollout, parent.places[found].seq)
 
     def repeated(self, found: Sequence[Beginning], count: int, step: int) -> list[Beginning]:
-        """Return where the groups behind prefixes begin, `count` at most, those of `found` in turn: each once, and again as
-        long as the share of groups is not reached that teach nothing at their task (of the latest ones). A group behind the
-        one prefix that is known then takes the place of such a group."""
+        """Return where the groups behind prefixes begin, `count` at most: at those of `found`, and again at those behind whose
+        parent a group that was not void has begun, in turn, until the share of the latest groups is reached that taught
+        nothing at their task. So a group behind the one prefix that is known takes the place of such a group."""
         known = [(FADING ** (step - at), barren) for at, barren in self._barren if step - at <= WINDOW]
         share = sum(weight for weight, barren in known if barren) / max(sum(weight for weight, _ in known), 1e-9)
-        return list(islice(cycle(found), min(count, max(len(found), round(share * count)))))
+        again = cycle([one for one in found if one.parent.id in self._repeatable])
+        return list(islice(chain(found, again), min(count, max(len(found), round(share * count)))))
 
     def _share(self, step: int, rate: float, *, start: bool) -> tuple[list[float], list[float]]:
         """Return, at the knots of the way that is left, which share of the difference between the task and the parent a prefix

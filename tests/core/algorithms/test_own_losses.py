@@ -304,28 +304,33 @@ def test_the_digest_of_a_batch_tells_one_function_from_another() -> None:
     assert len({kept, again, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 5
 
 
-def test_the_digest_of_a_batch_tells_what_a_function_was_made_with() -> None:
-    """Values in its closure that nothing changes, and its attribute; not what it counts, and not what is not there yet."""
+def test_the_digest_of_a_batch_has_what_a_function_asks_for_and_not_what_may_change_while_it_runs() -> None:
+    def made(top: int | None = None) -> Any:
+        calls = 0
 
-    def made(beta: float, among: tuple[int, ...], top: int | None = None) -> Any:
-        calls, seen = 0, list[Any]()
-        if calls:
-            later = 1
-
-        def pull(tokens: Any) -> Any:
+        def count() -> None:
             nonlocal calls
             calls += 1
-            seen.append(tokens)
-            return later if calls < 0 else -beta * tokens * len(among)
+
+        def pull(tokens: Any) -> Any:
+            count()
+            return -tokens * calls
 
         pull.needs_top_logprobs = top  # type: ignore[attr-defined]
         return pull
 
-    first, *others = made(0.1, (1, 2)), made(0.2, (1, 2)), made(0.1, (1, 3)), made(0.1, (1, 2), 2)
+    first = made()
     digest = batch_digest(rows([GROUP], first))
-    assert len({digest, *(batch_digest(rows([GROUP], loss)) for loss in others)}) == 4
+    assert batch_digest(rows([GROUP], made(2))) not in {digest, batch_digest(rows([GROUP], made(3)))}
     first(1.0)
-    assert batch_digest(rows([GROUP], first)) == digest == batch_digest(rows([GROUP], made(0.1, (1, 2))))
+    assert batch_digest(rows([GROUP], first)) == digest == batch_digest(rows([GROUP], made()))
+
+
+def test_what_a_loss_asks_for_is_in_the_record_of_a_run() -> None:
+    """Another number is a change of the algorithm, as another function is."""
+    described = [describe_algorithm(from_loss(**needs)(plain)()) for needs in ({}, {"needs_top_logprobs": 4})]
+    assert described[0] != described[1]
+    assert described[1]["functions"]["needs_top_logprobs"] == 4  # type: ignore[index,call-overload]
 
 
 def test_the_digest_of_a_batch_tells_one_correction_from_another() -> None:

@@ -78,6 +78,20 @@ async def test_models_lists_what_a_call_may_ask_for_as_its_server_has_it(two) ->
     assert [(card.id, card.max_model_len) for card in listed] == [("writer", 1111), ("checker", 1111), ("judge", 2222)]
 
 
+async def test_models_lists_also_the_names_whose_server_is_down(two) -> None:
+    """A program asks for the list when it starts, and does not wait for a server that it may never call."""
+    house, shared, *_ = two
+    shared.max_model_len = 1111
+    (_, own) = house.gateway.own.pool.slots
+    own.healthy = False
+    cards = (await (await house.http()).get("/models")).json()["data"]
+    assert [(card["id"], card.get("max_model_len")) for card in cards] == [
+        ("writer", 1111),
+        ("checker", 1111),
+        ("judge", None),
+    ]
+
+
 async def test_what_is_the_same_for_all_policies_is_asked_of_any_server(two) -> None:
     house, *_ = two
     status, answer = await house.gateway.parts.forwarder.tokenize(house.gateway.own, "run/0", None, {"messages": HI})

@@ -28,7 +28,7 @@ from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Rollout, Run, Status, Task
 from lightning_branching import prefix_sampling
 from lightning_branching.config import BranchingConfig
-from lightning_branching.prefix_choice import HALF, Begun, Chooser, Parent, Place, ends
+from lightning_branching.prefix_choice import HALF, Beginning, Begun, Chooser, Parent, Place, ends
 from lightning_branching.prefix_sampling import prefix_sampler
 from lightning_proof.audit import audit
 
@@ -325,6 +325,23 @@ def test_an_easy_task_begins_behind_a_bad_rollout() -> None:
     beginning = chooser.choose("one", made_parent(0.0), 2)
     assert beginning is not None
     assert beginning.seq == 4, "half of the way of seven calls"
+
+
+def test_groups_repeat_a_prefix_that_was_begun_behind_in_place_of_those_that_teach_nothing() -> None:
+    chooser, parent = Chooser(), made_parent(1.0)
+    for step in range(1, 4):
+        chooser.add("one", step, group([1.0, *[0.0] * 7], step))
+        for name in ("two", "three", "four"):
+            chooser.add(name, step, group([0.0] * 8, step))
+    found = [Beginning(parent.rollout, 4)]
+    assert chooser.repeated(found, 8, 4) == found, "nobody knows yet whether its calls can be repeated"
+    chooser.add_behind("one", 4, parent, 4, group([1.0, 0.0], 4))
+    assert chooser.repeated(found, 8, 5) == found * 6, "three groups of four taught nothing"
+    assert chooser.repeated(found, 4, 5) == found * 3
+    chooser.add_void(parent.rollout.id)
+    chooser.add_void(parent.rollout.id)
+    assert chooser.voided == 1, "all groups of a step behind one parent count as one"
+    assert Chooser().repeated([], 8, 1) == []
 
 
 def test_tasks_take_turns() -> None:
