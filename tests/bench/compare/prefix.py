@@ -1,12 +1,13 @@
 """Prefixes beside rollouts from the task, with a real model: sampled tokens and seconds to the same held-out reward.
 
-    python tests/bench/compare/prefix.py [--variants task prefix more] [--seeds 0 1 2] [--steps N] [--publish]
+    python tests/bench/compare/prefix.py [--variants task prefix ...] [--seeds 0 1 2] [--steps N] [--publish]
 
 The task is an exam of several questions of `lightning demo tiny`, one after the other. Only an exam without a mistake is
 rewarded, which the untrained model seldom writes, so few groups teach anything. All arms are GRPO with the demonstration's own
-model and settings, and differ in `trainer.sampling` and `trainer.task_share` alone. Held-out exams always begin at their task.
+model and settings, and differ in `trainer.sampling` and `trainer.task_share` alone; those until four groups teach have dynamic
+sampling besides. Held-out exams always begin at their task.
 One vLLM serves all runs: it is given the untrained weights before each. A finished run is one JSON file, so the same command
-goes on where it was stopped. `--publish` writes the table of docs/benchmarks.md and docs/data/prefix.json.
+goes on where it was stopped. `--publish` writes a table of docs/benchmarks.md and its file in docs/data.
 """
 
 from __future__ import annotations
@@ -156,13 +157,13 @@ def beside(task: Result, prefix: Result) -> str:
     return f"| {' | '.join([*cells, *(', '.join(f'{reward:.2f}' for reward in curve) for curve in curves)])} |"
 
 
-def note(results: Sequence[Result]) -> str:
+def note(results: Sequence[Result], questions: int) -> str:
     """What could make a number worthless."""
     failed, drift = sum(result.failed for result in results), sum(result.drift_tokens for result in results)
     gap = max((result.max_logprob_gap for result in results), default=0.0)
     load = statistics.fmean([result.load for result in results]) if results else 0.0
     return (
-        f"Exams of {QUESTIONS} questions; {', '.join(sorted({str(one.held_out_tasks) for one in results}))} held-out ones. "
+        f"Exams of {questions} questions; {', '.join(sorted({str(one.held_out_tasks) for one in results}))} held-out ones. "
         f"Failed rollouts: {failed}; tokens that were not exactly what was sampled: {drift}; largest logprob gap: {gap:.1e} "
         f"nats. Mean load of the machine: {load:.0f}."
     )
@@ -199,20 +200,21 @@ def main(given: argparse.Namespace) -> int:
     """Run what is missing, then table everything that is there."""
     failed = train(given)
     results = [Result.read(file) for file in sorted(given.out.glob("*/seed-*.json"))]
-    sys.stdout.write(f"{table(results)}\n\n{note(results)}\n")
+    sys.stdout.write(f"{table(results)}\n\n{note(results, given.questions)}\n")
     if given.publish and results:
         on = machine()
         content = {"machine": on, "runs": [asdict(result) for result in results]}
-        (ROOT / "docs" / "data" / "prefix.json").write_text(json.dumps(content, indent=1) + "\n")
+        (ROOT / "docs" / "data" / f"{given.part}.json").write_text(json.dumps(content, indent=1) + "\n")
         where = f"Measured on {on['cores']} cores of {on['cpu']}, Python {on['python']}."
-        replace_table(ROOT / "docs" / "benchmarks.md", "prefix", f"{table(results)}\n\n{note(results)} {where}")
+        text = f"{table(results)}\n\n{note(results, given.questions)} {where}"
+        replace_table(ROOT / "docs" / "benchmarks.md", given.part, text)
     return bool(failed)
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=[TASK, PREFIX, MORE], choices=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--questions", type=int, default=QUESTIONS, help="questions of an exam")
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
@@ -223,6 +225,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("bench/prefix"), help="where results are kept")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folders, too (database, checkpoints)")
     parser.add_argument("--progress", action="store_true", help="show each run's progress")
+    parser.add_argument("--part", default="prefix", help="which table of the page to write, and which file of data")
     parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
     return parser
 
