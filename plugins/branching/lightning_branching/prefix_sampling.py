@@ -49,8 +49,8 @@ READ_AT_ONCE: Final = 256
 LENT: Final = "prefix_sampling/lent"
 """The key in a run's state, before the name of another run, for the rollouts of that run behind which groups may begin."""
 PRUNED_AWAY: Final = (
-    "`lightning db prune` removed calls of earlier rollouts, behind which this run can begin no group any more. As long as a "
-    "run goes on, prune neither that run nor the run that its trainer.prefix_run names: leave them out with --run"
+    "`lightning db prune` removed calls of earlier rollouts, and no group can begin behind these any more. As long as this run "
+    "goes on, prune only other runs (--run), and not the run that trainer.prefix_run names"
 )
 _LENT_OF_TASKS: Final = TypeAdapter(dict[str, list[Begun]])
 

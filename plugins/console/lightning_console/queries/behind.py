@@ -1,8 +1,7 @@
 """Find the rollouts of a run that begin behind rollouts of earlier steps or of another run (`trainer.sampling = prefix`).
 
-The invariant: a rollout of a run is read once, however many pages ask; its settings are read again, because a resume may change
-them. Branches in the group of their parent are found with
-their group, not here.
+The invariant: a rollout of a run is read once, however many pages ask. Settings are read again, because a resume may change
+them. Branches in the group of their parent are found with their group, not here.
 """
 
 from __future__ import annotations
