@@ -25,6 +25,8 @@ import numpy.typing as npt
 from lightning.credit import grpo
 
 Floats = npt.NDArray[np.float64]
+Score = tuple[float, float | None]
+"""A mean over seeds and its deviation; None of one seed."""
 TURNS = 8
 SPREAD = 0.5
 """Deviation of the logarithm of a turn's time, whose median is 1."""
@@ -139,13 +141,16 @@ def trained(policy: Policy, right: Floats, way: tuple[int, int], steps: int, rng
     return policy
 
 
-def show(results: Mapping[str, Mapping[str, Mapping[str, tuple[float, float]]]]) -> None:
-    """Print a table for each kind of task, with means and deviations over the seeds."""
+def show(results: Mapping[str, Mapping[str, Mapping[str, Score]]]) -> None:
+    """Print a table for each kind of task, with means and deviations over the seeds; the mean alone of one seed."""
     for kind, ways in results.items():
         names = list(next(iter(ways.values())))
         sys.stdout.write(f"\n{kind}\n\n| kept | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}\n")
         for way, found in ways.items():
-            cells = (f"{mean:.3f} ± {deviation:.3f}" for mean, deviation in found.values())
+            cells = (
+                f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+                for mean, deviation in found.values()
+            )
             sys.stdout.write(f"| {way} | {' | '.join(cells)} |\n")
 
 
@@ -157,12 +162,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
-    results: dict[str, dict[str, dict[str, tuple[float, float]]]] = {}
+    results: dict[str, dict[str, dict[str, Score]]] = {}
     for kind in KINDS:
         for way in WAYS:
             runs = [compared(kind, way, given.groups, given.steps, seed) for seed in range(given.seeds)]
             results.setdefault(kind, {})[way] = {
-                name: (statistics.fmean(own), statistics.stdev(own))
+                name: (statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else None)
                 for name in runs[0]
                 for own in [[run[name] for run in runs]]
             }

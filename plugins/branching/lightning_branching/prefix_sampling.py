@@ -23,6 +23,7 @@ from lightning.credit.protocol import group_returns
 from lightning.errors import ConfigError
 from lightning.safe_text import counted
 from lightning.store.pages import batched, each_rollout
+from lightning.store.protocol import PRUNED
 from lightning.trainer.algorithm import samples_dynamically
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.samplers import Asked, Sampled, TurnSampler
@@ -47,6 +48,10 @@ READ_AT_ONCE: Final = 256
 """Rollouts of another run whose step rewards are read at a time."""
 LENT: Final = "prefix_sampling/lent"
 """The key in a run's state, before the name of another run, for the rollouts of that run behind which groups may begin."""
+PRUNED_AWAY: Final = (
+    "`lightning db prune` removed calls of earlier rollouts, and no group can begin behind these any more. As long as this run "
+    "goes on, prune only other runs (--run), and not the run that trainer.prefix_run names"
+)
 _LENT_OF_TASKS: Final = TypeAdapter(dict[str, list[Begun]])
 
 
@@ -153,11 +158,16 @@ class PrefixSampler(TurnSampler):
 
     async def _read(self, name: str, attempt: int) -> Parent | None:
         rollout = await self.stack.store.get_rollout(name)
-        if rollout is None or rollout.attempt != attempt or rollout.status is not Status.SUCCEEDED:
+        if rollout is None:
+            self._tell(PRUNED_AWAY)
+            return None
+        if rollout.attempt != attempt or rollout.status is not Status.SUCCEEDED:
             return None
         (group,) = await self.groups_of([rollout])
         (member,) = group.trajectories
-        if not member.transitions:  # `lightning db prune` removed them
+        if not member.transitions:
+            if await self.stack.store.get_state(rollout.run, PRUNED) is not None:
+                self._tell(PRUNED_AWAY)
             return None
         if why := why_not_replayable((*member.transitions, *member.refused, *member.lost), member.tool_events):
             self._tell(why)

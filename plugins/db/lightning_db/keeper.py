@@ -77,6 +77,9 @@ class Keeper(Protocol):
     async def busy_runs(self) -> frozenset[str]:
         """Return the runs in which a worker holds a valid lease now."""
 
+    async def branched_runs(self) -> frozenset[str]:
+        """Return the runs with rollouts that are branches, whatever run their parents are in."""
+
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
         """Return how much data of each of these groups of a run is stored."""
 

@@ -4,8 +4,8 @@ The invariant: data that a resumed run would read stays, unless the user says th
 
 A resumed run loads its newest checkpoint, takes the later steps again from the calls of their groups, and goes on with rollouts
 that have not ended. The largest `trainer.max_staleness` of the run's config epochs bounds how old the groups of a step can be.
-A group whose calls stay may begin behind a rollout of an older group, or of another run (`trainer.sampling = prefix`): the
-calls of that group stay, too, because without them an audit cannot prove the younger group, and its requests cannot be read.
+A group of a training whose calls stay may begin behind a rollout of another group, also one of another run: the calls of that
+group stay, too, because without them an audit cannot prove the group that begins there, and its requests cannot be read.
 Rewards, steps and metrics are small and stay with their run, so that it can still be listed and compared.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -28,6 +28,8 @@ from lightning_db.export import chosen_runs
 from lightning_db.keeper import Keeper, Weight
 
 NOTHING: Final = Weight()
+Place = tuple[str, str]
+"""A run and one of its groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class PruneRequest:
 
     `runs` limits it to these runs (empty: all), and `older_than` to runs in which nothing has happened for that many seconds.
     With `whole` runs are removed instead of calls. With `trained` the calls of trained rollouts are removed, too, and an audit
-    cannot prove these any more. With `unfinished` data that a run would need to go on is removed, too.
+    cannot prove these any more. With `unfinished` data that a run would need to go on is removed, too. None of these is said of
+    a run that is not chosen.
     """
 
     runs: tuple[str, ...] = ()
@@ -50,8 +53,8 @@ class PruneRequest:
 class RunPlan:
     """What would be removed of one run: all of it (`whole`), or the calls of `groups`. `rollouts` and `trained` count their
     rollouts and the trained ones among them. `kept` says why nothing is removed. `branches` counts branches of its rollouts
-    that stay in other runs; their requests and answers cannot be read afterwards, because they are stored as differences to the
-    removed ones."""
+    with calls that stay in other runs; their requests and answers cannot be read afterwards, because they are stored as
+    differences to the removed ones."""
 
     run: str
     rollouts: int = 0
@@ -61,10 +64,6 @@ class RunPlan:
     whole: bool = False
     kept: str = ""
     branches: int = 0
-
-    def takes(self, group: str) -> bool:
-        """Return whether the calls of a group of the run would be removed."""
-        return self.whole or group in self.groups
 
 
 @dataclass(slots=True)
@@ -102,26 +101,46 @@ class _Facts:
         return group.ended and (self.trained or not group.trained) and (self.first is None or group.step < self.first)
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """`count` rollouts of the group `child` begin behind rollouts of the group `parent`. `training` says that the child is a
+    group of a training."""
+
+    child: Place
+    parent: Place
+    count: int
+    training: bool
+
+
 async def plan(store: Store, keeper: Keeper, choice: PruneRequest) -> list[RunPlan]:
     """Return what would be removed of each chosen run. Raises `StoreError` for an unknown run."""
     chosen = {run.id for run in await chosen_runs(store, choice.runs)}
     known = await store.list_runs()
-    activity, busy = await keeper.activity(), await keeper.busy_runs()
+    activity, busy, branched = await keeper.activity(), await keeper.busy_runs(), await keeper.branched_runs()
     since = -math.inf if choice.older_than is None else choice.older_than
     taken = [run for run in known if run.id in chosen and time.time() - activity.get(run.id, run.created_at) >= since]
-    oldest = min((run.created_at for run in taken), default=math.inf)
-    younger = [run for run in known if run.created_at >= oldest]  # a branch is younger than its parent
-    facts = {run.id: await _facts(store, run, choice, run.id in busy) for run in younger}
-    parents = {name: await store.get_rollout(name) for each in facts.values() for name in _parents_in(each)}
-    needed = _needed(facts, parents)
-    plans = [
-        await _plan_whole(store, keeper, run, choice, facts[run.id], run.id in busy)
-        if choice.whole
-        else await _plan_calls(keeper, run, facts[run.id], needed)
-        for run in taken
-    ]
-    left = _branches_left(facts, parents, {item.run: item for item in plans})
-    return [replace(item, branches=left[item.run]) for item in plans]
+    facts = {run.id: await _facts(store, run, choice, run.id in busy) for run in taken}
+    groups = {run: each.groups for run, each in facts.items()}
+    groups |= {run.id: await _groups(store, run.id) for run in known if run.id in branched and run.id not in groups}
+    kept = {run.id: await _why_kept(store, run, choice, facts[run.id], run.id in busy) for run in taken}
+    going = {(run, name) for run, each in facts.items() if not kept[run] for name in each.groups
+             if choice.whole or each.spares(name)}  # fmt: skip
+    links = await _links(store, keeper, groups, going)
+    while needed := [link for link in links if link.training and link.parent in going and link.child not in going]:
+        going -= {link.parent for link in needed}
+        if choice.whole:
+            kept |= _begun_behind(needed)
+            going = {place for place in going if not kept[place[0]]}
+    left: Counter[str] = Counter()
+    for link in links:
+        if link.parent in going and link.child not in going and link.child[0] != link.parent[0]:
+            left[link.parent[0]] += link.count
+    plans: list[RunPlan] = []
+    for run in taken:
+        names = [name for name in groups[run.id] if (run.id, name) in going]
+        item = await _plan_of(keeper, run.id, groups[run.id], names, whole=choice.whole, kept=kept[run.id])
+        plans.append(replace(item, branches=left[run.id]))
+    return plans
 
 
 async def carry_out(store: Store, keeper: Keeper, plans: Sequence[RunPlan]) -> None:
@@ -140,74 +159,87 @@ async def carry_out(store: Store, keeper: Keeper, plans: Sequence[RunPlan]) -> N
         await keeper.forget_run(run)
 
 
-async def _plan_whole(
-    store: Store, keeper: Keeper, run: Run, choice: PruneRequest, facts: _Facts, busy: bool
-) -> RunPlan:
+async def _why_kept(store: Store, run: Run, choice: PruneRequest, facts: _Facts, busy: bool) -> str:
+    """Return why a run cannot be removed as a whole; empty if it can, or if only calls shall be removed."""
+    if not choice.whole:
+        return ""
     if busy:
-        return RunPlan(run.id, kept="somebody works on it")
+        return "somebody works on it"
     if not choice.unfinished:
+        if any(not group.ended for group in facts.groups.values()):
+            return "some of its rollouts have not ended: --unfinished takes it all the same"
         steps = len(await store.steps(run.id, brief=True))
         planned = (await read_epochs(store, run))[-1].setting("trainer", "steps")
-        if any(not group.ended for group in facts.groups.values()):
-            return RunPlan(run.id, kept="some of its rollouts have not ended: --unfinished takes it all the same")
         if isinstance(planned, int) and steps < planned:
-            return RunPlan(run.id, kept=f"it has {steps} of {planned} steps: --unfinished takes it all the same")
-    weight = sum(await keeper.weigh(run.id, list(facts.groups)), NOTHING)
-    members = facts.groups.values()
-    counts = sum(group.rollouts for group in members), sum(group.trained for group in members)
-    return RunPlan(run.id, *counts, weight=weight, whole=True)
+            return f"it has {steps} of {planned} steps: --unfinished takes it all the same"
+    return ""
 
 
-async def _plan_calls(keeper: Keeper, run: Run, facts: _Facts, needed: Collection[tuple[str, str]]) -> RunPlan:
-    free = [name for name in facts.groups if facts.spares(name) and (run.id, name) not in needed]
-    weights = zip(free, await keeper.weigh(run.id, free), strict=True)
-    heavy = {name: weight for name, weight in weights if weight.calls or weight.spans}
-    if not heavy:
-        return RunPlan(run.id, kept="nothing in it can be spared")
-    members = [facts.groups[name] for name in heavy]
+async def _plan_of(
+    keeper: Keeper, run: str, groups: Mapping[str, _Group], names: Sequence[str], *, whole: bool, kept: str
+) -> RunPlan:
+    """Return the plan of a run that loses the calls of the groups of these names, or all it has (`whole`), unless it is
+    `kept`."""
+    if kept:
+        return RunPlan(run, kept=kept)
+    weights = zip(names, await keeper.weigh(run, names), strict=True)
+    heavy = {name: weight for name, weight in weights if whole or weight.calls or weight.spans}
+    if not heavy and not whole:
+        return RunPlan(run, kept="nothing in it can be spared")
+    members = [groups[name] for name in heavy]
     counts = sum(group.rollouts for group in members), sum(group.trained for group in members)
-    return RunPlan(run.id, *counts, groups=tuple(heavy), weight=sum(heavy.values(), NOTHING))
+    return RunPlan(run, *counts, () if whole else tuple(heavy), sum(heavy.values(), NOTHING), whole)
 
 
 async def _facts(store: Store, run: Run, choice: PruneRequest, busy: bool) -> _Facts:
-    groups: dict[str, _Group] = {}
-    async for rollout in each_rollout(store, run.id):
-        groups.setdefault(rollout.group, _Group(rollout.split)).add(rollout)
     epochs = await read_epochs(store, run)
     first = None if choice.unfinished and not busy else _first_needed(epochs, await store.steps(run.id))
-    return _Facts(groups, first, choice.trained)
+    return _Facts(await _groups(store, run.id), first, choice.trained)
 
 
-def _parents_in(facts: _Facts) -> Iterator[str]:
-    for group in facts.groups.values():
-        yield from group.parents
+async def _groups(store: Store, run: str) -> dict[str, _Group]:
+    groups: dict[str, _Group] = {}
+    async for rollout in each_rollout(store, run):
+        groups.setdefault(rollout.group, _Group(rollout.split)).add(rollout)
+    return groups
 
 
-def _needed(facts: Mapping[str, _Facts], parents: Mapping[str, Rollout | None]) -> set[tuple[str, str]]:
-    """Return the run and the name of each group behind which a group of a training begins that its run cannot do without."""
+async def _links(
+    store: Store, keeper: Keeper, groups: Mapping[str, Mapping[str, _Group]], going: set[Place]
+) -> list[_Link]:
+    """Return which groups begin behind a rollout whose calls would go. A group that has ended and has no calls is left out:
+    nothing of it can be read or proved any more."""
+    found: list[_Link] = []
+    places: dict[str, Place | None] = {}
+    for run, own in groups.items():
+        links: list[_Link] = []
+        for name, group in own.items():
+            for key, count in group.parents.items():
+                if key not in places:
+                    rollout = await store.get_rollout(key)
+                    places[key] = (rollout.run, rollout.group) if rollout is not None else None
+                place = places[key]
+                if place in going and place is not None:
+                    links.append(_Link((run, name), place, count, group.split == TRAIN))
+        ended = [name for name in {link.child[1]: None for link in links} if own[name].ended]
+        weights = zip(ended, await keeper.weigh(run, ended), strict=True)
+        empty = {name for name, weight in weights if not weight.calls}
+        found += [link for link in links if link.child[1] not in empty]
+    return found
+
+
+def _begun_behind(needed: Sequence[_Link]) -> dict[str, str]:
+    """Return, by run, why runs stay behind whose rollouts groups of other runs begin."""
+    runs: dict[str, set[str]] = {}
+    for link in needed:
+        runs.setdefault(link.parent[0], set()).add(link.child[0])
     return {
-        (parent.run, parent.group)
-        for each in facts.values()
-        for name, group in each.groups.items()
-        if group.split == TRAIN and not each.spares(name)
-        for parent in map(parents.get, group.parents)
-        if parent is not None
+        run: f"groups of {', '.join(sorted(others))} begin behind its rollouts: take {more} as well ({options}), or first "
+        f"remove the calls of {more} (without --whole: {options} --trained --unfinished)"
+        for run, others in runs.items()
+        for more in ["that run" if len(others) == 1 else "these runs"]
+        for options in [" ".join(f"--run {other}" for other in sorted(others))]
     }
-
-
-def _branches_left(
-    facts: Mapping[str, _Facts], parents: Mapping[str, Rollout | None], plans: Mapping[str, RunPlan]
-) -> Counter[str]:
-    """Count, for each run, the branches in other runs whose calls stay although the calls of their parents would be removed."""
-    left: Counter[str] = Counter()
-    for run, each in facts.items():
-        for name, group in each.groups.items():
-            if run in plans and plans[run].takes(name):
-                continue
-            for parent, count in ((parents[key], count) for key, count in group.parents.items()):
-                if parent is not None and parent.run != run and parent.run in plans:
-                    left[parent.run] += count * plans[parent.run].takes(parent.group)
-    return left
 
 
 def _first_needed(epochs: Sequence[Epoch], records: Sequence[StepRecord]) -> int:

@@ -32,6 +32,7 @@ ACTIVITY: Final = (
     "SELECT r.run, max(coalesce(a.ended_at, a.leased_at)) FROM attempts a, rollouts r WHERE r.id = a.rollout GROUP BY 1"
 )
 BUSY: Final = "SELECT DISTINCT run FROM rollouts WHERE status = 'running' AND lease_until > ?"
+BRANCHED: Final = "SELECT DISTINCT run FROM rollouts WHERE parent <> ''"
 
 _MEMBERS: Final = "(SELECT n FROM rollouts WHERE run = ? AND group_id = ?)"
 WEIGH_CALLS: Final = (

@@ -104,6 +104,10 @@ class RelationalKeeper(ABC):
         """Return the runs in which a worker holds a valid lease (`Keeper.busy_runs`)."""
         return await self._read(_busy)
 
+    async def branched_runs(self) -> frozenset[str]:
+        """Return the runs with rollouts that are branches (`Keeper.branched_runs`)."""
+        return frozenset(row[0] for row in await self._read(lambda tx: tx.all(queries.BRANCHED)))
+
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
         """Return how much data of each of these groups is stored (`Keeper.weigh`)."""
 

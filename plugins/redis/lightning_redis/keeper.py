@@ -134,6 +134,12 @@ class RedisKeeper:
             held = await _ask(link, [(b"ZCOUNT", self._keys("leases", name.decode()), now, b"+inf") for name in names])
         return frozenset(name.decode() for name, count in zip(names, held, strict=True) if count)
 
+    async def branched_runs(self) -> frozenset[str]:
+        """Return the runs with rollouts that are branches."""
+        async with self._link() as link:
+            homes = [home_of(text, rollout) async for rollout, text in self._fields(link, "columns")]
+        return frozenset(home.run for home in homes if home.parent is not None)
+
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
         """Return the numbers of calls and spans of each group, and the calls' bytes."""
         async with self._link() as link:

@@ -21,6 +21,7 @@ from lightning.batch import is_prefix
 from lightning.config import with_settings
 from lightning.config.plugin_settings import Config
 from lightning.errors import ConfigError
+from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
@@ -30,6 +31,8 @@ from lightning_branching import prefix_sampling
 from lightning_branching.config import BranchingConfig
 from lightning_branching.prefix_choice import HALF, Beginning, Begun, Chooser, Parent, Place, ends
 from lightning_branching.prefix_sampling import prefix_sampler
+from lightning_db.keeper import keeper_of
+from lightning_db.prune import RunPlan, carry_out
 from lightning_proof.audit import audit
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
@@ -179,7 +182,7 @@ async def test_agents_of_one_call_are_said_to_have_no_prefixes(
 
 
 async def test_groups_begin_behind_rollouts_of_another_run(
-    bench: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"
     async with bench(
@@ -203,9 +206,8 @@ async def test_groups_begin_behind_rollouts_of_another_run(
         await again.start()
         assert again._chooser._tasks == sampler._chooser._tasks
         monkeypatch.undo()
-        lent = sampler._chooser
-        for task in TASKS:
-            lent.add(task.id, 1, [Begun(f"other/1/0/{index}", 1, 0.0) for index in range(8)])
+        for task, one in itertools.product(TASKS, (sampler, again)):
+            one._chooser.add(task.id, 1, [Begun(f"other/1/0/{index}", 1, 0.0) for index in range(8)])
         found = [each async for each in sampler._beginnings(2, 4)]
         assert found
         assert all(each.parent.run == "run" and each.parent.reward == 1.0 for each in found)
@@ -218,6 +220,11 @@ async def test_groups_begin_behind_rollouts_of_another_run(
             sampler.config = asked({"trainer.prefix_run": name, "trainer.sampling": "prefix"}).config.trainer
             with pytest.raises(ConfigError, match=problem):
                 await sampler.start()
+        again._parents.clear()
+        keeper, every = keeper_of(sqlite_url(folder / "lightning.db")), await all_rollouts(store, "run", split="train")
+        await carry_out(store, keeper, [RunPlan("run", groups=tuple({each.group for each in every}))])
+        assert [each async for each in again._beginnings(2, 4)] == []
+        assert caplog.text.count("`lightning db prune` removed calls of earlier rollouts") == 1
 
 
 def asked(settings: dict[str, Any], recorded: str | None = None) -> Asked:

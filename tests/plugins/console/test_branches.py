@@ -120,17 +120,21 @@ async def test_a_rollout_shows_what_each_of_its_calls_is_worth(store: MemoryStor
 
 
 async def test_groups_that_begin_behind_a_rollout_are_listed_with_its_branches(store: MemoryStore) -> None:
-    """Those of a later step of its run, and those of a run that borrows its rollouts."""
+    """Those of a later step of its run, and those of runs that borrow its rollouts, of which one is older and borrows since a
+    resume."""
     await write(store)
     sampling: dict[str, Json] = {"config": {"trainer": {"sampling": "prefix"}}}
     borrowing: dict[str, Json] = {"config": {"trainer": {"sampling": "prefix", "prefix_run": "begun"}}}
+    epoch: dict[str, Json] = {"first": 2, "at": 3.0, "config": borrowing}
     await store.put_run(Run("begun", "begun", sampling, 1.0))
     await store.put_run(Run("borrower", "borrower", borrowing, 2.0))
+    await store.put_run(Run("older", "older", {}, 0.5))
+    await store.put_state("older", "epochs", [epoch])
     trunk, behind = Rollout("begun/1/0/0", "begun", Task("q"), "begun/1/0", 1), ("begun/1/0/0", 1, 1)
     await store.create_rollouts([trunk])
     await store.lease("begun", "worker")
     await end(store, trunk.id, 1.0, [(0, 10), (1, 20)])
-    for run, step in (("begun", 3), ("borrower", 1)):
+    for run, step in (("begun", 3), ("borrower", 1), ("older", 2)):
         later = [
             Rollout(f"{run}/{step}/1/{n}", run, Task("q"), f"{run}/{step}/1", step, index=n, parent=behind)
             for n in range(2)
@@ -145,11 +149,13 @@ async def test_groups_that_begin_behind_a_rollout_are_listed_with_its_branches(s
         ("2", "begun/3/1/1", "weights: begun@2", "–"),
         ("2", "borrower/1/1/0", "weights: borrower@0", "0.500"),
         ("2", "borrower/1/1/1", "weights: borrower@0", "–"),
+        ("2", "older/2/1/0", "weights: older@1", "0.500"),
+        ("2", "older/2/1/1", "weights: older@1", "–"),
     ]
-    assert [(row["branches"], row["value"]) for row in texts(blocks["Calls"])] == [("–", "–"), ("4", "–")]
+    assert [(row["branches"], row["value"]) for row in texts(blocks["Calls"])] == [("–", "–"), ("6", "–")]
     assert blocks["Branches"]["rows"][2][1]["to"] == to("rollout", "borrower", "borrower/1/1/0")
     group = await shown(places_of(store), to("group", "begun", "begun/1/0"))
-    assert [row["how it ended"] for row in texts(group["Branches"])] == ["no error", "running"] * 2
+    assert [row["how it ended"] for row in texts(group["Branches"])] == ["no error", "running"] * 3
 
 
 async def test_a_branch_says_where_it_begins_and_what_is_its_parents(store: MemoryStore) -> None:

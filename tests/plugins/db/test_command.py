@@ -88,7 +88,7 @@ async def branch_elsewhere(database: Path) -> None:
     await store.open()
     (parent,) = (await store.list_rollouts("small", limit=1)).items
     await store.put_run(Run("branches", "branches"))
-    await store.create_rollouts([Rollout("b", "branches", parent.task, "g", parent=(parent.id, 1, 0))])
+    await store.create_rollouts([Rollout("b", "branches", parent.task, "g", split="branch", parent=(parent.id, 1, 0))])
     await store.close()
 
 

@@ -144,35 +144,84 @@ async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database
         assert {item.run: item.branches for item in whole} == {"run": 3, "more": 0}
 
 
-async def test_a_group_behind_which_a_training_goes_on_stays(database: Path) -> None:
-    """It goes with the groups that begin behind it, or if neither a resume nor an audit shall need these any more."""
+@pytest.fixture
+async def lent(database: Path) -> Path:
+    """With groups that begin behind rollouts of the run: one of its step 3, and one of an older run without a checkpoint, as
+    after a resume with other settings."""
     behind, borrowed = ("run/1/1/0", 1, 0), ("run/2/1/1", 1, 0)
     async with Opened(database) as (store, _):
-        await store.put_run(Run("borrower", "borrower", {}, 2000.0))  # it has no checkpoint: a resume begins anew
+        await store.put_run(Run("borrower", "borrower", {}, 500.0))
         later = [Rollout(f"run/3/0/{n}", "run", Task("q"), "run/3/0", 3, index=n, parent=behind) for n in range(2)]
         theirs = [
             Rollout("borrower/1/0/0", "borrower", Task("q"), "borrower/1/0", 1),  # this group begins at its task
             Rollout("borrower/1/1/0", "borrower", Task("q"), "borrower/1/1", 1, parent=borrowed),
         ]
         await store.create_rollouts([*later, *theirs])
+    return database
 
-    async def going(**how: bool) -> tuple[list[str], int]:
-        async with Opened(database) as (store, keeper):
-            (item,) = await plan(store, keeper, PruneRequest(runs=("run",), **how))
-            return [group.removeprefix("run/") for group in item.groups], item.branches
 
-    assert await going() == (["val/0"], 0)
-    async with Opened(database) as (store, _):
+async def end_all(path: Path) -> None:
+    ids = token_ids([1, 2])
+    async with Opened(path) as (store, _):
         for run in ("run", "borrower"):
             for lease in await store.lease(run, "w", limit=9):
-                await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=0.0))
-    assert await going(unfinished=True) == (["1/1", "2/1", "val/0"], 1), "the borrower's branch is told"
-    assert await going(trained=True) == (["1/0", "2/0", "val/0"], 0)
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("UPDATE rollouts SET trained_at_step = 3 WHERE id = 'run/3/0/0'")
+                name = lease.rollout.id
+                await store.append([Transition(name, lease.attempt, 0, name, ids, ids, logprobs([-1.0, -1.0]))])
+                await store.complete(name, lease.attempt, Outcome(reward=0.0))
+
+
+async def test_a_group_behind_which_a_training_goes_on_stays(lent: Path) -> None:
+    """It goes with the groups that begin behind it, if the user names their run as well, or if these have no calls."""
+
+    async def going(*runs: str, **how: bool) -> list[str]:
+        async with Opened(lent) as (store, keeper):
+            items = {item.run: item for item in await plan(store, keeper, PruneRequest(runs=runs, **how))}
+            assert not any(item.branches for item in items.values())
+            return sorted(group.removeprefix("run/") for group in items["run"].groups)
+
+    assert await going("run", unfinished=True) == ["val/0"], "none of these groups has ended"
+    await end_all(lent)
+    assert await going("run") == ["val/0"]
+    assert await going("run", unfinished=True) == ["1/1", "3/0", "val/0"], "the borrower is to be resumed"
+    assert await going("run", unfinished=True, trained=True) == ["1/0", "1/1", "2/0", "3/0", "val/0"]
+    assert await going(unfinished=True) == ["1/1", "2/1", "3/0", "val/0"]
+    assert await going("run", trained=True) == ["1/0", "2/0", "val/0"]
+    with closing(sqlite3.connect(lent)) as connection:
+        connection.execute("UPDATE rollouts SET trained_at_step = step WHERE id IN ('run/3/0/0', 'borrower/1/1/0')")
         connection.commit()
-    assert await going(unfinished=True) == (["2/1", "val/0"], 1), "an audit of step 3 reads where its group begins"
-    assert await going(unfinished=True, trained=True) == (["1/0", "1/1", "2/0", "2/1", "val/0"], 1)
+    assert await going(unfinished=True) == ["val/0"], "an audit of these steps reads where the groups begin"
+    assert await going("run", unfinished=True, trained=True) == ["1/0", "1/1", "2/0", "3/0", "val/0"]
+    assert await going(unfinished=True, trained=True) == ["1/0", "1/1", "2/0", "2/1", "3/0", "val/0"]
+    async with Opened(lent) as (_, keeper):
+        await keeper.forget_calls("borrower", ["borrower/1/1"])
+    assert await going("run", unfinished=True) == ["2/1", "val/0"], "nothing of the borrower's group can be proved"
+
+
+async def test_a_run_behind_which_another_training_begins_is_not_removed_as_a_whole(lent: Path) -> None:
+    await end_all(lent)
+
+    async def going(*runs: str) -> dict[str, str]:
+        async with Opened(lent) as (store, keeper):
+            plans = await plan(store, keeper, PruneRequest(runs=runs, whole=True, unfinished=True))
+            assert all(item.whole != bool(item.kept) for item in plans)
+            return {item.run: item.kept for item in plans}
+
+    assert await going("run", "borrower") == {"run": "", "borrower": ""}
+    assert await going("run") == {
+        "run": "groups of borrower begin behind its rollouts: take that run as well (--run borrower), or first remove the "
+        "calls of that run (without --whole: --run borrower --trained --unfinished)"
+    }
+    async with Opened(lent) as (store, keeper):
+        await store.create_rollouts([Rollout("late", "borrower", Task("q"), "late")])
+        await store.lease("borrower", "w", ttl=3600)
+        kept = await going("run", "borrower")
+        assert kept["borrower"] == "somebody works on it"
+        assert "groups of borrower begin behind" in kept["run"], "it stays, whatever the user asked for"
+        (cure,) = await plan(store, keeper, PruneRequest(("borrower",), trained=True, unfinished=True))
+        assert cure.groups == (), "not while somebody works on it"
+        await store.release("w")
+        await carry_out(store, keeper, await plan(store, keeper, PruneRequest(("borrower",), None, False, True, True)))
+    assert await going("run") == {"run": ""}
 
 
 async def test_age_is_that_of_the_last_attempt(database: Path) -> None:

@@ -203,6 +203,9 @@ async def test_whole_runs(store: PostgresStore, url: str, filled: Callable[..., 
     await store.create_rollouts([Rollout("o", "other", before["rollouts"][0].task, "g")])
     await store.lease("other", "w", ttl=3600)
     assert await keeper.busy_runs() == {"other"}
+    branch = Rollout("b", "other", before["rollouts"][0].task, "g", parent=("run/1/0/0", 1, 0))
+    await store.create_rollouts([branch])
+    assert await keeper.branched_runs() == {"other"}
     with pytest.raises(StoreError, match="somebody works on run 'other'"):
         await keeper.forget_run("other")
     await store.release("w")

@@ -158,6 +158,8 @@ async def test_whole_runs(store: RedisStore, url: str, filled: Callable[..., Any
     await store.create_rollouts([Rollout("o", "other", Task("q"), "g", resources={"writer": 1})])
     await store.lease("other", "w", ttl=3600)
     assert await keeper.busy_runs() == {"other"}
+    await store.create_rollouts([Rollout("b", "other", Task("q"), "g", parent=("run/1/0/0", 1, 0))])
+    assert await keeper.branched_runs() == {"other"}
     assert set(await keeper.activity()) == {"run", "other"}
     with pytest.raises(StoreError, match="somebody works on run 'other'"):
         await keeper.forget_run("other")

@@ -28,11 +28,9 @@ from lightning_debug.credit_audit import KEPT, CreditAudit, kept_audit
 from lightning_record.exchanges import packed_in
 
 from lightning_console.places import Located, key_of
-from lightning_console.queries.behind import begun_behind, borrows_of, samples_prefixes
+from lightning_console.queries.behind import LOOKED, begun_behind, borrowers_of, samples_prefixes
 from lightning_console.queries.conversation import one_line
 
-LOOKED: Final = 500
-"""Most runs of a store, from the newest, that are searched for branches of another run."""
 MOST: Final = 512
 """Most branches that are returned."""
 LONGEST_CHANGE: Final = 60
@@ -81,14 +79,12 @@ NOWHERE: Final = Fork()
 @dataclass(frozen=True, slots=True)
 class _Changes:
     """The change that the branches of a run make to the rollout `parent`: in words, empty for none, and the text of an edited
-    answer (None if none was edited). `audits` is the run whose credit the branches audit; they are of many rollouts. `borrows`
-    is the run behind whose rollouts groups of a training begin; the training then has no one `parent`."""
+    answer (None if none was edited). `audits` is the run whose credit the branches audit; they are of many rollouts."""
 
     parent: str
     changed: str
     edit: str | None
     audits: str = ""
-    borrows: str = ""
 
 
 _known: WeakKeyDictionary[Store, dict[tuple[str, float], _Changes | None]] = WeakKeyDictionary()
@@ -139,8 +135,7 @@ async def _changes(store: Store, run: Run) -> _Changes | None:
 async def _read(store: Store, config: Mapping[str, Json]) -> _Changes | None:
     said = config.get(CHANGES)
     if not isinstance(said, Mapping):
-        borrows = borrows_of(config)
-        return _Changes("", "", None, borrows=borrows) if borrows else None
+        return None
     parent = await store.get_rollout(str(said.get("rollout", "")))
     run = await store.get_run(parent.run) if parent is not None else None
     edit, weights, components = said.get("edit"), said.get("weights"), said.get("components")
@@ -203,7 +198,8 @@ async def branches_of(
     next call."""
     wanted, store = set(parents), located.store
     runs, live = await _runs(located, patience)
-    training = [run for run, changes in runs if changes.borrows == located.run.id]
+    training, unread = await borrowers_of(store, located.run, patience)
+    live = live or unread
     if await samples_prefixes(store, located.run):
         training.insert(0, located.run)
     found: list[Branch] = []
