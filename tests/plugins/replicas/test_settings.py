@@ -127,13 +127,15 @@ async def test_servers_of_other_models_dtypes_or_contexts_are_refused() -> None:
         await check_servers(twins)
 
 
-def test_a_deployment_has_gpus_for_the_trainer_and_each_replica() -> None:
+def test_a_deployment_has_gpus_for_the_trainer_and_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks for the model, and waits
+
     def machine(**settings: Any) -> deploy_plan.MachineNeeds:
         return deploy_plan.estimate("no-such-model", config(**CUDA, **settings), "torch", "h100")
 
     assert [machine().gpus, machine(replicas=3).gpus, machine(replicas=3, gpus_each=2).gpus] == [1, 4, 7]
     assert machine(replicas=8, placement="ray").gpus == 1, "the others are elsewhere"
-    with pytest.raises(ConfigError, match=r"1 GPUs for training and 8 for policy_server\.replicas"):
+    with pytest.raises(ConfigError, match=r"1 GPUs for training and 8 for vLLMs: .* Lower policy_server\.replicas"):
         machine(replicas=8)
 
 
