@@ -115,13 +115,13 @@ def test_an_agent_that_compacts_and_a_client_that_tries_again(lightning: Callabl
     folder = tmp_path / "run"
     asyncio.run(trained(folder, compacting, script=scripted()))
     calls = shown(lightning, folder, "run/1/0/1")
-    assert [(call["trained"], call["untrained"], call["tries_again"], call["judged"]) for call in calls] == [
-        (False, "title", None, ""),
-        (True, "", None, ""),
-        (False, "compaction, rejected", None, "compaction, rejected"),
-        (True, "", 3, "compaction, accepted"),
-        (False, "", None, ""),  # failed at the policy server, so no prompt of it is known: its request tells
-        (True, "", 5, ""),
+    assert [(call["trained_in"], call["untrained"], call["tries_again"], call["judged"]) for call in calls] == [
+        ([], "title", None, ""),
+        ([1], "", None, ""),
+        ([], "compaction, rejected", None, "compaction, rejected"),
+        ([1], "", 3, "compaction, accepted"),
+        ([], "", None, ""),  # failed at the policy server, so no prompt of it is known: its request tells
+        ([1], "", 5, ""),
     ]
     assert [(each["name"], each["status"]) for each in calls[1]["tool_events"]] == [("add", "ok")]
     assert [(each["name"], each["value"]) for each in calls[1]["step_rewards"]] == [("sum", 0.5)]
@@ -180,19 +180,20 @@ FAILED = {"status": Status.FAILED, "fault": Fault.POLICY}
         ({"response_ids": token_ids()}, {}, {}, "it gave nothing to train on: ok"),
         ({"status": CallStatus.MEDIA}, {}, {}, "its prompt has an image"),
         ({"caller": Caller("judge")}, {}, {}, "its agent is not trained in step 4"),
-        ({}, {}, {"context": {"resting": ["policy"]}}, "its policy policy rested in step 4"),
+        ({}, {}, {"context": {"resting": ["policy"]}}, "its policy rested in step 4"),
         ({}, {"attempt": 1}, {}, "attempt 2 took its place"),
         ({}, {"status": Status.RUNNING}, {}, "its rollout has not ended: running"),
         ({}, {**FAILED, "fault": Fault.AGENT}, {}, "its rollout is in no group: failed, fault: agent"),
         ({}, FAILED, {}, "its rollout is masked"),
-        ({}, {}, {"rollouts": ()}, "step 4 left its rollout out (left out there: 3 all_rewards_equal)"),
+        ({}, {}, {"rollouts": ()}, "step 4 left its rollout out (it left out 3 groups: all rollouts that were compared earned the same)"),
+        ({}, {"status": Status.CANCELLED, "fault": Fault.CANCELLED}, {}, "its rollout is in no group: cancelled"),
         ({}, {"split": "val"}, None, "held-out rollouts are never trained on"),
         ({}, {}, None, "no training step has looked at it"),
     ],
 )  # fmt: skip
 def test_each_reason_is_told(call: Any, rollout: Any, record: Any, said: str) -> None:
-    known = None if record is None else replace(RECORD, **record)
-    epoch = None if record is None else EPOCH
-    told = why_untrained(replace(CALL, **call), replace(ROLLOUT, **rollout), known, epoch, newest=2)
+    steps = [] if record is None else [(replace(RECORD, **record), EPOCH)]
+    (told,) = why_untrained(replace(CALL, **call), replace(ROLLOUT, **rollout), steps, newest=2).values()
     assert told.startswith(said)
+    assert "cancelled, fault" not in told
     assert bool(told) == bool(said)
