@@ -155,10 +155,12 @@ def numbers_of(calls: Sequence[Transition]) -> list[int]:
     recorded = any(exchanges.packed_in(call) is not None for call in calls)
     found: list[int] = []
     of_id: dict[str, int] = {}
+    last = 0
     for call in calls:
         if not call.choice:
             has_one = not recorded or exchanges.packed_in(call) is not None
-            of_id[call.id] = max(found, default=0) + 1 if has_one else 0
+            last += has_one
+            of_id[call.id] = last if has_one else 0
         found.append(of_id.get(call.id, 0))
     return found
 

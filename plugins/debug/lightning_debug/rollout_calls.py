@@ -261,13 +261,19 @@ def tries_again(calls: Sequence[Transition], requests: Sequence[bytes] = ()) -> 
     earlier: dict[tuple[str, str, bytes], list[int]] = {}
     for place, call in enumerate(calls, 1):
         keys = list(_keys(call, requests[place - 1] if requests else b""))
-        same = (before for key in keys for before in earlier.get(key, ()) if calls[before - 1].id != call.id)
-        if last := max((before for before in same if 0 < calls[before - 1].ended_at <= call.started_at), default=0):
+        if last := max((_ended_before(call, earlier.get(key, ()), calls) for key in keys), default=0):
             found[place] = last
         if not call.choice:
             for key in keys:
                 earlier.setdefault(key, []).append(place)
     return found
+
+
+def _ended_before(call: Transition, places: Sequence[int], calls: Sequence[Transition]) -> int:
+    """Return the last of these places whose call ended before another began; 0 if there is none."""
+    known = ((place, calls[place - 1]) for place in reversed(places))
+    ended = (place for place, each in known if each.id != call.id and 0 < each.ended_at <= call.started_at)
+    return next(ended, 0)
 
 
 def _keys(call: Transition, request: bytes) -> Iterator[tuple[str, str, bytes]]:

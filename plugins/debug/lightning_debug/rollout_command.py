@@ -104,7 +104,8 @@ def show_rollout(found: RolloutCalls) -> None:
     taught = {step for line in found.calls for step in line.trained_in}
     steps = ", ".join(f"step {step}" for step in sorted(taught) or found.steps)
     step = f"; {'trained by' if taught else 'left out by'} {steps}" if steps else ""
-    say(f"[bold]{escape(own.id)}[/bold], attempt {own.attempt} of {found.attempts}: {ended}{fault}{step}")
+    attempt = f"attempt {own.attempt} of {found.attempts}" if own.attempt else "no attempt yet"
+    say(f"[bold]{escape(own.id)}[/bold], {attempt}: {ended}{fault}{step}")
     rewards = [*found.step_rewards, *(each for line in found.calls for each in line.step_rewards)]
     if parts := said_parts(own.rewards if found.is_last else {}, rewards):
         say(f"  {escape(parts)}")

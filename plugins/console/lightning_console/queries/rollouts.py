@@ -19,7 +19,7 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.trainer.training_data import load_groups
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
-from lightning_branching.recorded import at_attempt
+from lightning_branching.recorded import at_attempt, numbers_of
 from lightning_debug.credit_audit import AuditedCall, CreditAudit
 from lightning_debug.judge import Judge, Judgements, Opinion
 from lightning_debug.rollout_calls import NO_NOTES, CallNotes, call_behind, notes_of, why_no_calls, why_untrained
@@ -144,12 +144,13 @@ class RolloutView:
 
     @property
     def before(self) -> int:
-        """How many calls a replay answers before the chosen one. Choices of one call count once; the calls that a branch took
-        over from its parent count, too."""
-        own = sum(not each.transition.choice for each in self.calls[: self.chosen]) - 1
+        """How many calls a replay answers before the chosen one: choices of one call count once, calls without a record do not.
+        The calls that a branch took over from its parent count, too."""
+        numbers = numbers_of([each.transition for each in self.calls[: self.chosen]])
+        own = numbers[-1] - 1 if numbers and numbers[-1] else max(numbers, default=0)
         first = self.beginning
         inherited = 0 if first is None else len(first.calls) + (first.branch.edit is not None)
-        return max(0, own) + inherited
+        return own + inherited
 
 
 async def rollout_view(
