@@ -46,7 +46,8 @@ EDIT_TAKEN: Final = "edit_taken"
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One model call. `number` counts the calls of the rollout from 1, in the order in which they began."""
+    """One model call. `number` is its number in the attempt (`numbers_of`); with the calls that a branch inherited it counts
+    them all."""
 
     number: int
     transition: Transition
@@ -136,14 +137,32 @@ def recorded_rollout(
         raise DataError(f"the rollout {rollout.id} cannot be replayed: {why}")
     calls: list[RecordedCall] = []
     refusals = []
-    for transition, exchange in zip(transitions, exchanges.read(transitions, parent), strict=True):
+    read = exchanges.read(transitions, parent)
+    for transition, number, exchange in zip(transitions, numbers_of(transitions), read, strict=True):
         if transition.choice:
             continue
         if exchange is not None:
-            calls.append(RecordedCall(len(calls) + 1, transition, exchange))
+            calls.append(RecordedCall(number, transition, exchange))
         elif transition.status is CallStatus.REFUSED:
             refusals.append(transition)
     return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events), tuple(step_rewards))
+
+
+def numbers_of(calls: Sequence[Transition]) -> list[int]:
+    """Return the number by which people name each call of an attempt, from 1 in the order in which the calls began. The choices
+    of a call share its number. A call without a recorded exchange, such as one that was refused before its request was read,
+    has none (0), unless no call of the attempt has an exchange."""
+    recorded = any(exchanges.packed_in(call) is not None for call in calls)
+    found: list[int] = []
+    of_id: dict[str, int] = {}
+    last = 0
+    for call in calls:
+        if not call.choice:
+            has_one = not recorded or exchanges.packed_in(call) is not None
+            last += has_one
+            of_id[call.id] = last if has_one else 0
+        found.append(of_id.get(call.id, 0))
+    return found
 
 
 def version_of(call: Transition, rollout: Rollout) -> int:

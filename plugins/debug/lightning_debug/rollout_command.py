@@ -5,7 +5,8 @@ The invariant: the store is only read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -15,11 +16,14 @@ from lightning.trainer.summary import reason, said, said_parts
 from lightning.types import POLICY, ToolEvent, Transition
 from lightning_branching.find_rollout import ask_of_rollout
 from lightning_branching.replay_command import Attempt, Place
+from lightning_record.exchanges import why_not_replayable
 
-from lightning_debug.rollout_calls import RolloutCall, RolloutCalls, read_calls
+from lightning_debug.rollout_calls import RolloutCall, RolloutCalls, read_calls, said_fault
 
 LONGEST = 120
 """The most characters of an error or of a reason in the table; `--json` has all of it."""
+OUTCOME = ("status", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")
+"""The fields of a rollout that the store keeps of its last attempt alone."""
 
 
 def rollout(
@@ -34,30 +38,41 @@ def rollout(
         print_json(rollout_json(found))
         return
     show_rollout(found)
-    place = [] if where == "runs" else ["--runs", where]
-    next_steps(
-        ("run the agent again from the record", ["replay", rollout, "MODULE:AGENT", *place]),
-        ("read what was said, with the push of each token", ["console", where]),
-    )
+    options: list[object] = [] if where == "runs" else ["--runs", where]
+    options += [] if found.is_last else ["--attempt", found.rollout.attempt]
+    again = ("run the agent again from the record", ["replay", rollout, "MODULE:AGENT", *options])
+    read = ("read what was said, with the push of each token", ["console", where])
+    next_steps(*[again] * _is_replayable(found), *[read] * bool(found.calls))
+
+
+def _is_replayable(found: RolloutCalls) -> bool:
+    """Whether a replay of the attempt has something to answer from, and all of it."""
+    events = [*found.tool_events, *(event for line in found.calls for event in line.tool_events)]
+    calls = [line.transition for line in found.calls]
+    return bool(calls) and found.is_over and not why_not_replayable(calls, events)
 
 
 def rollout_json(found: RolloutCalls) -> dict[str, object]:
-    """Return the rollout and its calls as JSON values, without tokens and without the bytes of plugins."""
+    """Return the rollout and its calls as JSON values, without tokens and without the bytes of plugins. The outcome of an
+    earlier attempt is not kept: its fields are null."""
+    own = {each.name: getattr(found.rollout, each.name) for each in fields(found.rollout)}
     return {
-        "rollout": found.rollout,
+        "rollout": own if found.is_last else own | dict.fromkeys(OUTCOME),
         "attempts": found.attempts,
-        "step": found.step,
+        "steps": found.steps,
         "branched_at_call": found.branched_at,
-        "calls": [_call_json(call) for call in found.calls],
+        "calls": [_call_json(found, call) for call in found.calls],
+        "empty": found.empty,
         "tool_events": found.tool_events,
         "step_rewards": found.step_rewards,
     }
 
 
-def _call_json(line: RolloutCall) -> dict[str, Any]:
-    call = line.transition
+def _call_json(found: RolloutCalls, line: RolloutCall) -> dict[str, Any]:
+    call, notes = line.transition, line.notes
+    numbers = [0, *(each.number for each in found.calls)]
     return {
-        "number": line.number,
+        "number": line.number or None,
         "seq": call.seq,
         "choice": call.choice,
         "id": call.id,
@@ -69,12 +84,12 @@ def _call_json(line: RolloutCall) -> dict[str, Any]:
         "error": call.error,
         "prompt_tokens": len(call.prompt_ids),
         "answer_tokens": len(call.response_ids),
-        "trained": not line.untrained,
+        "trained_in": line.trained_in,
         "why_untrained": line.untrained,
         "untrained": call.untrained,
-        "tries_again": line.again or None,
-        "rejected_by": line.rejected_by or None,
-        "judged": line.judged,
+        "tries_again": numbers[notes.again] or None,
+        "rejected_by": numbers[notes.rejected_by] or None,
+        "judged": notes.judged,
         "tool_events": line.tool_events,
         "step_rewards": line.step_rewards,
     }
@@ -84,10 +99,13 @@ def show_rollout(found: RolloutCalls) -> None:
     """Print the rollout's outcome, and a table of its calls; columns in which no call has anything are left out."""
     own = found.rollout
     ended = f"{own.status}, reward {said(own.reward)}" if found.is_last else "its outcome is not kept"
-    fault = f", fault: {own.fault}" if own.fault and found.is_last else ""
-    trained = [len(line.transition.response_ids) for line in found.calls if not line.untrained]
-    step = "" if found.step is None else f"; {'trained by' if trained else 'left out by'} step {found.step}"
-    say(f"[bold]{escape(own.id)}[/bold], attempt {own.attempt} of {found.attempts}: {ended}{fault}{step}")
+    fault = said_fault(own) if found.is_last else ""
+    trained = [line.transition for line in found.calls if line.trained_in]
+    taught = {step for line in found.calls for step in line.trained_in}
+    steps = ", ".join(f"step {step}" for step in sorted(taught) or found.steps)
+    step = f"; {'trained by' if taught else 'left out by'} {steps}" if steps else ""
+    attempt = f"attempt {own.attempt} of {found.attempts}" if own.attempt else "no attempt yet"
+    say(f"[bold]{escape(own.id)}[/bold], {attempt}: {ended}{fault}{step}")
     rewards = [*found.step_rewards, *(each for line in found.calls for each in line.step_rewards)]
     if parts := said_parts(own.rewards if found.is_last else {}, rewards):
         say(f"  {escape(parts)}")
@@ -99,12 +117,15 @@ def show_rollout(found: RolloutCalls) -> None:
     if not found.calls:
         say(found.empty)
         return
-    columns = dict(zip(COLUMNS, zip(*map(_cells, found.calls), strict=True), strict=True))
+    cells = [_cells(found, line) for line in found.calls]
+    columns = dict(zip(COLUMNS, zip(*cells, strict=True), strict=True))
     shown = {name: cells for name, cells in columns.items() if name not in OPTIONAL or any(cells)}
     print_table(list(shown), list(zip(*shown.values(), strict=True)))
     if found.tool_events:
         say(f"tool runs of no call: {escape(_tools(found.tool_events))}")
-    say(f"{counted(len(trained), 'call')} of {len(found.calls)} trained, with {sum(trained)} tokens")
+    calls = len({line.transition.id for line in found.calls})
+    tokens = sum(len(call.response_ids) for call in trained)
+    say(f"{counted(len({call.id for call in trained}), 'call')} of {calls} trained, with {counted(tokens, 'token')}")
 
 
 COLUMNS = (
@@ -113,11 +134,11 @@ COLUMNS = (
 OPTIONAL = ("tools", "step rewards", "notes")
 
 
-def _cells(line: RolloutCall) -> list[str]:
+def _cells(found: RolloutCalls, line: RolloutCall) -> list[str]:
     call = line.transition
     rewards = ", ".join(f"{each.name} {each.value:.3g}" for each in line.step_rewards)
     return [
-        str(line.number),
+        (str(line.number) if line.number else "-") + (f".{call.choice + 1}" if call.choice else ""),
         escape(call.caller.name),
         escape(call.requested_model or "-"),
         escape(_policy(call)),
@@ -126,8 +147,8 @@ def _cells(line: RolloutCall) -> list[str]:
         str(len(call.response_ids)),
         escape(_tools(line.tool_events)),
         escape(rewards),
-        "yes" if not line.untrained else escape(f"no: {line.untrained[:LONGEST]}"),
-        escape("; ".join(_notes(line))),
+        "yes" if line.trained_in else escape(f"no: {_cut(line.untrained)}"),
+        escape("; ".join(filter(None, [line.notes.said(call.untrained, found.name), _cut(call.error)]))),
     ]
 
 
@@ -143,12 +164,5 @@ def _tools(events: Sequence[ToolEvent]) -> str:
     return ", ".join(f"{each.name} {each.status}" for each in events)
 
 
-def _notes(line: RolloutCall) -> Iterator[str]:
-    if line.again:
-        yield f"tries call {line.again} again"
-    if line.rejected_by:
-        yield f"rejected by call {line.rejected_by}"
-    if line.judged and line.judged != line.transition.untrained:
-        yield line.judged
-    if line.transition.error:
-        yield line.transition.error[:LONGEST]
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"

@@ -19,6 +19,7 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.testing import ToolCall, rollout
+from lightning.trainer.context import EPOCHS
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_ids
 from lightning_console.blocks import Page, Table
@@ -124,6 +125,17 @@ async def test_a_group_that_taught_nothing_says_why(places: Places) -> None:
     said = await text_of(places, to("group", "run", "run/1/1"))
     assert "this group taught nothing: all rewards equal" in said
     assert "proved" in said
+
+
+async def test_a_call_that_another_step_trained_says_so(places: Places) -> None:
+    store = next(iter((await places.stores()).values()))
+    (record,) = await store.steps("run")
+    both = {"first": 2, "at": 0.0, "config": {"train_agents": [], "config": {"trainer": {"max_staleness": 1}}}}
+    await store.put_state("run", EPOCHS, [both], once=None)
+    again = {"reuse": {"limit": 1, "rollouts": [name for name, _ in record.rollouts]}}
+    await store.commit_step(replace(record, step=2, policy_version=2, digest="other", context=again))
+    said = await text_of(places, to("rollout", "run", record.rollouts[0][0]))
+    assert "its agent is not trained in step 1; step 2 trained it, and step 1 is shown" in said
 
 
 async def test_why_a_token_was_pushed_is_what_the_batch_has(places: Places) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import json
 import shutil
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import httpx
 import lightning as lightning_
 import pytest
 from lightning.cli.output import with_store
+from lightning.errors import ConfigError, StoreError
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
@@ -31,9 +34,12 @@ from lightning.types import (
     StepRecord,
     Task,
     Transition,
+    VersionRun,
     logprobs,
     token_ids,
 )
+from lightning_branching import find_rollout
+from lightning_branching.recorded import read_rollout
 from lightning_debug.rollout_calls import read_calls, why_untrained
 
 from tests.core.cli.conftest import Ran, lightning
@@ -115,13 +121,13 @@ def test_an_agent_that_compacts_and_a_client_that_tries_again(lightning: Callabl
     folder = tmp_path / "run"
     asyncio.run(trained(folder, compacting, script=scripted()))
     calls = shown(lightning, folder, "run/1/0/1")
-    assert [(call["trained"], call["untrained"], call["tries_again"], call["judged"]) for call in calls] == [
-        (False, "title", None, ""),
-        (True, "", None, ""),
-        (False, "compaction, rejected", None, "compaction, rejected"),
-        (True, "", 3, "compaction, accepted"),
-        (False, "", None, ""),  # failed at the policy server, so no prompt of it is known: its request tells
-        (True, "", 5, ""),
+    assert [(call["trained_in"], call["untrained"], call["tries_again"], call["judged"]) for call in calls] == [
+        ([], "title", None, ""),
+        ([1], "", None, ""),
+        ([], "compaction, rejected", None, "compaction, rejected"),
+        ([1], "", 3, "compaction, accepted"),
+        ([], "", None, ""),  # failed at the policy server, so no prompt of it is known: its request tells
+        ([1], "", 5, ""),
     ]
     assert [(each["name"], each["status"]) for each in calls[1]["tool_events"]] == [("add", "ok")]
     assert [(each["name"], each["value"]) for each in calls[1]["step_rewards"]] == [("sum", 0.5)]
@@ -137,6 +143,9 @@ def test_an_agent_that_compacts_and_a_client_that_tries_again(lightning: Callabl
         assert ran.code == 2
         assert f"there is no rollout {wrong!r} in {folder}; did you mean " in ran.err
         assert "'run/1/0/1'" in ran.err
+    for wrong in (f"run/{2**64}/0/1", "run/zzzzzzzzz"):
+        ran = lightning("rollout", wrong, "--runs", str(folder))
+        assert (ran.code, f"there is no rollout {wrong!r} in {folder}: `" in ran.err) == (2, True)
     assert lightning("runs", "show", "run", "--runs", str(folder)).err.count("lightning rollout run/val/0/0") == 1
 
 
@@ -180,19 +189,100 @@ FAILED = {"status": Status.FAILED, "fault": Fault.POLICY}
         ({"response_ids": token_ids()}, {}, {}, "it gave nothing to train on: ok"),
         ({"status": CallStatus.MEDIA}, {}, {}, "its prompt has an image"),
         ({"caller": Caller("judge")}, {}, {}, "its agent is not trained in step 4"),
-        ({}, {}, {"context": {"resting": ["policy"]}}, "its policy policy rested in step 4"),
+        ({}, {}, {"context": {"resting": ["policy"]}}, "its policy rested in step 4"),
         ({}, {"attempt": 1}, {}, "attempt 2 took its place"),
         ({}, {"status": Status.RUNNING}, {}, "its rollout has not ended: running"),
         ({}, {**FAILED, "fault": Fault.AGENT}, {}, "its rollout is in no group: failed, fault: agent"),
         ({}, FAILED, {}, "its rollout is masked"),
-        ({}, {}, {"rollouts": ()}, "step 4 left its rollout out (left out there: 3 all_rewards_equal)"),
+        ({}, {}, {"rollouts": ()}, "step 4 left its rollout out (it left out 3 groups: all rollouts that were compared"),
+        ({}, {"status": Status.CANCELLED, "fault": Fault.CANCELLED}, {}, "its rollout is in no group: cancelled"),
         ({}, {"split": "val"}, None, "held-out rollouts are never trained on"),
         ({}, {}, None, "no training step has looked at it"),
     ],
 )  # fmt: skip
 def test_each_reason_is_told(call: Any, rollout: Any, record: Any, said: str) -> None:
-    known = None if record is None else replace(RECORD, **record)
-    epoch = None if record is None else EPOCH
-    told = why_untrained(replace(CALL, **call), replace(ROLLOUT, **rollout), known, epoch, newest=2)
+    steps = [] if record is None else [(replace(RECORD, **record), EPOCH)]
+    (told,) = why_untrained(replace(CALL, **call), replace(ROLLOUT, **rollout), steps, newest=2).values()
     assert told.startswith(said)
+    assert "cancelled, fault" not in told
     assert bool(told) == bool(said)
+
+
+def test_a_call_that_a_later_step_reused_is_trained() -> None:
+    both = Epoch(1, 0, {"config": {"trainer": {"max_staleness": 1}}})
+    later = replace(RECORD, step=5)
+    steps = [(replace(RECORD, context={"resting": ["b"]}), both), (later, both)]
+    other = replace(CALL, versions=(VersionRun(0, 3, "b"),))
+    assert why_untrained(other, ROLLOUT, steps, newest=2) == {
+        4: "its policy b rested in step 4",
+        5: "",
+    }
+    assert why_untrained(CALL, ROLLOUT, steps, newest=2) == {4: "", 5: ""}
+
+
+async def twice(task: Task, llm: LLM) -> float:
+    """Ask for two choices, three times at once for the same, and once with a body that is none."""
+    async with httpx.AsyncClient(base_url=llm.base_url, headers={"authorization": f"Bearer {llm.api_key}"}) as client:
+
+        async def ask(text: str, **more: Any) -> None:
+            body = {"model": llm.model, "messages": [{"role": "user", "content": text}], **more}
+            (await client.post("/chat/completions", json=body)).raise_for_status()
+
+        await ask("choose", n=2)
+        await client.post("/chat/completions", content=b"{")
+        await asyncio.gather(*(ask("beside") for _ in range(3)))
+        await asyncio.gather(ask("beside"))  # by the same caller
+    return 1.0
+
+
+def test_numbers_are_those_of_a_replay_and_an_earlier_attempt_has_no_outcome(
+    lightning: Callable[..., Ran], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    beside = Reply("ok", delay=0.05)  # equal calls run at the same time
+    asyncio.run(trained(folder, twice, script=lambda _: beside))
+    rollout = "run/1/0/0"
+    assert "; left out by step 1\n" in lightning("rollout", rollout, "--runs", str(folder)).out
+    with closing(sqlite3.connect(folder / "lightning.db")) as database:
+        database.execute("UPDATE rollouts SET attempt = 2 WHERE id = ?", (rollout,))
+        database.commit()
+    calls = shown(lightning, folder, rollout, "--attempt", "1")
+    recorded = asyncio.run(
+        with_store(sqlite_url(folder / "lightning.db"), lambda store: read_rollout(store, rollout, 1))
+    )
+    assert [(call["number"], call["choice"], call["tries_again"]) for call in calls] == [
+        (1, 0, None), (1, 1, None), (None, 0, None), (2, 0, None), (3, 0, None), (4, 0, None), (5, 0, 4),
+    ]  # fmt: skip
+    assert [(call["number"], call["seq"]) for call in calls if call["number"] and not call["choice"]] == [
+        (call.number, call.transition.seq) for call in recorded.calls
+    ]
+    first = json.loads(lightning("rollout", rollout, "--runs", str(folder), "--json", "--attempt", "1").out)
+    assert (first["steps"], first["empty"], first["attempts"]) == ([], "", 2)
+    assert [first["rollout"][name] for name in ("attempt", "status", "reward", "trained_at_step")] == [
+        1,
+        None,
+        None,
+        None,
+    ]
+    ran = lightning("rollout", rollout, "--runs", str(folder), "--attempt", "1")
+    assert "attempt 1 of 2: its outcome is not kept\n" in ran.out
+    assert "0 calls of 6 trained" in ran.out
+    assert f"MODULE:AGENT --runs {folder} --attempt 1" in ran.err
+    ran = lightning("rollout", rollout, "--runs", str(folder))
+    assert "Next" not in ran.err, "attempt 2 has no call"
+
+
+def test_a_store_that_fails_later_gives_no_hint_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "postgresql://u:secret@127.0.0.1:1/db"
+
+    async def fail(*_: object) -> list[str]:
+        raise StoreError("it does not answer any more")
+
+    monkeypatch.setattr(find_rollout, "answers", lambda *_: iter([(where, None)]))
+    monkeypatch.setattr(find_rollout, "with_store", fail)
+    with pytest.raises(ConfigError) as raised:
+        find_rollout.ask_of_rollout(where, "run/1", lambda *_: pytest.fail("no store has it"))
+    place = "postgresql://***@127.0.0.1:1/db"
+    assert str(raised.value) == (
+        f"there is no rollout 'run/1' in {place}: `lightning runs --runs '{place}' show RUN` lists those of a run"
+    )

@@ -13,6 +13,7 @@ from lightning.batch.trajectory import Group
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.types import Task
+from lightning_debug.rollout_calls import read_calls
 from lightning_session.session import Session
 from pydantic import ValidationError
 
@@ -36,6 +37,11 @@ async def test_a_reuse_beyond_what_is_allowed_is_refused(bench: Open, tmp_path: 
         with pytest.raises(DataError, match=r"in a step before \(2 in all\), and trainer.max_reuse = 1"):
             await session.batch(groups)
         assert session.step == 2
+        name, _ = (await made.store.steps("run"))[0].rollouts[0]
+        rollout = await made.store.get_rollout(name)
+        assert rollout is not None
+        read = await read_calls(made.store, rollout)
+        assert (read.steps, {call.trained_in for call in read.calls}) == ((1, 2), {(1, 2)})
 
 
 async def test_an_undeclared_reuse_is_refused_with_its_cure(bench: Open, tmp_path: Path) -> None:

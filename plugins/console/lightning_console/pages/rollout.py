@@ -64,8 +64,8 @@ from lightning_console.places import Located, Places
 from lightning_console.queries.branches import is_sample
 from lightning_console.queries.conversation import LONGEST, cut, one_line
 from lightning_console.queries.rollouts import (
+    MARKED,
     PROMPT_TOKENS,
-    UNTRAINED,
     BranchLine,
     CallLine,
     RolloutView,
@@ -81,7 +81,7 @@ TONES: Final[dict[str, Tone]] = {
     "refused": "bad",
     "blocked": "warn",
     "unknown": "muted",
-    UNTRAINED: "muted",
+    MARKED: "muted",
 }
 PROOFS: Final = {True: "proved", False: "not the recorded ones", None: "not derived"}
 NO_ENTROPY: Final = "the entropy of single tokens is not recorded: the run's page has its mean over each step"
@@ -330,11 +330,11 @@ def _grey(call: Transition) -> Tone:
 
 
 def _status(line: CallLine) -> Cell:
-    """Return how a call ended, which call it tries again and, for a call that is marked as untrained, why."""
+    """Return how a call ended, for a call that is marked as untrained why, and how it stands to other calls."""
     call = line.transition
     text = f"{call.status}, not trained: {call.untrained}" if call.untrained else str(call.status)
-    tried = f"; tries call {line.again} again" if line.again else ""
-    return Cell(f"{text}{tried}", tone=TONES.get(str(call.status), _grey(call)))
+    notes = line.notes.said(call.untrained)
+    return Cell(f"{text}; {notes}" if notes else text, tone=TONES.get(str(call.status), _grey(call)))
 
 
 def _stored(view: RolloutView) -> Iterator[Transition]:

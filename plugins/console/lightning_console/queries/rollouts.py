@@ -19,10 +19,10 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.trainer.training_data import load_groups
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
-from lightning_branching.recorded import at_attempt
+from lightning_branching.recorded import at_attempt, numbers_of
 from lightning_debug.credit_audit import AuditedCall, CreditAudit
 from lightning_debug.judge import Judge, Judgements, Opinion
-from lightning_debug.rollout_calls import call_behind, requests_of, tries_again, why_no_calls, why_untrained
+from lightning_debug.rollout_calls import NO_NOTES, CallNotes, call_behind, notes_of, why_no_calls, why_untrained
 from lightning_record.exchanges import Parent, parents_of
 
 from lightning_console.places import SERVER, Located, group_of, may_change, rollout_of
@@ -50,13 +50,13 @@ MOST_TOKENS: Final = 20_000
 @dataclass(frozen=True, slots=True)
 class CallLine:
     """One call of a rollout. `number` counts all calls and choices of the attempt from 1. `credit` is None if the call was not
-    trained on, and `untrained` says why. `again` is the number of the earlier call that it tries again; 0 for none."""
+    trained on, and `untrained` says why. `notes` say how it stands to other calls."""
 
     number: int
     transition: Transition
     credit: CallCredit | None
     untrained: str = ""
-    again: int = 0
+    notes: CallNotes = NO_NOTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Judged:
     missing: str = ""
 
 
-UNTRAINED: Final = "untrained"
+MARKED: Final = "untrained"
 """The word for the status of an answered call that is marked as untrained."""
 NOT_JUDGED: Final = Judged()
 
@@ -144,12 +144,13 @@ class RolloutView:
 
     @property
     def before(self) -> int:
-        """How many calls a replay answers before the chosen one. Choices of one call count once; the calls that a branch took
-        over from its parent count, too."""
-        own = sum(not each.transition.choice for each in self.calls[: self.chosen]) - 1
+        """How many calls a replay answers before the chosen one: choices of one call count once, calls without a record do not.
+        The calls that a branch took over from its parent count, too."""
+        numbers = numbers_of([each.transition for each in self.calls[: self.chosen]])
+        own = numbers[-1] - 1 if numbers and numbers[-1] else max(numbers, default=0)
         first = self.beginning
         inherited = 0 if first is None else len(first.calls) + (first.branch.edit is not None)
-        return max(0, own) + inherited
+        return own + inherited
 
 
 async def rollout_view(
@@ -307,20 +308,22 @@ def _call_lines(
     parent: Parent | None,
 ) -> tuple[CallLine, ...]:
     """Return the lines of an attempt's calls. `trained` has the credit of trained calls by `seq`, `why` says it of others."""
-    again = tries_again(calls, requests_of(calls, parent))
     return tuple(
-        CallLine(number, call, credit, "" if credit else why(call), again.get(number, 0))
-        for number, call in enumerate(calls, 1)
+        CallLine(number, call, credit, "" if credit else why(call), notes)
+        for number, (call, notes) in enumerate(zip(calls, notes_of(calls, parent), strict=True), 1)
         for credit in (trained.get(call.seq),)
     )
 
 
 def _why_untrained(call: Transition, own: Rollout, newest: int, proof: StepProof) -> str:
-    told = why_untrained(call, own, proof.record, proof.epoch, newest=newest)
+    told = why_untrained(call, own, proof.steps, newest=newest)
+    shown = 0 if proof.record is None else proof.record.step
+    if others := [f"step {step}" for step, why in told.items() if not why and step != shown]:
+        return f"{told.get(shown) or proof.why}; {', '.join(others)} trained it, and step {shown} is shown"
     why = proof.skipped.get(own.group) if own.id in proof.members else None
     if why and call.status.answered and not call.untrained:
         return f"its group taught nothing: {why.replace('_', ' ')}"
-    return told or (proof.why if proof.proved is None else "its advantage is exactly 0")
+    return told.get(0) or told.get(shown) or (proof.why if proof.proved is None else "its advantage is exactly 0")
 
 
 def _tokens(line: CallLine, vocabulary: Vocabulary, prompt: int) -> Tokens:
@@ -393,7 +396,7 @@ def lanes_of(
         end = max(call.ended_at, call.started_at)
         detail = f"{len(call.prompt_ids)} + {counted(len(call.response_ids), 'token')}"
         detail += f", not trained: {call.untrained}" if call.untrained else ""
-        status = UNTRAINED if call.untrained and call.status.answered else str(call.status)
+        status = MARKED if call.untrained and call.status.answered else str(call.status)
         made = Moment("call", f"call {number}", call.started_at, end, number, status, detail)
         placed.append((call.caller.name, made))
     placed += [_tool(event, calls) for event in events]

@@ -25,7 +25,7 @@ from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import agents_of_step, load_groups, rollout_digest
 from lightning.types import Rollout, Run, StepRecord
 from lightning_debug.credit_choice import rewarded
-from lightning_debug.rollout_calls import HELD_OUT, UNTRAINED, record_of
+from lightning_debug.rollout_calls import HELD_OUT, NOT_LOOKED_AT, steps_of
 from lightning_debug.rules import last_line
 from lightning_proof.recorded_step import is_batch_of, own_step, recorded_values, rollouts_of
 
@@ -95,7 +95,8 @@ class StepProof:
     """A step derived again. `record` is None if no step has used the rollouts. `proved` says whether the rows have the recorded
     digest; None if they could not be derived. `why` says why they are not proved. `rollouts` are all rollouts that the step
     looked at, `members` the credit of those in its groups, by id. `groups` has, by group, mean, deviation and number of the
-    returns; `skipped` says why a group was not trained on."""
+    returns; `skipped` says why a group was not trained on. `steps` are all steps that looked at the rollout that was asked for,
+    with their settings: this one and those that reused it."""
 
     record: StepRecord | None = None
     epoch: Epoch | None = None
@@ -106,22 +107,23 @@ class StepProof:
     members: Mapping[str, MemberCredit] = field(default_factory=dict)
     groups: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[tuple[StepRecord, Epoch], ...] = ()
 
 
 _proofs: Memo[StepProof] = Memo(kept=16)
 
 
 async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
-    """Derive the step that used a rollout, and so the credit of it and its siblings. A result is kept for about a minute.
+    """Derive the first step that used a rollout, and so the credit of it and its siblings. A result is kept for about a minute.
 
     Raises `StoreError` for rows that cannot be read.
     """
     epochs = await read_epochs(store, run)
-    record = await record_of(store, rollout, epochs)
-    if record is None:
-        said = UNTRAINED.get(rollout.split, HELD_OUT)
-        return StepProof(why=said)
-    return await prove_step(store, run, record, epochs)
+    steps = await steps_of(store, rollout, epochs)
+    if not steps:
+        return StepProof(why=NOT_LOOKED_AT.get(rollout.split, HELD_OUT))
+    first = next((record for record, _ in steps if record.step == rollout.trained_at_step), steps[0][0])
+    return replace(await prove_step(store, run, first, epochs), steps=tuple(steps))
 
 
 async def prove_step(store: Store, run: Run, record: StepRecord, epochs: Sequence[Epoch]) -> StepProof:
