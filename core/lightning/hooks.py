@@ -457,7 +457,8 @@ def lightning_redact(text: str, where: str) -> str | None:
 
 @hookspec
 def rollout_finished(rollout: Rollout) -> None:
-    """React to a rollout that has succeeded or failed for good.
+    """React to a rollout that has succeeded or failed for good, or was cancelled (`rollout.status`), because a loop of your own
+    wanted it no more.
 
     Called in the trainer, on the event loop that also answers the agents' requests: return at once, and leave slow work to a
     thread, as `threading.Thread(target=post, args=(rollout,)).start()`.

@@ -158,6 +158,7 @@ def show(
                         "rollouts": found.rollouts,
                         "step_rewards": found.step_rewards,
                         "failures": [{"count": count, "reason": why} for count, why in found.failures],
+                        "cancelled": found.cancelled,
                     }
                 )
             else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from lightning.config import Config
 from lightning.errors import DataError
 from lightning.safe_text import counted
+from lightning.types import Status
 from lightning_planner.calibration import calibrate
 from lightning_planner.costs import Agent, Costs, Schedule, Team
 from lightning_planner.recorded import PHASES, Recorded, recorded_config
@@ -345,6 +346,7 @@ def _untaught(profile: Profile, config: Config) -> Iterable[Help]:
     taught = profile.seconds - profile.parts["training"]
     trained = {key for record in profile.records for key in record.rollouts}
     taught_groups = {one.group for one in profile.rollouts if (one.id, one.attempt) in trained}
+    untaught = [one for one in profile.rollouts if one.group not in taught_groups and one.status is Status.SUCCEEDED]
     reasons = ", ".join(f"{reason} {tokens}" for reason, tokens in profile.tokens.untaught.items())
     chosen = config.trainer.order == "learnable" or lost / sampled < WASTED
     ways = ["tasks that the policy solves sometimes"]
@@ -359,8 +361,8 @@ def _untaught(profile: Profile, config: Config) -> Iterable[Help]:
         lost / sampled * taught / profile.seconds,
         TOKEN,
         "counted: at most, if every group taught",
-        tuple(sorted({one.step for one in profile.rollouts if one.group not in taught_groups})[:3]),
-        tuple(one.id for one in profile.rollouts if one.group not in taught_groups)[:3],
+        tuple(sorted({one.step for one in untaught})[:3]),
+        tuple(one.id for one in untaught)[:3],
     )
 
 

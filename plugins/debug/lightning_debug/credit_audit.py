@@ -358,11 +358,12 @@ def report(
         else:
             told.append((decision, found))
     void, failed, faults = fates(ended, plan.recorded.policy_fault)
+    cancelled = [rollout for rollout in ended if rollout.status is Status.CANCELLED]
     if not told:
-        why = next((rollout.error for rollout in (*void, *failed)), "")
+        why = next((rollout.error for rollout in (*void, *failed, *cancelled)), "")
         raise RunnerError(
-            f"no decision could be executed: {len(void)} of {counted(len(ended), 'branch', 'branches')} are void, and "
-            f"{len(failed)} failed. The first: {why}"
+            f"no decision could be executed: {len(void)} of {counted(len(ended), 'branch', 'branches')} are void, "
+            f"{len(failed)} failed, and {len(cancelled)} were cancelled. The first: {why}"
         )
     results = [found for _, found in told]
     mattered = that_mattered([found.p_value for found in results])
@@ -395,15 +396,15 @@ def report(
         tokens,
         seconds,
         left_out,
-        (*plan.warnings, *_remarks(calls, void, failed, bounds)),
+        (*plan.warnings, *_remarks(calls, void, failed, cancelled, bounds)),
     )
 
 
 def fates(ended: Sequence[Rollout], policy_fault: PolicyFault) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
     """Return of ended branches those that are void, those that failed and have no reward, and those that failed by the policy's
-    own fault and have one."""
+    own fault and have one. Cancelled branches are none of these."""
     void = [rollout for rollout in ended if is_void(rollout)]
-    lost = [rollout for rollout in ended if rollout.status is not Status.SUCCEEDED and not is_void(rollout)]
+    lost = [rollout for rollout in ended if rollout.status is Status.FAILED and not is_void(rollout)]
     failed = [rollout for rollout in lost if scored(rollout, policy_fault) is None]
     return void, failed, [rollout for rollout in lost if scored(rollout, policy_fault) is not None]
 
@@ -481,11 +482,16 @@ def _agreement(name: str, calls: Sequence[AuditedCall], own: str) -> Agreement:
 
 
 def _remarks(
-    calls: Sequence[AuditedCall], void: Sequence[Rollout], failed: Sequence[Rollout], bounds: tuple[float, float]
+    calls: Sequence[AuditedCall],
+    void: Sequence[Rollout],
+    failed: Sequence[Rollout],
+    cancelled: Sequence[Rollout],
+    bounds: tuple[float, float],
 ) -> list[str]:
     """Return what a reader of the figures must know."""
     found = []
-    for those, began in ((void, "did not begin as their parent did"), (failed, "have no reward")):
+    reasons = ("did not begin as their parent did", "have no reward", "were cancelled")
+    for those, began in zip((void, failed, cancelled), reasons, strict=True):
         if those:
             found.append(f"{counted(len(those), 'branch', 'branches')} {began}, and are in no figure: {those[0].error}")
     if bounds[0] == bounds[1]:

@@ -286,8 +286,9 @@ class StepTimes:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Counts of tokens: `prompt` in prompts, `cached` of these found in vLLM's prefix cache (None if it did not say), `sampled`
-    in answers, `trained` of these used for training. `untaught` are the sampled tokens of groups that were not trained on, by
-    reason; `failed` those of failed rollouts, `cancelled` those of cancelled ones."""
+    in answers, `trained` of these used for training. The others of these are each in one count at most: `failed` are those of
+    failed rollouts, `cancelled` those of cancelled ones, `untaught` those of further rollouts whose groups were not trained on,
+    by reason."""
 
     prompt: int = 0
     cached: int | None = None
@@ -448,14 +449,15 @@ def _tokens(
 ) -> Tokens:
     made = {activity.rollout: activity for activity in found}
     trained = {key for record in records for key in record.rollouts}
-    untaught: Counter[str] = Counter()
+    untaught, of_status = Counter[str](), Counter[Status]()
     for members in by_key(took, lambda rollout: rollout.group).values():
-        if not any((rollout.id, rollout.attempt) in trained for rollout in members):
-            sampled = sum(made[rollout.id].response for rollout in members if rollout.id in made)
-            untaught[why_untaught(members, fault)] += sampled
-    of_status = Counter[Status]()
-    for rollout in took:
-        of_status[rollout.status] += made[rollout.id].response if rollout.id in made else 0
+        others = [rollout for rollout in members if (rollout.id, rollout.attempt) not in trained]
+        for rollout in others:
+            sampled = made[rollout.id].response if rollout.id in made else 0
+            if rollout.status is not Status.SUCCEEDED:
+                of_status[rollout.status] += sampled
+            elif sampled and len(others) == len(members):
+                untaught[why_untaught(members, fault)] += sampled
     shares = [(time.step, time.metrics.get("prefix_hit_share")) for time in times]
     prompt = sum(activity.prompt for activity in found)
     known = [share for _, share in shares if share is not None]
@@ -472,13 +474,16 @@ def _tokens(
 
 def why_untaught(members: Sequence[Rollout], fault: PolicyFault) -> str:
     """Return why a group was not trained on, as in the names of the metrics `skipped/...`; `other` if its rewards do not show
-    it. `fault` is the setting `trainer.policy_fault`."""
+    it, and `cancelled` if too few are left to compare because others were cancelled. `fault` is the setting
+    `trainer.policy_fault`."""
     counted = 0.0 if fault == "mask" else None if fault == "exclude" else fault
     given = [counted if rollout.fault is Fault.POLICY else rollout.reward for rollout in members]
-    rewards = {reward for reward in given if reward is not None}
+    rewards = [reward for reward in given if reward is not None]
+    if len(rewards) < 2 and any(rollout.status is Status.CANCELLED for rollout in members):
+        return "cancelled"
     if not rewards:
         return "too_few_succeeded"
-    return "all_rewards_equal" if len(rewards) == 1 else "other"
+    return "all_rewards_equal" if len({*rewards}) == 1 else "other"
 
 
 def _notes(

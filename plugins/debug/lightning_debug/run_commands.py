@@ -299,8 +299,8 @@ def _show_tokens(found: Profile) -> None:
     reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in tokens.untaught.items())
     say(
         f"of those sampled, {tokens.trained} were trained ({said(tokens.useful, '.0%')}); "
-        f"{sum(tokens.untaught.values())} are of groups that taught nothing{f' ({reasons})' if reasons else ''}, "
-        f"{tokens.failed} of rollouts that failed{f', {tokens.cancelled} of cancelled ones' if tokens.cancelled else ''}"
+        f"{tokens.failed} are of rollouts that failed{f', {tokens.cancelled} of cancelled ones' if tokens.cancelled else ''}, "
+        f"{sum(tokens.untaught.values())} of others, whose groups taught nothing{f' ({reasons})' if reasons else ''}"
     )
 
 

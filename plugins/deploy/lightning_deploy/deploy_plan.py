@@ -12,6 +12,7 @@ import hashlib
 import math
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import typer
 from lightning import __version__
 from lightning.cli.train import train
-from lightning.config import Config, load_config
+from lightning.config import Config, LoraConfig, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.tracking.trackers import names_of
@@ -28,7 +29,6 @@ from lightning.trainer.agents import project_of
 from lightning_debug.config import AlertsConfig
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
 from lightning_planner.memory import Memory, memory
-from lightning_planner.needs import with_all_adapters
 from lightning_planner.shape import Shape, read_shape
 from lightning_prompts.config import OptimizerModelConfig
 from lightning_record.config import RecordConfig
@@ -58,7 +58,7 @@ MOST_GPUS = 8
 @dataclass(frozen=True, slots=True)
 class MachineNeeds:
     """The trainer's machine: `gpus` of the kind `gpu` (a name of the planner's table); memory, shared memory and disk in
-    GiB."""
+    GiB. `uses` are those of its GPUs, of several models those of the largest; `notes` say what is not estimated."""
 
     gpu: str
     gpus: int
@@ -89,23 +89,49 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
             f"{MOST_GPUS} GPUs. Lower policy_server.replicas or policy_server.gpus_each, give fewer policies models of their "
             "own (policies.NAME.base), or have vLLMs elsewhere (policy_server.placement, policy_server.attach)"
         )
-    try:
-        shape = read_shape(model)
-        if models > 1:
-            raise ConfigError(f"the policies have {models} models with vLLMs of their own")
-    except ConfigError as error:
-        note = f"memory was not estimated, so check that it fits: {error}"
-        return MachineNeeds(gpu, gpus, LEAST_MEMORY, 8 * gpus, LEAST_DISK, (), (note,))
-    config = with_all_adapters(config)
-    uses = _uses(shape, config, gpu, training)
-    _check_fits(shape, config, gpu, training, uses)
-    weights = 4 * shape.parameters
+    notes = list[str]()
+    if models > 1:
+        own_models = f"the policies have {models} models with vLLMs of their own"
+        notes.append(
+            f"{own_models}: of those that are trained, which share a GPU, it was checked that each would fit alone"
+        )
+    largest, weights = list[Memory](), 0
+    for name, own in _trained(model, config):
+        try:
+            shape = read_shape(name)
+        except ConfigError as error:
+            notes.append(f"memory was not estimated, so check that it fits: {error}")
+            continue
+        uses = _uses(shape, own, gpu, training)
+        _check_fits(shape, own, gpu, training, uses, most=1 if models > 1 else MOST_GPUS)
+        largest = max(largest, uses, key=lambda each: sum(use.used for use in each))
+        weights += 4 * shape.parameters
     # Weights pass through memory on their way to vLLM, and the optimizer's two moments on their way to a checkpoint.
     machine = LEAST_MEMORY + math.ceil(3 * weights / GIB)
     kept = (config.trainer.keep_checkpoints + 1) * 3 * weights
-    return MachineNeeds(
-        gpu, gpus, machine, min(64, 8 * gpus), LEAST_DISK + math.ceil((kept + weights) / GIB), tuple(uses), ()
-    )
+    disk = LEAST_DISK + math.ceil((kept + weights) / GIB)
+    return MachineNeeds(gpu, gpus, machine, min(64, 8 * gpus), disk, tuple(largest), tuple(notes))
+
+
+def _trained(model: str, config: Config) -> list[tuple[str, Config]]:
+    """Return each model that the engine holds to train it, with the settings of its training alone. A policy of which all
+    weights are trained has a model of its own. Adapters of one model share it: together they have as many weights as adapters
+    of the sum of their ranks."""
+    several = plugins().policy_set(config)
+    if several is None:
+        return [(model, config)]
+    found, ranks = list[tuple[str, LoraConfig | None]](), Counter[str]()
+    for policy, lora in several.adapters.items():
+        base = several.bases.get(policy, model)
+        if lora is None:
+            found.append((base, None))
+        else:
+            ranks[base] += lora.rank
+    found += [(base, LoraConfig(rank=rank)) for base, rank in ranks.items()]
+    engine = config.engine
+    return [
+        (base, config.model_copy(update={"engine": engine.model_copy(update={"lora": lora})})) for base, lora in found
+    ]
 
 
 def _serving_gpus(config: Config) -> int:
@@ -146,24 +172,26 @@ def _uses(shape: Shape, config: Config, gpu: str, training: int) -> list[Memory]
     return memory(shape, Cluster(find_gpu(gpu), training + each, each), config.engine, share)
 
 
-def _check_fits(shape: Shape, config: Config, gpu: str, gpus: int, uses: list[Memory]) -> None:
+def _check_fits(shape: Shape, config: Config, gpu: str, gpus: int, uses: list[Memory], most: int) -> None:
+    """Raise `ConfigError` for a training that does not fit. `most` is the number of GPUs on which it can be."""
     short = next((use for use in uses if not use.fits), None)
     if short is None:
         return
-    enough = [f"{count} x {name}" for name in GPUS if (count := _least(shape, config, name))]
+    enough = [f"{count} x {name}" for name in GPUS if (count := _least(shape, config, name, most))]
     cure = "train adapters (engine.lora), or fewer tokens at once (engine.tokens_per_microbatch)"
     if enough:
-        cure = f"it would fit on {', '.join(enough)} (--gpu; --engine verl --set engine.verl.world_size=N)"
+        more = "" if most == 1 else "; --engine verl --set engine.verl.world_size=N"
+        cure = f"it would fit on {', '.join(enough)} (--gpu{more})"
     raise ConfigError(
         f"{shape.name} needs {short.used / 1e9:.0f} GB of each of {gpus} {gpu} for {short.role}, which has "
         f"{short.available / 1e9:.0f}: {cure}"
     )
 
 
-def _least(shape: Shape, config: Config, gpu: str) -> int:
-    """Return the smallest number of GPUs of one machine on which the training fits; 0 for none."""
-    fitting = (n for n in (1, 2, 4, MOST_GPUS) if all(use.fits for use in _uses(shape, config, gpu, n)))
-    return next(fitting, 0)
+def _least(shape: Shape, config: Config, gpu: str, most: int) -> int:
+    """Return the smallest number of GPUs of one machine, `most` at most, on which the training fits; 0 for none."""
+    counts = (n for n in (1, 2, 4, MOST_GPUS) if n <= most)
+    return next((n for n in counts if all(use.fits for use in _uses(shape, config, gpu, n))), 0)
 
 
 OURS = ("out", "store", "resume", "dev", "runner")

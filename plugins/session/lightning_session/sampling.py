@@ -38,12 +38,12 @@ TOO_OLD = "its group became too old for the next step, and it is in no step"
 class Wanted:
     """A group that is wanted: `size` rollouts of a task, of which at least `keep` are to end by themselves. `planned` are those
     that have not begun, `running` the ids of those that have and have not ended. `over` says why no more of them are wanted; ""
-    while they are. `again` is how often its task may be asked again."""
+    while they are. `retries` is how many more times its task may be asked."""
 
     task: Task
     size: int
     keep: int
-    again: int = 0
+    retries: int = 0
     step: int = 0
     planned: list[Rollout] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -97,6 +97,10 @@ class Clock:
         found, self.sampled, self.overlap = (self.sampled, self.overlap), 0.0, 0.0
         return found
 
+    def put_back(self, sampled: float, overlap: float) -> None:
+        """Count again what was taken."""
+        self.sampled, self.overlap = self.sampled + sampled, self.overlap + overlap
+
 
 class Queue(Sampler):
     """Runs what a session wants. It is also the `Source` that the worker asks for new rollouts.
@@ -108,8 +112,9 @@ class Queue(Sampler):
         self.changed = asyncio.Event()
         self.next = 1
         self.clock = Clock()
-        self.late = self.again = 0
-        """How many groups of streams have become too old since the last step, and how many of their tasks are asked again."""
+        self.left_out = Counter[str]()
+        """How many groups of streams have become too old since the last step, and how many of their tasks are asked again, by
+        the names of these metrics."""
         self._waiting = deque[Wanted]()
         self._open: list[Wanted] = []
         """The groups that have begun and are not done."""
@@ -119,7 +124,8 @@ class Queue(Sampler):
         self._branching = self._alone = 0
         self._streams_first = True
         self._places = Counter[int]()
-        self._again = (0, 0)
+        self._generation = (0, 0)
+        """The step for which an earlier process has begun groups, and the generation of those that begin for it now."""
         self._news = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
 
@@ -127,7 +133,7 @@ class Queue(Sampler):
     async def start(self) -> None:
         """Start the worker. Groups of the next step get other ids than those that an earlier process began for it."""
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=self.next)
-        self._again = (self.next, newest_generation(known) + 1 if known else 0)
+        self._generation = (self.next, newest_generation(known) + 1 if known else 0)
         self._worker = asyncio.create_task(self.stack.sample(self, self._ended))
         self._worker.add_done_callback(lambda _: self.stir())
 
@@ -292,8 +298,8 @@ class Queue(Sampler):
         return None
 
     def _begin(self, group: Wanted) -> None:
-        step, number = self.next, self._again[1] if self.next == self._again[0] else 0
-        attempts = self.stack.config.runner.max_attempts
+        step, (known, newest) = self.next, self._generation
+        attempts, number = self.stack.config.runner.max_attempts, newest if step == known else 0
         group.step, place = step, self._places[step]
         group.planned = train_rollouts(
             self.stack.run.id, step, [group.task], group.size, attempts, generation=number, first=place
@@ -309,13 +315,13 @@ class Queue(Sampler):
         if group is not None:
             group.running.discard(rollout.id)
             group.ended.append(rollout)
-            if not group.over and sum(map(self._counts, group.ended)) >= group.keep and not group.done:
+            if not group.over and sum(map(self.counts, group.ended)) >= group.keep and not group.done:
                 group.give_up(
                     f"{counted(group.keep, 'rollout')} of its group had ended, which is how many were to be kept"
                 )
         self._settle()
 
-    def _counts(self, rollout: Rollout) -> bool:
+    def counts(self, rollout: Rollout) -> bool:
         """Whether a rollout that has ended is one of its group's."""
         by_policy = rollout.fault is Fault.POLICY and self.config.policy_fault != "exclude"
         return rollout.status is Status.SUCCEEDED or by_policy
@@ -367,10 +373,10 @@ class Stream:
         took: Callable[[Wanted], Awaitable[Group]],
     ) -> None:
         self._queue, self._tasks, self._size, self._keep, self._ahead = queue, tasks, size, keep, ahead
-        self._most_again, self._took = again, took
+        self._retries, self._took = again, took
         self._under_way: list[Wanted] = []
-        self._again = deque[Wanted]()
-        """The groups of tasks that are asked again."""
+        self._retried = deque[Wanted]()
+        """The groups of tasks that are asked again, and have not begun."""
         self._read = self._closed = False
         self._error: BaseException | None = None
         self._failed: list[Rollout] = []
@@ -382,9 +388,10 @@ class Stream:
         return self
 
     async def __anext__(self) -> Group:
-        """Return the oldest group that is done. Raises `RunnerError` when as many groups as may be under way have failed as a
-        whole, one behind another, and what `tasks` raised; `UnavailableError` when the store cannot be reached now, after which
-        the same group comes; and the error of a group that cannot be read, which is then passed over."""
+        """Return the oldest group that is done. Raises `RunnerError` when as many rollouts as may be under way have failed, in
+        groups one behind another without a rollout of use, and what `tasks` raised; `UnavailableError` when the store cannot be
+        reached now, after which the same group comes; and the error of a group that cannot be read, which is then passed over.
+        """
         if self._next() is None:
             self._queue.reporter.phase(f"rollouts of a stream for step {self._queue.next}")
         while True:
@@ -394,6 +401,7 @@ class Stream:
                 if self._error is not None:
                     error, self._error = self._error, None
                     raise error
+                self._check()
                 raise StopAsyncIteration
             self._under_way.remove(group)
             self._queue.changed.set()  # one more may begin
@@ -405,11 +413,8 @@ class Stream:
             if found.trajectories:
                 self._failed = []
                 return found
-            self._failed += group.rollouts
-            self._queue.tell_failed("rollouts of a group", group.rollouts)
-            if len(self._failed) >= self._ahead * self._size and is_lost(self._failed):
-                self._close()
-                self._queue.check("rollouts of a stream", self._failed)
+            self._note_failed(group)
+            self._check()
 
     async def aclose(self) -> None:
         """End what is under way. Idempotent."""
@@ -420,10 +425,10 @@ class Stream:
 
     def following(self) -> Wanted | None:
         """Return the next group that may begin, first those of tasks that are asked again; None if there is none now."""
-        if len(self._under_way) >= self._ahead or (self._read and not self._again):
+        if len(self._under_way) >= self._ahead or (self._read and not self._retried):
             return None
-        if self._again:
-            self._under_way.append(group := self._again.popleft())
+        if self._retried:
+            self._under_way.append(group := self._retried.popleft())
             return group
         try:
             (task,) = as_tasks([next(self._tasks)], "tasks")
@@ -432,14 +437,32 @@ class Stream:
         except Exception as error:  # noqa: BLE001 — it is raised where the groups are taken
             self._read, self._error = True, error
         else:
-            self._under_way.append(group := Wanted(task, self._size, self._keep, self._most_again))
+            self._under_way.append(group := Wanted(task, self._size, self._keep, self._retries))
             return group
         self._queue.stir()
         return None
 
     @property
     def _is_over(self) -> bool:
-        return self._error is not None or (self._read and not self._under_way and not self._again)
+        all_taken = self._read and not self._under_way and not self._retried
+        return all_taken or self._is_lost or self._error is not None
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether as many rollouts as may be under way have failed, and none between them was of use."""
+        return len(self._failed) >= self._ahead * self._size and is_lost(self._failed)
+
+    def _note_failed(self, group: Wanted) -> None:
+        """Warn of the rollouts of a group of which none is of use, and count them."""
+        self._failed += group.rollouts
+        self._queue.tell_failed("rollouts of a group", group.rollouts)
+
+    def _check(self) -> None:
+        """Close the stream, and raise `RunnerError`, when all of its last groups have failed."""
+        if self._is_lost:
+            self._close()
+            failed, self._failed = self._failed, []
+            self._queue.check("rollouts of a stream", failed)
 
     def _next(self) -> Wanted | None:
         return next((group for group in self._under_way if group.done), None)
@@ -449,7 +472,7 @@ class Stream:
         self._queue.remove(self)
         self._queue.give_up(self._under_way)
         self._under_way = []
-        self._again.clear()
+        self._retried.clear()
 
     def _put_back(self, group: Wanted) -> None:
         """Let a group that nobody has be the next one again, unless it has become too old meanwhile."""
@@ -459,21 +482,28 @@ class Stream:
             self._queue.stir()
 
     def leave_late(self) -> None:
-        """Leave out the groups that have become too old for the next step: end what runs of them, and ask their tasks again."""
+        """Leave out the groups that have become too old for the next step: end what runs of them, and ask their tasks again. A
+        group whose rollouts have all failed would be left out at any age, and counts as failed alone."""
         oldest = self._queue.next - self._queue.config.max_staleness
         for group in [group for group in self._under_way if group.begun and group.step < oldest]:
             self._under_way.remove(group)
-            self._queue.late += 1
-            if group.again:
-                self._queue.again += 1
-                self._again.append(Wanted(group.task, group.size, group.keep, group.again - 1))
+            if any(map(self._queue.counts, group.rollouts)):
+                self._failed = []
+            elif group.rollouts:
+                self._note_failed(group)
+                if group.done:
+                    continue
+            self._queue.left_out["groups_too_old"] += 1
+            if group.retries:
+                self._queue.left_out["groups_asked_again"] += 1
+                self._retried.append(Wanted(group.task, group.size, group.keep, group.retries - 1))
             if not group.done:
                 group.give_up(TOO_OLD)
             self._tell_late(group)
 
     def _tell_late(self, group: Wanted) -> None:
         """Say that a group has become too old for the next step: the first time, and the first time that its task is lost."""
-        if self._said.first(bool(group.again)):
+        if self._said.first(bool(group.retries)):
             logger.warning(
                 "a group of the task %s began for step %d, and trainer.max_staleness = %d lets no step behind %d train it: it "
                 "is left out, and its task is %s (again = %d). The metrics groups_too_old and groups_asked_again count those "
@@ -483,7 +513,7 @@ class Stream:
                 group.step,
                 self._queue.config.max_staleness,
                 group.step + self._queue.config.max_staleness,
-                "asked again" if group.again else "not asked once more",
-                self._most_again,
+                "asked again" if group.retries else "not asked once more",
+                self._retries,
                 self._ahead,
             )

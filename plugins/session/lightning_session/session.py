@@ -573,12 +573,11 @@ class Session:
         rates = {name: policy.fixed for name, policy in self.policies.items() if policy.fixed is not None}
         extras = packed(self._state, rates)
         sampled, overlap = self._queue.clock.take()
+        left_out, self._queue.left_out = self._queue.left_out, Counter()
         metrics = {"reused": float(len(reused))} if reused else {}
-        lost = {"groups_too_old": self._queue.late, "groups_asked_again": self._queue.again}
-        metrics |= {name: float(count) for name, count in lost.items() if count}
+        metrics |= {name: float(count) for name, count in left_out.items()}
         metrics |= {"seconds/rollout": sampled - overlap, "overlap_seconds": overlap} | logged
         new = Sampled(rollouts, fresh, sampled, metrics)
-        self._queue.late = self._queue.again = 0
         result = _summed(first, now.updates)
         try:
             found = await loop.take(step, new, groups, batch, result, said, own.digest, extras)
@@ -588,8 +587,10 @@ class Session:
                 self._now = _Step(now.rollouts[len(rollouts) :], now.metrics)
                 for policy in self.policies.values():
                     policy.took(result)
-            else:
-                now.metrics = logged | now.metrics
+            else:  # the next attempt at this step has all that this one has taken
+                now.metrics, self._since = logged | now.metrics, began
+                self._queue.left_out += left_out
+                self._queue.clock.put_back(sampled, overlap)
         self._last = {name: value for name, value in found.items() if name not in logged}
         loop.reporter.step(step, found, time.monotonic() - began)
         return found

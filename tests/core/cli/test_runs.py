@@ -368,7 +368,7 @@ def test_a_cancelled_rollout_has_neither_failed_nor_succeeded(lightning, runs: P
     (row,) = json.loads(lightning("runs", "--runs", str(runs), "--json").out)
     assert (row["training_rollouts"], row["rollouts_failed"]) == (4, 1)
     shown = json.loads(lightning("runs", "show", "small", "--runs", str(runs), "--json").out)
-    assert (shown["summary"]["failed"], len(shown["failures"])) == (1, 1)
+    assert (shown["summary"]["failed"], len(shown["failures"]), shown["cancelled"]) == (1, 1, 1)
     table = lightning("runs", "show", "small", "--runs", str(runs)).out
     assert "1 of 4 rollouts were cancelled" in table
     assert "1 of 4 rollouts failed: ValueError" in table

@@ -117,6 +117,7 @@ async def one(
     *,
     ended: bool = True,
     error: str = "",
+    fault: Fault = Fault.AGENT,
 ) -> None:
     """A run of one rollout with these calls: messages, answer and offered tools."""
     await store.put_run(Run(run, run, {"model": "m"}))
@@ -127,7 +128,7 @@ async def one(
     ]
     await store.append(made)
     if ended:
-        outcome = Outcome(fault=Fault.AGENT, error=error) if error else Outcome(reward=0.5)
+        outcome = Outcome(fault=fault, error=error) if error else Outcome(reward=0.5)
         await store.complete(
             lease.rollout.id, 1, Outcome(outcome.reward, fault=outcome.fault, error=error, tool_events=tuple(events))
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
-from lightning.types import Run
+from lightning.types import Fault, Run
 from lightning_console.places import Places
 from lightning_console.queries import scan, search
 from lightning_console.queries.search import around, folded_of
@@ -105,6 +105,8 @@ async def test_rollouts_are_found_by_reward_step_and_failure_with_and_without_a_
     assert "Rollouts" in await found(store, q="zero", above=0.9)
     assert [row["reward"] for row in rows(await found(store, "bad", failed="yes"))] == ["failed"]
     assert not rows(await found(store, "bad", failed="no"))
+    await one(store, "unwanted", [([USER], {"content": "x"}, None)], error="enough", fault=Fault.CANCELLED)
+    assert [len(rows(await found(store, "unwanted", step=1, failed=each))) for each in ("", "yes", "no")] == [1, 0, 0]
     assert not rows(await found(store, "bad", split="val"))
     await one(store, "long", [([USER], {"content": "and so on", "finish_reason": "length"}, None)])
     (cut,) = rows(await found(store, "long", cut="yes"))

@@ -310,7 +310,8 @@ def test_branches_that_the_policy_failed_have_the_reward_of_training() -> None:
         replace(fine, id=why, status=Status.FAILED, reward=None, error=why, fault=whose)
         for why, whose in ((f"{VOID}: other", Fault.AGENT), ("broken", Fault.AGENT), ("turns", Fault.POLICY))
     )
-    ended = [fine, void, broken, fault]
+    cancelled = replace(fine, id="cancelled", status=Status.CANCELLED, reward=None, fault=Fault.CANCELLED)
+    ended = [fine, void, broken, fault, cancelled]
     assert fates(ended, "exclude") == ([void], [broken, fault], [])
     assert fates(ended, -1.0) == ([void], [broken], [fault])
 

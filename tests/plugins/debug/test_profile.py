@@ -21,9 +21,9 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.store.protocol import MetricPoint, Store
 from lightning.trainer.runs import describe_algorithm
-from lightning.types import Outcome, Rollout, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
+from lightning.types import Outcome, Rollout, Run, Status, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.bottlenecks import TOKEN, Help, WhatIf, _prefixes, find_helps
-from lightning_debug.profile import Interval, Profile, read_profile, share_out
+from lightning_debug.profile import Interval, Profile, _tokens, read_profile, share_out
 from lightning_planner.recorded import recorded_config
 
 STEPS, TASKS, GROUP = 6, 2, 2
@@ -266,6 +266,20 @@ def test_groups_that_teach_nothing_are_counted_by_reason() -> None:
     found = helped(profile, "groups that teach nothing")
     assert found.of == TOKEN
     assert all(rollout.split("/")[2] == "1" for rollout in found.rollouts), "those of the group that taught nothing"
+
+
+def test_each_sampled_token_is_in_one_count() -> None:
+    """Of two groups that teach nothing one has a failed rollout, one a cancelled one; a trained one failed, too."""
+    profile = profiled(teaching=1)
+    status = {"2/1/0": Status.FAILED, "2/0/0": Status.FAILED, "3/1/0": Status.CANCELLED}
+    took = [
+        replace(each, status=how, reward=None) if (how := status.get(each.id.removeprefix("run/"))) else each
+        for each in profile.rollouts
+    ]
+    found = _tokens(took, profile.records, profile.steps, profile.activities, "exclude")
+    assert (found.trained, found.failed, found.cancelled) == (profile.tokens.trained, 20, 20)
+    assert found.untaught["cancelled"] == 20, "nobody can say that too few of them would have succeeded"
+    assert found.sampled == found.trained + found.failed + found.cancelled + sum(found.untaught.values())
 
 
 def test_nothing_is_said_to_help_that_a_run_has_or_cannot_have() -> None:

@@ -76,7 +76,23 @@ def test_policies_need_the_memory_of_all_their_adapters_and_a_vllm_for_each_mode
     apart = make_plan(policies("policies.judge.base=judge", "policies.judge.train=false"), Options(), project)
     assert apart.machine.gpus == 3, "one trains, and each model has a vLLM"
     assert "the policies have 2 models with vLLMs of their own" in apart.machine.notes[0]
+    assert apart.machine.uses, "the writer's model is known, whatever the judge's is"
     assert Path("judge") in apart.data
+
+
+def test_models_of_policies_are_refused_as_soon_as_one_of_them_does_not_fit_alone(project: Path) -> None:
+    place = TRAIN.index("engine.lora.rank=16")
+    given = [*TRAIN[: place - 1], *TRAIN[place + 1 :]]
+    more = policies()[len(TRAIN) :]
+    large = Options(gpu="h200")
+    one, two = (make_plan(arguments, large, project).machine for arguments in (given, [*given, *more]))
+    assert (one.notes, len(two.notes), two.gpus) == ((), 1, 3)
+    assert two.memory - 32 >= 2 * (one.memory - 32) - 1, "each model's weights pass through it"
+    assert two.disk - 60 >= 2 * (one.disk - 60) - 1, "each model has its checkpoints"
+    with pytest.raises(ConfigError, match=r"Qwen3-4B needs 80 GB .* h100 for training.* 1 x h200 \(--gpu\)"):
+        make_plan([*given, *more], Options(), project)
+    with pytest.raises(ConfigError, match=r"Qwen3-8B needs \d+ GB of each of 1 h200 for training, which has 141"):
+        make_plan([*given, *more, "--set", "policies.judge.base=Qwen/Qwen3-8B"], large, project)
 
 
 @pytest.mark.parametrize(

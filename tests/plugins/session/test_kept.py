@@ -153,14 +153,16 @@ def test_a_loop_s_metrics_take_no_name_of_a_loss() -> None:
     assert {"reference_kl", "truncated_share"} <= loss(tokens).metrics.keys() <= OTHERS
 
 
-async def test_a_metric_that_is_logged_while_a_step_is_committed_is_the_next_one_s(bench: Open, tmp_path: Path) -> None:
+async def test_a_step_that_could_not_be_committed_loses_no_metric(bench: Open, tmp_path: Path) -> None:
+    """Of the loop's own the next step has those that are logged while a step is committed."""
     async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
         committed, plain = [], made.loop.take
 
         async def take_and_log(*given: Any) -> Any:
             session.log({"mine/level": 1.0})
             if not committed:
-                committed.append("not yet")
+                committed.append(given[1].metrics)
+                session._queue.left_out["groups_too_old"] += 1
                 raise OSError("the disk is full")
             return await plain(*given)
 
@@ -169,9 +171,12 @@ async def test_a_metric_that_is_logged_while_a_step_is_committed_is_the_next_one
         await session.forward_backward(batch)
         await session.optim_step(lr=0.5)
         session.log({"mine/level": 1.0, "mine/other": 2.0})
+        session._queue.left_out.update(groups_too_old=2, groups_asked_again=1)
         with pytest.raises(OSError, match="disk"):
             await session.publish()
         metrics = await session.publish()
+        assert (metrics["groups_too_old"], metrics["groups_asked_again"]) == (3.0, 1.0)
+        assert metrics["seconds/rollout"] >= committed[0]["seconds/rollout"] > 0.0
         assert (metrics["mine/level"], metrics["mine/other"]) == (1.0, 2.0)
         metrics = await take(session, await session.rollout(TASKS))
         assert (metrics["mine/level"], metrics.get("mine/other")) == (1.0, None)

@@ -49,7 +49,7 @@ class Gates:
         self.of_task[str(task.input)] += 1
         even = self.of_task[str(task.input)] % 2
         try:
-            return even + await self.solved(task, llm, self.begun)
+            return even + 0.25 * await self.solved(task, llm, self.begun)
         finally:
             self.ended += 1
 
@@ -460,6 +460,40 @@ async def test_a_group_of_a_stream_that_cannot_be_read_is_passed_and_one_that_ca
         groups = [group async for group in stream]
         assert [group.trajectories[0].rollout.task.input for group in groups] == left
         assert (await take(session, groups))["rollouts"] == 2.0 * len(left)
+
+
+@pytest.mark.parametrize("failing", [2, 1])
+async def test_a_stream_whose_agents_fail_ends_also_where_their_groups_become_too_old(
+    bench: Open, answering: Any, tmp_path: Path, failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of each group all rollouts fail, or one fails and the other still runs when the group is too old."""
+    begun = Counter[str]()
+
+    async def solve(task: Task, llm: Any) -> float:
+        begun[str(task.input)] += 1
+        if task.input == "good":
+            reward = begun["good"] % 2
+            return reward + 0.0 * await answering(task, llm)
+        if begun[str(task.input)] > failing:
+            await asyncio.Event().wait()
+        raise ValueError("no such file")
+
+    async with bench(tmp_path / "run", solve, **OLDER) as made, Session(made.loop) as session, asyncio.timeout(60):
+        stream = session.stream([Task(name) for name in "abcd"[: 4 // failing]], n=2, ahead=2, again=0)
+        steps = list[dict[str, float]]()  # two make the groups too old that began before them
+        for number in range(4):
+            groups = 2 if number < 2 or failing == 2 else 4
+            while sum(one.status is Status.FAILED for one in await all_rollouts(made.store, "run")) < groups * failing:
+                await asyncio.sleep(0.01)
+            steps.append(await take(session, await session.rollout([Task("good")], n=2)))
+        assert session.step == 4
+        with pytest.raises(RunnerError, match=r"rollouts of a stream: all 4 failed.*no such file"):
+            await anext(stream)
+        assert [group async for group in stream] == []
+        late = sum(each.get("groups_too_old", 0.0) for each in steps)
+        late += session._queue.left_out["groups_too_old"]  # since the last step
+        assert late == (0.0 if failing == 2 else 4.0), "what has failed would be left out at any age"
+        assert f"rollouts of a group: {failing} of {failing} failed: " in caplog.text
 
 
 @pytest.mark.parametrize("again", [0, 1])

@@ -621,7 +621,12 @@ def _tokens(profile: Profile) -> Facts:
                 share(tokens.useful),
                 f"{count(tokens.trained)} trained of {count(tokens.sampled)} sampled",
             ),
-            Fact("in groups that taught nothing", count(sum(tokens.untaught.values())), untaught),
+            Fact(
+                "in groups that taught nothing",
+                count(sum(tokens.untaught.values())),
+                untaught,
+                hint="of rollouts that succeeded: those that failed or were cancelled are counted apart",
+            ),
             Fact("in rollouts that failed", count(tokens.failed)),
             *([Fact("in cancelled rollouts", count(tokens.cancelled))] if tokens.cancelled else []),
             Fact(

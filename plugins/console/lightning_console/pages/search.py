@@ -50,6 +50,7 @@ MOST_PARTS: Final = 8
 SHARE: Final = 0.25
 """The share of a page's patience that a search waits for texts that are not read yet."""
 
+FAILED: Final = [("", "any"), ("yes", "yes"), ("no", "no, nor cancelled")]
 EITHER: Final = [("", "any"), ("yes", "yes"), ("no", "no")]
 """The choices of a filter that takes rollouts with a property, or those without it."""
 
@@ -133,7 +134,7 @@ def _controls(address: Address, query: Query, scan: Scan) -> Controls:
             Control("where", "found in", query.where, [("", "anywhere"), *((kind, kind) for kind in KINDS)]),
             Control("above", "reward at least", address.option("above")),
             Control("below", "reward at most", address.option("below")),
-            Control("failed", "failed", address.option("failed"), EITHER),
+            Control("failed", "failed", address.option("failed"), FAILED),
             Control("cut", "an answer cut off", address.option("cut"), EITHER),
             Control("odd", "a tool call that could not run", address.option("odd"), EITHER),
             Control("step", "step", address.option("step")),

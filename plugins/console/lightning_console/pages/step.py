@@ -75,6 +75,11 @@ FAULTS: Final = {
 }
 EXAMPLES: Final = 5
 """Rollouts that are linked for each reason why rollouts failed."""
+OF_REWARDS: Final = {
+    "other": "rewards do not tell why",
+    "cancelled": "rollouts of it were cancelled, since the training loop wanted them no more",
+}
+"""What `why_untaught` says besides the trainer's reasons, in words."""
 AGAINST: Final = {"tokens": "sampled tokens", "turns": "calls", "advantage": "advantage", "seconds": "seconds"}
 
 
@@ -104,7 +109,7 @@ class TaskGroup:
     @property
     def why(self) -> str:
         """Why the group was not trained on, in plain words."""
-        return REASONS.get(self.untaught, "rewards do not tell why" if self.untaught == "other" else self.untaught)
+        return {**REASONS, **OF_REWARDS}.get(self.untaught, self.untaught)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ HITS: Final = 3
 class Query:
     """A search: the `text` (empty: any rollout that fits the rest), where it may stand (empty: anywhere), and which rollouts
     are wanted. `above` and `below` bound the reward, both included; `failed` and `cut_off` (an answer ended at the limit of
-    tokens) and `odd` (a tool call could not run) are None for any rollout."""
+    tokens) and `odd` (a tool call could not run) are None for any rollout. A cancelled rollout is neither one that failed nor
+    one that did not."""
 
     text: str = ""
     where: str = ""
@@ -55,6 +56,7 @@ class Query:
         return (
             self.split in ("", rollout.split)
             and self.step in (None, rollout.step)
+            and (self.failed is None or rollout.status is not Status.CANCELLED)
             and self.failed in (None, rollout.status is Status.FAILED)
             and self.cut_off in (None, bool(rollout.cut_off))
             and self.odd in (None, bool(rollout.odd))
