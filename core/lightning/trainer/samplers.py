@@ -269,8 +269,10 @@ class Sampler(Stage, ABC):
         from."""
         said = self.tell_failed(what, rollouts)
         if rollouts and is_lost(rollouts):
+            cancelled = any(rollout.status is Status.CANCELLED for rollout in rollouts)
+            how = " or ".join([*(["failed"] if said else []), *(["were cancelled"] if cancelled else [])])
             raise RunnerError(
-                f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said or 'they were cancelled'} "
+                f"{what}: all {len(rollouts)} {how}, there is nothing to learn from: {said or 'nobody wanted them'} "
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed --json)"
             )
 

@@ -140,7 +140,7 @@ class Chooser:
         self._void: set[str] = set()
         self._repeatable: set[str] = set()
         self.voided = 0
-        """How many of the latest groups behind prefixes were void as a whole, in a row."""
+        """Behind how many rollouts in a row, of the latest, groups were void as a whole."""
 
     def lend(self, task: str, rollouts: Sequence[Begun]) -> None:
         """Add the rollouts that another run made of a task (`ends`)."""

@@ -75,6 +75,7 @@ class PrefixSampler(TurnSampler):
         self._chooser = Chooser()
         self._learned = 0
         self._parents: Bounded[tuple[str, int], Parent | None] = Bounded(PARENTS)
+        self._pruned: list[Json] = []
         self._found: list[Beginning] = []
 
     async def start(self) -> None:
@@ -85,6 +86,7 @@ class PrefixSampler(TurnSampler):
 
     async def step(self, step: int) -> Sampled:
         """Sample the groups of a step, and add the metrics of `prefix_metrics`."""
+        await self._look_for_pruned()
         for earlier in range(self._learned + 1, step):
             await self._learn(earlier)
         algorithm = self.schedule.at(step)
@@ -112,8 +114,8 @@ class PrefixSampler(TurnSampler):
             super().check(what, begun)
 
     def _draws_prefix(self, step: int, place: int) -> bool:
-        """Whether the group at this place of a step begins at a prefix, if there is one. Each void group in a row halves the
-        share of these groups."""
+        """Whether the group at this place of a step begins at a prefix, if there is one. Each rollout in a row behind which
+        groups were void halves the share of these groups."""
         share = (1.0 - BranchingConfig.of(self.config).task_share) * 0.5**self._chooser.voided
         text = f"{self.config.seed}/prefix/{step}/{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2.0**64 < share
@@ -131,6 +133,14 @@ class PrefixSampler(TurnSampler):
                     break
             if found == count:
                 return
+
+    async def _look_for_pruned(self) -> None:
+        """Forget the parents that were read when calls of this run, or of the lender's, were removed since."""
+        runs = [self.stack.run.id, *filter(None, [BranchingConfig.of(self.config).prefix_run])]
+        pruned = [await self.stack.store.get_state(run, PRUNED) for run in runs]
+        if pruned != self._pruned:
+            self._pruned = pruned
+            self._parents.clear()
 
     async def _learn(self, step: int) -> None:
         """Tell the chooser of an earlier step's rollouts."""

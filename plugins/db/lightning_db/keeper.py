@@ -84,7 +84,7 @@ class Keeper(Protocol):
         """Return how much data of each of these groups of a run is stored."""
 
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
-        """Remove the calls, spans, tool events, step rewards and labels of groups. Rollouts and their rewards stay.
+        """Remove the calls, spans, tool events and labels of groups. Rollouts and their rewards stay, also those of steps.
 
         Only whole groups are possible, because the calls of a group are stored as differences to one another. A group with a
         rollout that has not ended stays as it is.

@@ -234,10 +234,11 @@ def _begun_behind(needed: Sequence[_Link]) -> dict[str, str]:
     for link in needed:
         runs.setdefault(link.parent[0], set()).add(link.child[0])
     return {
-        run: f"groups of {', '.join(sorted(others))} begin behind its rollouts: take {more} as well ({options}), or first "
-        f"remove the calls of {more} (without --whole: {options} --trained --unfinished)"
+        run: f"groups of {', '.join(sorted(others))} begin behind its rollouts: remove {more} together with it, when nobody "
+        f"works on {them} (--whole --run {run} {options}), or first the calls of {more} (without --whole: {options} --trained "
+        "--unfinished --apply)"
         for run, others in runs.items()
-        for more in ["that run" if len(others) == 1 else "these runs"]
+        for more, them in [("that run", "it") if len(others) == 1 else ("these runs", "them")]
         for options in [" ".join(f"--run {other}" for other in sorted(others))]
     }
 

@@ -44,7 +44,7 @@ UNENDED: Final = "SELECT count(*) FROM rollouts WHERE run = ? AND group_id = ? A
 FORGET_CALLS: Final = (
     f"DELETE FROM transitions WHERE rollout IN {_MEMBERS}",  # noqa: S608
     (
-        "UPDATE attempts SET tool_events = '[]', step_rewards = '[]', step_states = '[]', labels = '{}', extras = NULL "
+        "UPDATE attempts SET tool_events = '[]', step_states = '[]', labels = '{}', extras = NULL "
         "WHERE rollout IN (SELECT id FROM rollouts WHERE run = ? AND group_id = ?)"
     ),
 )

@@ -3,7 +3,8 @@ whether the agent went on with its answer, and its tool runs and step rewards.
 
 The invariant: it is read from the store, without a model and without the algorithm, so a call counts as trained if the step's
 record has its rollout and the call is one of those that are trained. An advantage of exactly 0 is not seen here. Calls have
-the numbers that `lightning branch --at` and `lightning replay` give them; a place counts choices and unnumbered calls, too.
+the numbers that `lightning branch --at` gives them: those of a branch begin with 1 at its own first call, and a replay, which
+repeats the parent's calls too, counts these as well. A place counts choices and unnumbered calls, too.
 """
 
 from __future__ import annotations

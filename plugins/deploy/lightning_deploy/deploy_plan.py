@@ -93,14 +93,15 @@ def estimate(model: str, config: Config, engine: str, gpu: str) -> MachineNeeds:
     if models > 1:
         own_models = f"the policies have {models} models with vLLMs of their own"
         notes.append(
-            f"{own_models}: of those that are trained, which share a GPU, it was checked that each would fit alone"
+            f"{own_models}: of those that are trained, which share a GPU, it was checked that each whose memory is known would "
+            "fit alone"
         )
     largest, weights = list[Memory](), 0
     for name, own in _trained(model, config):
         try:
             shape = read_shape(name)
         except ConfigError as error:
-            notes.append(f"memory was not estimated, so check that it fits: {error}")
+            notes.append(f"memory of {name} was not estimated and is not counted, so check that it fits: {error}")
             continue
         uses = _uses(shape, own, gpu, training)
         _check_fits(shape, own, gpu, training, uses, most=1 if models > 1 else MOST_GPUS)

@@ -489,10 +489,11 @@ class Stream:
             self._under_way.remove(group)
             if any(map(self._queue.counts, group.rollouts)):
                 self._failed = []
-            elif group.rollouts:
+            elif group.done:
                 self._note_failed(group)
-                if group.done:
-                    continue
+                continue
+            elif group.rollouts:  # what the others would have done is not known
+                self._queue.tell_failed("rollouts of a group", group.rollouts)
             self._queue.left_out["groups_too_old"] += 1
             if group.retries:
                 self._queue.left_out["groups_asked_again"] += 1

@@ -558,6 +558,8 @@ class Session:
 
     async def _publish(self) -> Mapping[str, float]:
         loop, now, step = self._loop, self._now, self.step + 1
+        rates = {name: policy.fixed for name, policy in self.policies.items() if policy.fixed is not None}
+        extras = packed(self._state, rates)  # a state that cannot be kept is refused before anything is taken
         batch, first, began, self._since = now.batch, now.result, self._since, time.monotonic()
         rollouts, logged, now.metrics = [*now.rollouts], without_taken(now.metrics, self._names()), {}  # more may come
         assert batch is not None and first is not None, "publish() has looked"  # noqa: PT018 — for mypy
@@ -570,8 +572,6 @@ class Session:
         reused: list[Json] = [rollout.id for rollout in batch.used if rollout.id in self._trained]
         if reused:
             said[REUSE] = {"limit": loop.stack.config.trainer.max_reuse, "rollouts": reused}
-        rates = {name: policy.fixed for name, policy in self.policies.items() if policy.fixed is not None}
-        extras = packed(self._state, rates)
         sampled, overlap = self._queue.clock.take()
         left_out, self._queue.left_out = self._queue.left_out, Counter()
         metrics = {"reused": float(len(reused))} if reused else {}

@@ -180,7 +180,7 @@ async def test_servers_are_updated_one_after_another(build):
         while len(clients) < 2:  # one rollout that stays with each server
             client = await house.client()
             lease = house.leases[-1]
-            clients.setdefault(slots.index(house.gateway.own.pool._choose(lease.rollout.id, ())), (client, lease))
+            clients.setdefault(slots.index(house.gateway.own.pool.choose(lease.rollout.id)), (client, lease))
 
         async def ask(number):
             return await clients[number][0].chat.completions.create(model="policy", messages=HI)

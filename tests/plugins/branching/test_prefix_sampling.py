@@ -220,9 +220,9 @@ async def test_groups_begin_behind_rollouts_of_another_run(
             sampler.config = asked({"trainer.prefix_run": name, "trainer.sampling": "prefix"}).config.trainer
             with pytest.raises(ConfigError, match=problem):
                 await sampler.start()
-        again._parents.clear()
         keeper, every = keeper_of(sqlite_url(folder / "lightning.db")), await all_rollouts(store, "run", split="train")
         await carry_out(store, keeper, [RunPlan("run", groups=tuple({each.group for each in every}))])
+        await again._look_for_pruned()
         assert [each async for each in again._beginnings(2, 4)] == []
         assert caplog.text.count("`lightning db prune` removed calls of earlier rollouts") == 1
 

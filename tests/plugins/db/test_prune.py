@@ -14,7 +14,7 @@ from lightning.errors import StoreError
 from lightning.store.protocol import PRUNED
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
-from lightning.types import Outcome, Rollout, Run, StepRecord, Task, Transition, logprobs, token_ids
+from lightning.types import Outcome, Rollout, Run, StepRecord, StepReward, Task, Transition, logprobs, token_ids
 from lightning_db.keeper import Keeper, keeper_of
 from lightning_db.prune import PruneRequest, RunPlan, carry_out, plan
 
@@ -208,8 +208,9 @@ async def test_a_run_behind_which_another_training_begins_is_not_removed_as_a_wh
 
     assert await going("run", "borrower") == {"run": "", "borrower": ""}
     assert await going("run") == {
-        "run": "groups of borrower begin behind its rollouts: take that run as well (--run borrower), or first remove the "
-        "calls of that run (without --whole: --run borrower --trained --unfinished)"
+        "run": "groups of borrower begin behind its rollouts: remove that run together with it, when nobody works on it "
+        "(--whole --run run --run borrower), or first the calls of that run (without --whole: --run borrower --trained "
+        "--unfinished --apply)"
     }
     async with Opened(lent) as (store, keeper):
         await store.create_rollouts([Rollout("late", "borrower", Task("q"), "late")])
@@ -275,13 +276,15 @@ async def test_whatever_is_pruned_the_rest_is_read_as_it_was(tmp_path: Path) -> 
 
 
 async def test_a_repeated_outcome_is_still_the_same_after_pruning(database: Path) -> None:
+    """Also the rewards of its steps are, which are a part of what the rollout has earned."""
     async with Opened(database) as (store, keeper):
         await store.create_rollouts([Rollout("new", "run", Task("q"), "n")])
         (lease,) = await store.lease("run", "w")
-        outcome = Outcome(reward=1.0, seconds=2.0)
+        outcome = Outcome(reward=1.0, seconds=2.0, step_rewards=(StepReward(0.5, "solved"),))
         ended = await store.complete("new", lease.attempt, outcome)
         await keeper.forget_calls("run", ["n"])
         assert await store.complete("new", lease.attempt, outcome) == ended
+        assert (await store.attempts_of([("new", None)]))[0].step_rewards == outcome.step_rewards
         with pytest.raises(StoreError):
             await store.complete("new", lease.attempt, replace(outcome, reward=0.0))
 

@@ -50,7 +50,7 @@ MOST_PARTS: Final = 8
 SHARE: Final = 0.25
 """The share of a page's patience that a search waits for texts that are not read yet."""
 
-FAILED: Final = [("", "any"), ("yes", "yes"), ("no", "no, nor cancelled")]
+FAILED: Final = [("", "any"), ("yes", "yes"), ("no", "no (cancelled ones left out)")]
 EITHER: Final = [("", "any"), ("yes", "yes"), ("no", "no")]
 """The choices of a filter that takes rollouts with a property, or those without it."""
 

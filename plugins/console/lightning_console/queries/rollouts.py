@@ -319,7 +319,8 @@ def _why_untrained(call: Transition, own: Rollout, newest: int, proof: StepProof
     told = why_untrained(call, own, proof.steps, newest=newest)
     shown = 0 if proof.record is None else proof.record.step
     if others := [f"step {step}" for step, why in told.items() if not why and step != shown]:
-        return f"{told.get(shown) or proof.why}; {', '.join(others)} trained it, and step {shown} is shown"
+        here = told.get(shown) or proof.why or f"its advantage is exactly 0 in step {shown}"
+        return f"{here}; {', '.join(others)} trained it, and step {shown} is shown"
     why = proof.skipped.get(own.group) if own.id in proof.members else None
     if why and call.status.answered and not call.untrained:
         return f"its group taught nothing: {why.replace('_', ' ')}"

@@ -24,7 +24,7 @@ for _, place in ipairs(places) do
   local text = redis.call('HGET', attempts, place)
   if text then
     local record = cjson.decode(text)
-    record.tool_events, record.step_rewards, record.step_states, record.extras = '[]', '[]', '[]', ''
+    record.tool_events, record.step_states, record.extras = '[]', '[]', ''
     redis.call('HSET', attempts, place, cjson.encode(record))
   end
 end
