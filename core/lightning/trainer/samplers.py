@@ -269,10 +269,12 @@ class Sampler(Stage, ABC):
         from."""
         said = self.tell_failed(what, rollouts)
         if rollouts and is_lost(rollouts):
-            cancelled = any(rollout.status is Status.CANCELLED for rollout in rollouts)
-            how = " or ".join([*(["failed"] if said else []), *(["were cancelled"] if cancelled else [])])
+            cancelled = sum(rollout.status is Status.CANCELLED for rollout in rollouts)
+            if not said:
+                raise RunnerError(f"{what}: all {cancelled} were cancelled, there is nothing to learn from")
+            rest = f"; {cancelled} more were cancelled" if cancelled else ""
             raise RunnerError(
-                f"{what}: all {len(rollouts)} {how}, there is nothing to learn from: {said or 'nobody wanted them'} "
+                f"{what}: all {len(rollouts) - cancelled} failed, there is nothing to learn from: {said}{rest} "
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed --json)"
             )
 
