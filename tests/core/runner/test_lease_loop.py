@@ -691,8 +691,9 @@ async def test_a_source_is_asked_when_there_is_room_and_wakes_the_worker(store: 
         source.limit = 6
         source.changed.set()
         assert {await ended.get() for _ in range(2)} == {"r4", "r5"}
+        while source.changed.is_set():  # the worker takes it off when it next waits
+            await asyncio.sleep(0.01)
     assert not working.done()
-    assert not source.changed.is_set()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
@@ -739,10 +740,11 @@ async def test_the_clean_up_of_an_unwanted_attempt_is_not_cut_short(store: Memor
 
 async def test_an_unwanted_rollout_is_ended_before_and_during_its_attempt(store: MemoryStore) -> None:
     """It ends as cancelled, whatever was recorded of it, and is not retried; the others are untouched."""
-    going, cancelled = asyncio.Event(), asyncio.Event()
+    begun, going, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def agent(task: Task, llm: LLM) -> float:
         try:
+            begun.set()
             await going.wait()
         except asyncio.CancelledError:
             cancelled.set()
@@ -760,6 +762,7 @@ async def test_an_unwanted_rollout_is_ended_before_and_during_its_attempt(store:
         before = await ended.get()
         assert (before.id, before.fault, before.attempt) == ("r1", Fault.CANCELLED, 1)
         assert before.error == "enough of its group had ended"
+        await begun.wait()  # r0 is the first to begin
         source.ends = "r0"
         source.changed.set()
         during = await ended.get()
