@@ -79,21 +79,7 @@ def from_loss(
             object.__setattr__(self, "correction", NO_CORRECTION)
         LightningRL.__post_init__(self)
         assert isinstance(self.correction, Correction)
-        for field in ("clip_low", "clip_high", "ratio"):
-            value = getattr(self, field)
-            # A value of some preset is not warned about: `dataclasses.replace` may have kept it from another low level.
-            others = PRESETS.values() if field != "ratio" else (PRESETS[self.low_level],)
-            if field == "ratio" and self.correction.decoupled:  # which leaves no other ratio
-                continue
-            if field not in told and all(value != getattr(preset, field) for preset in others):
-                told.add(field)
-                logger.warning(
-                    "%s=%s has no effect: the loss %s is used as it is, and only the loss itself can clip ratios; leave %s out",
-                    field,
-                    value,
-                    name,
-                    field,
-                )
+        _warn_of_clips(self, self.correction, name, told)
 
     members = {
         "__slots__": (),
@@ -105,9 +91,31 @@ def from_loss(
         "name": property(lambda self: name),
         "loss": property(lambda self: self.loss_with(surrogate)),
         "zero_advantage_teaches": True,
-        "own_functions": {"loss": function, **{name: need for name, need in needs.items() if need is not None}},
+        "own_functions": {
+            "loss": function,
+            **{each: need for each in needs if (need := getattr(surrogate, each, None))},
+        },
     }
     return type(name, (LightningRL,), members)
+
+
+def _warn_of_clips(algorithm: LightningRL, correction: Correction, loss: str, told: set[str]) -> None:
+    """Warn of arguments for clipping, which do nothing beside a loss of one's own, once for each field (`told`)."""
+    for field in ("clip_low", "clip_high", "ratio"):
+        value = getattr(algorithm, field)
+        # A value of some preset is not warned about: `dataclasses.replace` may have kept it from another low level.
+        others = PRESETS.values() if field != "ratio" else (PRESETS[algorithm.low_level],)
+        if field == "ratio" and correction.decoupled:  # which leaves no other ratio
+            continue
+        if field not in told and all(value != getattr(preset, field) for preset in others):
+            told.add(field)
+            logger.warning(
+                "%s=%s has no effect: the loss %s is used as it is, and only the loss itself can clip ratios; leave %s out",
+                field,
+                value,
+                loss,
+                field,
+            )
 
 
 def _with_needs(function: OwnLoss, needs: Mapping[str, object]) -> OwnLoss:

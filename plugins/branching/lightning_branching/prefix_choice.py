@@ -24,6 +24,7 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 import numpy as np
+from lightning.credit import all_equal
 from lightning.types import Rollout
 
 HALF: Final = 0.5
@@ -155,7 +156,7 @@ class Chooser:
             known.groups.append(tuple(group))
             known.step = step
             known.spread(group)
-            self._barren.append((step, len({one.reward for one in group}) == 1))
+            self._barren.append((step, all_equal(np.array([one.reward for one in group]))))
 
     def add_behind(self, task: str, step: int, parent: Parent | None, seq: int, group: Sequence[Begun]) -> None:
         """Add a group of a step that began behind a prefix: the parent (None if it cannot be read any more), the call, and the

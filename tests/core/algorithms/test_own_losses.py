@@ -331,6 +331,9 @@ def test_what_a_loss_asks_for_is_in_the_record_of_a_run() -> None:
     described = [describe_algorithm(from_loss(**needs)(plain)()) for needs in ({}, {"needs_top_logprobs": 4})]
     assert described[0] != described[1]
     assert described[1]["functions"]["needs_top_logprobs"] == 4  # type: ignore[index,call-overload]
+    mine = partial(plain)
+    mine.needs_top_logprobs = 4  # type: ignore[attr-defined]
+    assert describe_algorithm(from_loss(mine)())["functions"]["needs_top_logprobs"] == 4, "however it is said"  # type: ignore[index,call-overload]
 
 
 def test_the_digest_of_a_batch_tells_one_correction_from_another() -> None:

@@ -45,6 +45,8 @@ from lightning.trainer.trainer import prepare
 from lightning.types import Json, Task, token_ids
 from safetensors.numpy import load_file, save_file
 
+from tests.servers.memory import memory_store as store  # noqa: F401 — a fixture
+
 ALGORITHM = LightningRL("grpo", group_size=4)
 TASKS = [Task(f"question {number}") for number in range(5)]
 VAL = [Task(f"held out {number}") for number in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,14 +51,6 @@ def tell(remarks: Remarks, step: int, groups: list[Group], agents: tuple[str, ..
     batch = LightningRL("grpo", group_size=2).batch(groups)
     result = StepResult({"stepped": stepped if batch.samples else 0.0}, {})
     remarks.step(step, groups, batch, step_metrics([], groups, batch, result), agents)
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.servers.memory import memory_store as store  # noqa: F401 — a fixture
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 

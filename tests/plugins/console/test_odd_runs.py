@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,6 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     asyncio.run(in_store(folder, both))
     return folder / "lightning.db"
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 async def rows_of(places: Places) -> dict[str, dict[str, Any]]:

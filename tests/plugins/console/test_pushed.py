@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,6 @@ from lightning_record import exchanges
 from tests.plugins.console import made_rollouts
 from tests.plugins.console.made_rollouts import call, tokenizer, train
 from tests.plugins.console.reading import places_of, shown, texts
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 async def test_the_calls_that_were_pushed_most_stand_with_their_answers(store: MemoryStore, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,14 +174,6 @@ def test_a_step_that_earned_nothing_names_the_kind_of_rollouts_that_came_with_it
     assert "probable cause" not in said(replace(change, beside=(replace(failed, now=0.2),))), (
         "a small share explains little"
     )
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 async def step(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ from tests.plugins.console.reading import places_of, shown, texts, to
 
 THAI, ARABIC, FLAG = "สวัสดีชาวโลก", "مرحبا بالعالم", "👩🏽‍🚀"
 USER = {"role": "user", "content": f"{THAI} {ARABIC} {FLAG} İstanbul café"}
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 async def found(store: MemoryStore, run: str = "run", **options: object) -> dict[str, Any]:

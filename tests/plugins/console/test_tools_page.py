@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,6 @@ from tests.plugins.console.reading import places_of, shown, texts, to
 TOOLS = "Tools, the most failed runs first"
 ODD = "Invented tools, and tool calls that never ran"
 USER = {"role": "user", "content": "do it"}
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 def facts(blocks: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -34,14 +34,6 @@ async def evaluated(store: Store, run: str, step: int, rewards: Mapping[str, flo
         await store.append([call(made, 0, "solver", [1], (5,)), call(made, 1, "solver", [1, 5], answer)])
         ended = Outcome(fault=given, error="it broke") if isinstance(given, Fault) else Outcome(reward=given)
         await store.complete(made.id, lease.attempt, ended)
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 def of(one: str, other: str, **options: str) -> str:

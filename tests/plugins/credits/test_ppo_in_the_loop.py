@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,14 +15,6 @@ from lightning.trainer.training_data import fresh_values
 from lightning_proof.recorded_step import recorded_values
 
 PPO = LightningRL("ppo", group_size=2)
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    made = MemoryStore()
-    await made.open()
-    yield made
-    await made.close()
 
 
 def test_ppo_wants_a_critic() -> None:
